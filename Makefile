@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a new checkout needs; both run `make setup` first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: setup demo test check parity bench clean
+
+setup: $(STAMP)
+
+# Plain venv and pip with a constraints file: a looser resolver would fetch gigabytes of CUDA wheels.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/paceline demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+parity: setup
+	$(BIN)/python benchmarks/parity.py
+
+bench: setup
+	$(BIN)/python benchmarks/model_free.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,66 @@
+"""Speculative decoding of local language models: the same text, sooner.
+
+    import paceline
+    llm = paceline.load("demo")
+    print(llm.generate("Why is the sky blue?").text)
+
+Names are imported on first use, so that `import paceline` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError
+    from paceline.llm import LLM, Completion, Stream, load
+    from paceline.protocols import Ask, Drafter
+    from paceline.sampling import Sampling
+    from paceline.stats import Stats
+    from paceline.stream import Chunk
+    from paceline.types import Draft, Tree, Verdict
+
+_HOME = {
+    "LLM": "llm",
+    "Completion": "llm",
+    "Stream": "llm",
+    "load": "llm",
+    "Ask": "protocols",
+    "Drafter": "protocols",
+    "PacelineError": "errors",
+    "Sampling": "sampling",
+    "Stats": "stats",
+    "Chunk": "stream",
+    "Draft": "types",
+    "Tree": "types",
+    "Verdict": "types",
+}
+
+__all__ = [
+    "LLM",
+    "Ask",
+    "Chunk",
+    "Completion",
+    "Draft",
+    "Drafter",
+    "PacelineError",
+    "Sampling",
+    "Stats",
+    "Stream",
+    "Tree",
+    "Verdict",
+    "load",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(f"paceline.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,72 @@
+"""From what a user writes to a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.errors import InvalidOption, TokenizerMismatch
+from paceline.models.loader import Loaded
+from paceline.protocols import Drafter
+from paceline.types import Tree
+
+DraftModelLoader = Callable[[str], Loaded]
+
+_BARE: dict[str, Callable[[], Drafter]] = {"auto": Suffix, "suffix": Suffix, "ngram": NGram}
+
+
+def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoader) -> Drafter | None:
+    """`spec` as in `paceline.load`. Raises `InvalidOption` for an unknown one, `TokenizerMismatch`."""
+    if spec is None or spec == "none":
+        return None
+    if isinstance(spec, Drafter):
+        return spec
+    parts = [_make(part, target, load) for part in _split(spec)]
+    return parts[0] if len(parts) == 1 else Stack(parts)
+
+
+def _split(spec: str) -> list[str]:
+    """At "+", but not inside the reference of a draft model, which may hold one: it comes last."""
+    head, colon, reference = spec.partition("model:")
+    parts = head.rstrip("+").split("+") if head else []
+    return [*parts, colon + reference] if colon else parts
+
+
+def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
+    if part in _BARE:
+        return _BARE[part]()
+    if not part.startswith("model:") or part == "model:":
+        known = ", ".join(["none", *_BARE, "model:REF"])
+        raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
+    loaded = load(part.removeprefix("model:"))
+    _check_vocabulary(target, loaded, part)
+    return DraftModel(loaded.target, target.target.vocab_size)
+
+
+def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:
+    """Compares the tokens, not their number: padded vocabularies of one tokenizer are fine."""
+    ours, theirs = target.tokenizer.vocabulary, draft.tokenizer.vocabulary
+    differ = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
+    lonely = len(ours.keys() ^ theirs.keys())
+    if not differ and not lonely:
+        return
+    example = f", {differ[0]!r} is {ours[differ[0]]} in one and {theirs[differ[0]]} in the other" if differ else ""
+    raise TokenizerMismatch(
+        f"{name} has another tokenizer than the target: {lonely} tokens are in only one of them{example}",
+        "Draft with a model of the same family",
+    )
+
+
+def to_tree(draft: int | Tree | Literal["auto"]) -> Tree | None:
+    """A draft length, a tree, or None for "auto". Raises `InvalidOption`."""
+    if isinstance(draft, Tree):
+        return draft
+    if draft == "auto":
+        return None
+    if isinstance(draft, bool) or not isinstance(draft, int):
+        raise InvalidOption(f"draft={draft!r} is not possible", 'Give a length, a paceline.Tree or "auto"')
+    return Tree.chain(draft)

@@ -1,0 +1,139 @@
+"""A small model that drafts for a large one: chains and trees, over a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.protocols import Ask, Drafter, Target
+from paceline.tree import pack_prefix
+from paceline.types import Draft, Rows, Tap, Tree, Verdict, Want
+
+_CHUNK = 256
+
+
+@dataclass(slots=True)
+class _Slot:
+    """`own`: the slot in the draft model's cache. `text`: all that is known, of which the cache holds a prefix."""
+
+    own: int
+    text: list[int]
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """A tree while it grows: token, parent node (-1: the pending token), depth and log-score from the root."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, score: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
+        self.scores.append(score + (self.scores[parent] if parent >= 0 else 0.0))
+
+    def best(self, count: int, first: int = 0) -> list[int]:
+        """The `count` highest scores among the nodes from `first` on, oldest first.
+
+        Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree.
+        """
+        nodes = sorted(range(first, len(self.tokens)), key=lambda n: (-self.scores[n], n))
+        return sorted(nodes[:count])
+
+    def draft(self, count: int) -> Draft:
+        kept = self.best(count)
+        rows = {-1: 0} | {node: row for row, node in enumerate(kept, 1)}
+        return Draft(tuple(self.tokens[n] for n in kept), tuple(rows[self.parents[n]] for n in kept))
+
+
+class DraftModel(Drafter):
+    """Drafts with any `Target` of the same vocabulary, which may live on another device in another dtype.
+
+    Candidates are ranked by the sampler's own noise, so that at any temperature the draft aims at what the target is
+    about to draw. A tree grows level by level: the best `branch` nodes of a level are expanded by `branch` each, and
+    of all that grew the best `nodes` are kept (EAGLE-2's rule, arXiv 2406.16858).
+    """
+
+    draft = Tree.chain(5)
+
+    def __init__(self, model: Target, vocab_size: int) -> None:
+        """`vocab_size`: the target's; a padded draft vocabulary is cut to it."""
+        self._model, self._vocab = model, vocab_size
+        self._cache = model.new_cache()
+        self._slots: dict[int, _Slot] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._slots[slot] = _Slot(self._cache.acquire(), list(prompt))
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._slots[slot].text += verdict.tokens
+
+    def release(self, slot: int) -> None:
+        state = self._slots.pop(slot, None)
+        if state:
+            self._cache.release(state.own)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._propose(ask, self._slots[ask.slot]) for ask in asks]
+
+    def _propose(self, ask: Ask, state: _Slot) -> Draft:
+        budget = ask.budget.within(self._model.context_length - len(state.text))
+        if budget.nodes == 0:
+            return Draft()
+        nodes = _Nodes()
+        self._expand(nodes, [-1], self._catch_up(state), ask)
+        fed: list[int] = []
+        first = 0
+        for _ in range(1, budget.depth):
+            chosen = nodes.best(budget.branch, first)
+            first = len(nodes.tokens)
+            logits = self._feed(nodes, chosen, fed, state)
+            self._expand(nodes, chosen, logits, ask)
+        return nodes.draft(budget.nodes)
+
+    def _catch_up(self, state: _Slot) -> Tensor:
+        """Feed what is known and not yet cached, the pending token at least. Returns its logits [1, V]."""
+        while True:
+            done = self._cache.lengths[state.own]
+            chunk = state.text[done : done + _CHUNK]
+            rows = pack_prefix(chunk, state.own, done, self._model.device)
+            ends = done + len(chunk) == len(state.text)
+            out = self._model.forward(rows, self._cache, Want("last" if ends else "none"))
+            self._cache.commit(state.own, range(1, len(chunk)))
+            if ends:
+                return out.logits[0]
+
+    def _feed(self, nodes: _Nodes, chosen: Sequence[int], fed: list[int], state: _Slot) -> Tensor:
+        """One pass over a level's chosen nodes, on top of the rows `fed` before. Returns their logits [T, V]."""
+        start, length = len(fed), len(state.text)
+        row_of = {node: row for row, node in enumerate([*fed, *chosen])}
+        visible = torch.zeros(1, len(chosen), start + len(chosen), dtype=torch.bool)
+        for line, node in zip(visible[0], chosen, strict=True):
+            while node >= 0:
+                line[row_of[node]] = True
+                node = nodes.parents[node]
+        device = self._model.device
+        rows = Rows(
+            tokens=torch.tensor([[nodes.tokens[n] for n in chosen]], device=device),
+            positions=torch.tensor([[length - 1 + nodes.depths[n] for n in chosen]], device=device),
+            slots=(state.own,),
+            lengths=(length,),
+            visible=visible,
+            start=start,
+        )
+        fed += chosen
+        return self._model.forward(rows, self._cache, Want()).logits[0]
+
+    def _expand(self, nodes: _Nodes, parents: Sequence[int], logits: Tensor, ask: Ask) -> None:
+        """Give each parent its likeliest children by its row of logits [T, V]."""
+        for parent, row in zip(parents, logits, strict=True):
+            position = ask.position + 1 + (nodes.depths[parent] if parent >= 0 else 0)
+            tokens, scores = ask.sampler.rank(row[: self._vocab], position, ask.budget.branch)
+            for token, score in zip(tokens, torch.tensor(scores).log_softmax(-1).tolist(), strict=True):
+                nodes.add(token, parent, min(score, 0.0))

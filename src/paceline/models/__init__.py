@@ -1,0 +1,1 @@
+"""The native decoder and what reads models into it."""

@@ -1,0 +1,104 @@
+"""From a model reference to a target that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.errors import InvalidOption, OutOfMemory
+from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+from paceline.models.config import read_config
+from paceline.models.decoder import Decoder, Progress
+from paceline.models.files import resolve
+from paceline.protocols import Target
+from paceline.runner import fast_bfloat16
+
+if TYPE_CHECKING:
+    from paceline.tokenizer import Tokenizer
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run: `eos` are all its end-of-sequence ids, `generation` its generation_config."""
+
+    target: Target
+    tokenizer: Tokenizer
+    eos: tuple[int, ...]
+    generation: dict[str, Any]
+    path: Path
+
+
+def load_model(
+    reference: str | Path,
+    *,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: bool = False,
+) -> Loaded:
+    """See `paceline.load`. Raises `PacelineError`."""
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    path = resolve(reference, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress)
+    checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
+    config = read_config(checkpoint.config)
+    with _bar(f"loading {reference}", progress) as advance:
+        try:
+            target = Decoder(config, checkpoint.tensors, kind, where, advance)
+        except RuntimeError as error:
+            if "memory" not in str(error).lower():
+                raise
+            raise OutOfMemory(
+                f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
+            ) from error
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, path)
+
+
+def pick_device(device: Device) -> torch.device:
+    """`auto`: CUDA, then MPS, then the CPU. Raises `InvalidOption` for one that is not there."""
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device == "auto":
+        device = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
+    if device not in here:
+        raise InvalidOption(f"device {device!r} is unknown", "Choose auto, cpu, cuda or mps")
+    if not here[device]:
+        raise InvalidOption(f"device {device!r} is not available here", "Choose cpu or auto, or install torch for it")
+    return torch.device(device)
+
+
+def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the device is fast with it, float16 on MPS, else float32."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype != "auto":
+        if dtype not in known:
+            raise InvalidOption(f"dtype {dtype!r} is unknown", f"Choose auto, {', '.join(known)}")
+        return known[dtype]
+    if device.type == "mps":
+        return torch.float16
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else fast_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+@contextmanager
+def _bar(title: str, shown: bool) -> Iterator[Progress]:
+    """A progress bar on stderr, gone when the work is done."""
+    if not shown:
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,136 @@
+"""The seams. Whatever implements these works with the rest: targets, caches, drafters.
+
+Nothing here speculates: `engine.py` shows how the parts meet.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.sampling import Sampler
+from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
+
+
+class Pass(Protocol):
+    """A cache made ready for one forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write this layer's keys and values of the pass's rows, then attend.
+
+        q [B, T, heads, D], k and v [B, T, kv_heads, D], rotary applied. Returns [B, T, heads * D].
+        Each row sees its slot's committed prefix and the rows that `Rows.visible` names.
+        """
+        ...
+
+
+class KVCache(Protocol):
+    """Keys and values of every slot. It owns its layout, growth and lengths.
+
+    Rows that are written but not committed are simply overwritten later: there is no rollback. Cost follows the
+    length reached, never the capacity.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Committed tokens of each slot."""
+        ...
+
+    def acquire(self) -> int:
+        """A free slot, of length 0. Raises `OutOfMemory`."""
+        ...
+
+    def begin(self, rows: Rows) -> Pass:
+        """Make room for the rows and prepare their attention. Raises `OutOfMemory`."""
+        ...
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Keep row 0 and then the rows of `path`, in this order: the only place where a slot's length grows."""
+        ...
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens (0 <= length <= the slot's length)."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give the slot back. Releasing a free slot does nothing."""
+        ...
+
+
+class Target(Protocol):
+    """A model that can verify: any number of rows in one pass, over a cache it made itself."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens (prompt and reply) that one slot may reach."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self) -> KVCache: ...
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        """Feed the rows, write their keys and values, commit nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for one draft.
+
+    `last`: the pending token, row 0 of the draft. `position`: where it stands; the first drafted token stands at
+    `position + 1`. `budget`: how much to draft at most. `sampler`: how the target will choose; a drafter with
+    probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise.
+    """
+
+    slot: int
+    last: int
+    position: int
+    budget: Tree
+    sampler: Sampler
+
+
+class Drafter(ABC):
+    """Proposes; never decides. It may say anything, or nothing: the text is the target's alone.
+
+    A slot's life: `admit`, `feed` per prefill chunk, then `propose` / `observe` per round, `release`. After
+    `admit(slot, prompt)` the drafter knows the prompt; `observe` tells it the tokens of each round. Every method
+    must leave the drafter usable if the request ends there.
+    """
+
+    taps: tuple[Tap, ...] = ()
+    """Which hidden states `feed` and `observe` should bring."""
+
+    draft: Tree = Tree.chain(5)
+    """How much to draft when the user leaves it to the drafter (`draft="auto"`)."""
+
+    @abstractmethod
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """A request begins: its whole prompt, the pending token included."""
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
+        """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
+
+    @abstractmethod
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """One draft per ask, in order; an empty `Draft()` where there is nothing to say."""
+
+    @abstractmethod
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        """What the round committed: `verdict.tokens` continue the text. `out`: the taps [T, H] of the round's rows.
+
+        Only buffers; catching up belongs to the next `propose`.
+        """
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """The request is over (finished, cancelled or failed). Releasing an unknown slot does nothing."""

@@ -1,0 +1,133 @@
+"""From tokens to text as it grows: whole characters, stop strings, the end of a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.sampling import Sampling
+from paceline.types import FinishReason, Verdict
+
+Decode = Callable[[Sequence[int]], str]
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
+
+    `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
+    held back before. `drafted`: the token was drafted and accepted; otherwise the target added it. `finish_reason`:
+    on the last chunk only.
+    """
+
+    text: str
+    token_id: int
+    drafted: bool
+    finish_reason: FinishReason | None = None
+
+
+class Detokenizer:
+    """Decodes token by token; the pieces join to `decode(all tokens)`, and none ends inside a character."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        # A token may decode differently at the start of a text, so each piece is the difference of two decodings
+        # that share a few tokens before it.
+        self._window: list[int] = []
+        self._shown = ""
+        self._fresh = 0
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._window.append(token)
+        self._fresh += 1
+        text = self._decode(self._window)
+        if text.endswith(_BROKEN) or len(text) < len(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        self._window = self._window[-self._fresh :]
+        self._shown = self._decode(self._window)
+        self._fresh = 0
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character, shown as the tokenizer shows it."""
+        piece = self._decode(self._window)[len(self._shown) :]
+        self._window, self._shown, self._fresh = [], "", 0
+        return piece
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, holding back whatever may turn out to begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string is complete)."""
+        self._held += text
+        hits = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if hits:
+            safe, self._held = self._held[: min(hits)], ""
+            return safe, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe, False
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        safe, self._held = self._held, ""
+        return safe
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class TextStream:
+    """A reply as it grows: cuts each verdict where the reply ends, and turns it into chunks."""
+
+    def __init__(self, sampling: Sampling, eos: Sequence[int], decode: Decode, room: int) -> None:
+        """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens."""
+        self._ends: dict[int, FinishReason] = {} if sampling.ignore_eos else dict.fromkeys(eos, "eos")
+        self._ends.update(dict.fromkeys(sampling.stop_token_ids, "stop"))
+        self.left = min(sampling.max_new_tokens, room)
+        self._text = Detokenizer(decode)
+        self._stops = StopStrings(tuple(sampling.stop))
+        self._pieces: list[str] = []
+
+    def trim(self, verdict: Verdict) -> Verdict:
+        """The verdict up to the first token that ends the reply: EOS, a stop token or string, the length limit."""
+        self._pieces = []
+        for count, token in enumerate(verdict.tokens, 1):
+            finish = self._take(token)
+            if finish:
+                return verdict.cut(count, finish)
+        return verdict
+
+    def emit(self, verdict: Verdict) -> list[Chunk]:
+        """The chunks of the verdict trimmed last."""
+        last = len(verdict.tokens) - 1
+        return [
+            Chunk(piece, token, i < len(verdict.path), verdict.finish if i == last else None)
+            for i, (piece, token) in enumerate(zip(self._pieces, verdict.tokens, strict=True))
+        ]
+
+    def _take(self, token: int) -> FinishReason | None:
+        self.left -= 1
+        finish = self._ends.get(token)
+        piece, stopped = ("", False) if finish else self._stops.push(self._text.push(token))
+        if not stopped and (finish or self.left == 0):
+            finish = finish or "length"
+            rest, stopped = self._stops.push(self._text.flush())
+            piece += rest + ("" if stopped else self._stops.flush())
+        self._pieces.append(piece)
+        return "stop" if stopped else finish

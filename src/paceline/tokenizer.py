@@ -1,0 +1,199 @@
+"""Text <-> token ids, and chat messages -> text, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import CorruptModel, InvalidPrompt, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer. Make one with `from_folder` or `from_gguf`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """`special_tokens`: role -> text, "bos_token" -> "<s>" for instance; templates may use them by that name."""
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+
+    @staticmethod
+    def from_folder(path: Path) -> Tokenizer:
+        """From tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
+        config = {**_json(path / "special_tokens_map.json"), **_json(path / "tokenizer_config.json")}
+        backend = _backend_from_folder(path)
+        _add_listed(backend, config.get("added_tokens_decoder"))
+        special = {key: text for key in _NAMED if (text := _text(config.get(key))) is not None}
+        _frame_as_told(backend, config, special)
+        return Tokenizer(backend, special, _template(path, config))
+
+    @staticmethod
+    def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
+        """From a GGUF's metadata as plain values. Raises `UnsupportedModel` and `CorruptModel`."""
+        from paceline.models.gguf_tokenizer import backend_from_gguf
+
+        backend = backend_from_gguf(fields)
+        tokens = fields["tokenizer.ggml.tokens"]
+        special = {}
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            index = fields.get(f"tokenizer.ggml.{key}_token_id")
+            if index is not None and index < len(tokens):
+                special[f"{role}_token"] = tokens[index]
+        return Tokenizer(backend, special, fields.get("tokenizer.chat_template"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, added ones included; a model may have more rows than that."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included, each as the tokenizer spells it."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.token_id(self.special_tokens.get("bos_token"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.token_id(self.special_tokens.get("eos_token"))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `decode` leaves out."""
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of one token spelled exactly so, or None."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids. `special`: with the BOS / EOS the model wants; a rendered chat template brings its own.
+
+        Special tokens spelled out in the text become those tokens. Raises `InvalidPrompt` for text that is not
+        Unicode (lone surrogates).
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=special).ids)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidPrompt(
+                "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text; bytes that are no UTF-8 become U+FFFD. Raises `InvalidPrompt` for ids that are no ids."""
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        except (OverflowError, TypeError) as error:
+            raise InvalidPrompt("token ids must be integers from 0 up") from error
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any
+    ) -> str:
+        """The messages as the model was taught to read them; encode the result with `special=False`.
+
+        `messages`: [{"role": str, "content": str}, ...]. `extra`: further names for the template. Raises
+        `InvalidPrompt` for malformed messages, a model without a template, or a template's own refusal.
+        """
+        from paceline.chat_template import render
+
+        if self.chat_template is None:
+            raise InvalidPrompt(
+                "the model has no chat template", "Give text with raw=True (--raw), or another model"
+            )
+        values = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, **extra}
+        return render(self.chat_template, messages, values)
+
+
+def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise UnsupportedModel(
+            f"{path} has no tokenizer.json",
+            "Save one with transformers: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
+        )
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise CorruptModel(f"{file} is no tokenizer ({error})", "Fetch the model again") from error
+    # Left from training; a prompt is never cut or padded here.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _add_listed(backend: tokenizers.Tokenizer, listed: Any) -> None:
+    """Tokens that only tokenizer_config.json knows, in the order of their ids."""
+    from tokenizers import AddedToken
+
+    for _, entry in sorted((listed or {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(entry["content"]) is not None:
+            continue
+        flags = {key: entry[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
+        token = AddedToken(entry["content"], special=entry.get("special", False), **flags)
+        (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
+
+
+def _frame_as_told(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Follow `add_bos_token` and `add_eos_token` where tokenizer_config.json has them; else tokenizer.json decides."""
+    from paceline.models.gguf_tokenizer import frame
+
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    around: list[tuple[str, int] | None] = []
+    for role in ("bos_token", "eos_token"):
+        text = special.get(role) if config.get(f"add_{role}") else None
+        index = backend.token_to_id(text) if text else None
+        around.append((text, index) if text and index is not None else None)
+    frame(backend, *around)
+
+
+def _text(value: Any) -> str | None:
+    """A special token, written as a string or as {"content": string, ...}."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else None
+
+
+def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config's: a string, or a list of which "default" is taken."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("default", next(iter(named.values()), None))
+    return found if isinstance(found, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
+    except ValueError as error:
+        raise CorruptModel(f"{path} is not valid JSON ({error})", "Fetch the model again") from error
+    if not isinstance(data, dict):
+        raise CorruptModel(f"{path} holds no JSON object", "Fetch the model again")
+    return data

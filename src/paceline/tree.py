@@ -1,0 +1,105 @@
+"""Draft trees: from parents to depths, positions and ancestor masks, and from drafts to the rows of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidOption
+from paceline.types import Draft, Rows
+
+MIN_ROWS = 2
+"""No pass has fewer rows: a matrix product with one row may take another kernel, whose bits differ."""
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Depth of every row (row 0 is 0), from the parents of nodes 1..N."""
+    out = [0]
+    for parent in parents:
+        out.append(out[parent] + 1)
+    return out
+
+
+@lru_cache(maxsize=512)
+def ancestors(parents: tuple[int, ...], rows: int) -> Tensor:
+    """Bool [rows, rows]: row r attends to itself and its ancestors. Rows past the draft (padding) see themselves."""
+    n = len(parents) + 1
+    if parents == tuple(range(n - 1)):
+        mask = torch.eye(rows, dtype=torch.bool)
+        mask[:n, :n] = torch.ones(n, n, dtype=torch.bool).tril_()
+        return mask
+    lines = [[False] * rows for _ in range(rows)]
+    for row in range(rows):
+        if 0 < row < n:
+            lines[row] = lines[parents[row - 1]].copy()
+        lines[row][row] = True
+    return torch.tensor(lines)
+
+
+def check(draft: Draft) -> None:
+    """Raises `InvalidOption` where a draft is not a tree: for authors of drafters, at the cost of one walk."""
+    if len(draft.tokens) != len(draft.parents):
+        raise InvalidOption(
+            f"a draft has {len(draft.tokens)} tokens but {len(draft.parents)} parents",
+            "Give one parent per token",
+        )
+    seen = set()
+    for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        if not 0 <= edge[0] <= node:
+            raise InvalidOption(
+                f"node {node} of a draft names row {edge[0]} as its parent",
+                "Parents are row numbers (0 is the pending token, node i is row i + 1) and come before their children",
+            )
+        if edge in seen:
+            raise InvalidOption(f"token {edge[1]} is drafted twice below row {edge[0]}", "Siblings must differ")
+        seen.add(edge)
+
+
+def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
+    """The tree that holds every path of token ids, shared prefixes once (the way Medusa's trees are written)."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for path in paths:
+        for end in range(1, len(path) + 1):
+            prefix = tuple(path[:end])
+            if prefix not in rows:
+                tokens.append(prefix[-1])
+                parents.append(rows[prefix[:-1]])
+                rows[prefix] = len(tokens)
+    return Draft(tuple(tokens), tuple(parents))
+
+
+def pack(
+    last: Sequence[int],
+    drafts: Sequence[Draft],
+    slots: Sequence[int],
+    lengths: Sequence[int],
+    device: torch.device,
+) -> Rows:
+    """The rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS`).
+
+    A padding row is one more root: it repeats the pending token, sees the prefix and itself, and is never read.
+    """
+    count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in drafts))
+    tokens, positions = [], []
+    for token, draft, length in zip(last, drafts, lengths, strict=True):
+        padding = count - 1 - len(draft.tokens)
+        tokens.append([token, *draft.tokens, *[token] * padding])
+        positions.append([length + d for d in depths(draft.parents)] + [length] * padding)
+    visible = [ancestors(d.parents, count) for d in drafts]
+    return Rows(
+        tokens=torch.tensor(tokens, device=device),
+        positions=torch.tensor(positions, device=device),
+        slots=tuple(slots),
+        lengths=tuple(lengths),
+        visible=visible[0][None] if len(visible) == 1 else torch.stack(visible),
+    )
+
+
+def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
+    """A prefill chunk: `tokens` continue the slot's committed text, one after the other."""
+    return pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device)

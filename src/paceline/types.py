@@ -1,0 +1,128 @@
+"""What travels between the parts. Read this first.
+
+Shape legend, used in every docstring:
+
+    B  slots (requests) in a pass          V  vocabulary
+    N  drafted nodes of one request        H  hidden size
+    T  rows of a pass, N + 1               L  committed length of a slot, in tokens
+    D  depth of a draft                    K  D + 1
+
+A *row* is one token fed to the target. Row 0 carries the pending token: the last token of the text, chosen
+but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so a chain's are 0, 1, 2...
+Siblings share a position (what rotary embeddings see) but never a cache entry: row r is written at L + r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from paceline.errors import InvalidOption
+
+Tap = int | Literal["final"]
+"""Where to listen: i is the residual stream *entering* layer i, "final" the normed output."""
+
+FinishReason = Literal["eos", "stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How much to draft: at most `nodes` tokens, `depth` deep, `branch` children per node.
+
+    `Tree.chain(n)` is the classic draft of n tokens in a row.
+    """
+
+    nodes: int
+    depth: int
+    branch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.nodes < 0 or self.depth < 0 or self.branch < 1 or self.nodes > 512:
+            raise InvalidOption(
+                f"a draft of {self.nodes} nodes, depth {self.depth}, branch {self.branch} is not possible",
+                "Use 0 to 512 nodes, a depth of at least 0 and a branch of at least 1",
+            )
+
+    @staticmethod
+    def chain(length: int) -> Tree:
+        return Tree(nodes=length, depth=length, branch=1)
+
+    def within(self, depth: int) -> Tree:
+        """The same draft, cut to what `depth` more tokens can use."""
+        if depth >= self.depth:
+            return self
+        depth = max(depth, 0)
+        nodes = min(self.nodes, depth) if self.branch == 1 else (self.nodes if depth else 0)
+        return Tree(nodes, depth, self.branch)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """N proposed tokens as a tree: `parents[i]` is the row (0 = the pending token) that node i continues.
+
+    A parent comes before its children, and siblings differ in their token.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @staticmethod
+    def chain(tokens: tuple[int, ...] | list[int]) -> Draft:
+        return Draft(tuple(tokens), tuple(range(len(tokens))))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One pass worth of input: T rows for each of B slots.
+
+    `tokens`, `positions`: int64 [B, T] on the target's device.
+    `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
+    `visible`: bool [B, T, start + T] on the host's terms of row numbers: which rows of this tree a row attends
+    to (itself included), besides the slot's whole committed prefix.
+    `start`: rows of this same tree that earlier passes wrote and nothing has committed (a draft model grows its
+    tree level by level); row r of this pass is written at L + start + r.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: tuple[int, ...]
+    lengths: tuple[int, ...]
+    visible: Tensor
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a pass must return: logits of `all` rows, of the `last` one or of `none`, and which taps."""
+
+    logits: Literal["all", "last", "none"] = "all"
+    taps: tuple[Tap, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a pass gives: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H]."""
+
+    logits: Tensor
+    taps: dict[Tap, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one round commits for one slot.
+
+    `path`: the accepted rows from the root down (row 0 itself is always kept, and not listed).
+    `tokens`: the accepted draft tokens, then the one token that the target adds itself (the correction after a
+    rejection, the bonus after a full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next
+    pending token. `finish`: why the text ends here, or None.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+
+    def cut(self, count: int, finish: FinishReason) -> Verdict:
+        """The first `count` (>= 1) tokens of this verdict, and the reason to end there."""
+        return Verdict(self.path[: count - 1], self.tokens[:count], finish)

@@ -1,0 +1,36 @@
+"""Shared fixtures. Torch gets two threads at most, so that the suite behaves the same on any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from paceline.models.decoder import Decoder
+from paceline.testing import tiny_target
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure() -> None:
+    # The same examples every time: a suite that fails by chance teaches people to run it again.
+    hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("paceline")
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def toy() -> Decoder:
+    """A float64 decoder of 37 tokens: rounding decides nothing."""
+    return tiny_target()
+
+
+@pytest.fixture(scope="session")
+def shared_prompts() -> Path:
+    """Spec-Bench's development questions."""
+    path = SHARED / "data" / "prompts" / "spec_bench_dev.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there (it is not shipped)")
+    return path

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cache import SlabCache
+from paceline.errors import OutOfMemory
+from paceline.models.decoder import Decoder
+from paceline.testing import tiny_target
+from paceline.tree import pack, pack_prefix
+from paceline.types import Draft, Want
+from tests.test_tree import drafts, path_to
+
+CPU = torch.device("cpu")
+TOY = tiny_target(context_length=2048)
+
+
+def fed(tokens: list[int], target: Decoder = TOY) -> tuple[SlabCache, int]:
+    """A cache that holds the tokens, fed in one chunk."""
+    cache = target.new_cache()
+    slot = cache.acquire()
+    target.forward(pack_prefix(tokens, slot, 0, CPU), cache, Want("none"))
+    cache.commit(slot, range(1, len(tokens)))
+    return cache, slot  # type: ignore[return-value]
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """[V] after the last of the tokens, fed plainly."""
+    cache, slot = fed(tokens[:-1])
+    rows = pack([tokens[-1]], [Draft()], [slot], [len(tokens) - 1], CPU)
+    return TOY.forward(rows, cache, Want()).logits[0, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(drafts(most=9), st.integers(1, 20), st.data())
+def test_a_nodes_logits_are_those_of_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
+    prefix = [(3 * i + 1) % 37 for i in range(length)]
+    cache, slot = fed(prefix)
+    logits = TOY.forward(pack([5], [draft], [slot], [length], CPU), cache, Want()).logits[0]
+    row = data.draw(st.integers(0, len(draft.tokens)))
+    path = path_to(draft, row)[::-1]
+    plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:])])
+    torch.testing.assert_close(logits[row], plain, rtol=0, atol=1e-10)
+
+    cache.commit(slot, path[1:])
+    assert cache.lengths[slot] == length + len(path)
+    after = TOY.forward(pack([7], [Draft()], [slot], [cache.lengths[slot]], CPU), cache, Want()).logits[0, 0]
+    plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:]), 7])
+    torch.testing.assert_close(after, plain, rtol=0, atol=1e-10)
+
+
+def test_slots_of_different_lengths_share_a_pass() -> None:
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11, 12]]
+    tree = Draft((1, 2, 3), (0, 0, 1))
+    batch = [Draft.chain([9, 9]), Draft(), tree]
+    cache = TOY.new_cache()
+    slots = [cache.acquire() for _ in texts]
+    for slot, text in zip(slots, texts, strict=True):
+        TOY.forward(pack_prefix(text, slot, 0, CPU), cache, Want("none"))
+        cache.commit(slot, range(1, len(text)))
+    for order in ([0, 1, 2], [2, 0]):
+        rows = pack(
+            [30] * len(order), [batch[i] for i in order], [slots[i] for i in order], [len(texts[i]) for i in order], CPU
+        )
+        together = TOY.forward(rows, cache, Want()).logits
+        for line, i in enumerate(order):
+            own, slot = fed(texts[i])
+            alone = TOY.forward(pack([30], [batch[i]], [slot], [len(texts[i])], CPU), own, Want()).logits[0]
+            real = len(batch[i].tokens) + 1
+            torch.testing.assert_close(together[line, :real], alone[:real], rtol=0, atol=1e-10)
+
+
+def test_memory_follows_the_length_reached() -> None:
+    cache, slot = fed([1, 2, 3])
+    assert cache.capacity == 256
+    TOY.forward(pack_prefix([1] * 400, slot, 3, CPU), cache, Want("none"))
+    cache.commit(slot, range(1, 400))
+    assert 403 <= cache.capacity <= 512
+    assert TOY.new_cache().capacity == 0, "nothing is held before a request comes"
+
+
+def test_growth_keeps_what_was_written() -> None:
+    text = [(5 * i) % 37 for i in range(300)]
+    cache, slot = fed(text[:200])
+    rest = TOY.forward(pack_prefix(text[200:], slot, 200, CPU), cache, Want()).logits[0, -1]
+    torch.testing.assert_close(rest, logits_after(text), rtol=0, atol=1e-10)
+
+
+def test_a_released_slot_is_used_again_and_starts_empty() -> None:
+    cache, slot = fed([1, 2, 3])
+    cache.release(slot)
+    cache.release(slot)
+    assert cache.acquire() == slot
+    assert cache.lengths[slot] == 0
+    assert cache.acquire() != slot
+
+
+def test_no_memory_is_a_typed_error() -> None:
+    cache = SlabCache(2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
+    with pytest.raises(OutOfMemory, match="KV cache"):
+        cache.acquire()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import InvalidOption, NonFiniteLogits
+from paceline.noise import Noise
+from paceline.sampling import Sampler, Sampling
+
+
+def support(logits: torch.Tensor, **cuts: float) -> list[int]:
+    return Sampler(temperature=0.8, **cuts).perturbed(logits, 1)[0].tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": True},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-6},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"min_p": -0.5},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"stop": [""]},
+        {"stop": [3]},
+        {"stop_token_ids": [-2]},
+    ],
+)
+def test_out_of_range_values_are_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(wrong))):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_missing_seed_is_drawn_anew() -> None:
+    seeds = {Sampling(temperature=1.0).sampler().noise.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert Sampling(seed=5).sampler().noise.seed == 5
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+    assert Sampler().choose(torch.tensor([1.0, 3.0, 3.0, 2.0]), 1) == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float) -> None:
+    with pytest.raises(NonFiniteLogits):
+        Sampler(temperature).choose(torch.tensor([1.0, bad, 2.0]), 9)
+
+
+def test_draws_follow_the_shaped_distribution() -> None:
+    """The noise alone, by statistics: chi-square of 20,000 draws against softmax(logits / T)."""
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+    draws = 20_000
+    sampler = Sampler(temperature=0.7, noise=Noise(5))
+    counts = torch.bincount(torch.tensor([sampler.choose(logits, p) for p in range(draws)]), minlength=6)
+    expected = (logits / 0.7).softmax(-1) * draws
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 15.1, "5 degrees of freedom, 1 %"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([5, 40, 3000]), st.data())
+def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject) -> None:
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    top_k = data.draw(st.sampled_from([0, 1, 3, 50]))
+    top_p = data.draw(st.sampled_from([1.0, 0.95, 0.5, 0.01]))
+    min_p = data.draw(st.sampled_from([0.0, 0.02, 0.5]))
+    logits = torch.randn(width, generator=torch.Generator().manual_seed(seed)) * 3
+    scores = (logits / 0.8)[None]
+    if top_k:
+        scores = warpers.TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = warpers.TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = warpers.MinPLogitsWarper(min_p)(None, scores)
+    expected = torch.isfinite(scores[0]).nonzero()[:, 0].tolist()
+    assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p) == expected
+
+
+def test_the_narrow_sort_of_top_p_falls_back_to_the_full_one() -> None:
+    flat = torch.zeros(5000)
+    flat[:10] = torch.arange(10.0, 0.0, -1) * 1e-3
+    assert len(support(flat, top_p=0.9)) == 5000, "ties live together"
+    slope = torch.arange(5000, 0, -1) * 1e-4
+    kept = len(support(slope, top_p=0.5))
+    mass = (slope / 0.8).softmax(-1).cumsum(-1)
+    assert kept == int((mass < 0.5).sum()) + 1
+
+
+def test_rank_is_what_choose_would_take_one_after_the_other() -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    for temperature, top_k in itertools.product((0.0, 0.9), (0, 12)):
+        sampler = Sampler(temperature, top_k=top_k, noise=Noise(3))
+        ranked, scores = sampler.rank(logits, 4, 5)
+        assert scores == sorted(scores, reverse=True)
+        assert ranked[0] == sampler.choose(logits, 4)
+        rest = logits.clone()
+        rest[ranked[0]] = -torch.inf
+        if not top_k:
+            assert ranked[1] == sampler.choose(rest, 4)
+    assert len(Sampler(1.0, top_k=3).rank(logits, 4, 5)[0]) == 3

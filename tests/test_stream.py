@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.sampling import Sampling
+from paceline.stream import Detokenizer, StopStrings, TextStream
+from paceline.types import Verdict
+
+
+def byte_decode(ids: Sequence[int]) -> str:
+    """A byte-level tokenizer: token i is byte i."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def spaced_decode(ids: Sequence[int]) -> str:
+    """Like SentencePiece: every token begins with a space, the text does not."""
+    return " ".join(f"w{i}" for i in ids)
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@given(st.text(max_size=20), st.sampled_from([byte_decode]))
+def test_pieces_join_to_the_text_and_never_break_a_character(text: str, decode: object) -> None:
+    stream = Detokenizer(byte_decode)
+    pieces = [stream.push(byte) for byte in text.encode()]
+    assert "".join(pieces) + stream.flush() == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces if "\N{REPLACEMENT CHARACTER}" not in text)
+
+
+@given(st.lists(st.integers(0, 255), max_size=24))
+def test_even_broken_bytes_join_to_what_the_tokenizer_says(ids: list[int]) -> None:
+    stream = Detokenizer(byte_decode)
+    assert "".join(map(stream.push, ids)) + stream.flush() == byte_decode(ids)
+
+
+@given(st.lists(st.integers(0, 99), max_size=12))
+def test_tokens_that_read_differently_at_the_start(ids: list[int]) -> None:
+    stream = Detokenizer(spaced_decode)
+    assert "".join(map(stream.push, ids)) + stream.flush() == spaced_decode(ids)
+
+
+@given(st.lists(st.text("ab", max_size=4), max_size=10), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_at_the_first_match_however_the_text_arrives(parts: list[str], stops: list[str]) -> None:
+    scan = StopStrings(stops)
+    shown, stopped = "", False
+    for part in parts:
+        safe, stopped = scan.push(part)
+        shown += safe
+        if stopped:
+            break
+    else:
+        shown += scan.flush()
+    text = "".join(parts)
+    hits = [text.find(stop) for stop in stops if stop in text]
+    assert stopped == bool(hits)
+    if not hits:
+        assert shown == text
+    else:
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+
+
+def replies(
+    tokens: list[int], sampling: Sampling, blocks: list[int], eos: tuple[int, ...] = ()
+) -> tuple[str, list[int], str | None]:
+    """Feed the tokens in verdicts of the given sizes: (text, token ids, finish reason)."""
+    stream = TextStream(sampling, eos, letters, 1000)
+    text, ids, at = "", [], 0
+    for size in blocks:
+        part = tuple(tokens[at : at + size])
+        verdict = stream.trim(Verdict(tuple(range(1, len(part))), part))
+        chunks = stream.emit(verdict)
+        text += "".join(c.text for c in chunks)
+        ids += [c.token_id for c in chunks]
+        assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert [c.drafted for c in chunks] == [i < len(verdict.path) for i in range(len(chunks))]
+        if verdict.finish:
+            return text, ids, chunks[-1].finish_reason
+        at += size
+    return text, ids, None
+
+
+CASES = [
+    (Sampling(max_new_tokens=7), (), "length"),
+    (Sampling(stop="fg"), (), "stop"),
+    (Sampling(stop=["zz", "ef", "cdefg"]), (), "stop"),
+    (Sampling(stop_token_ids=[ord("e")]), (), "stop"),
+    (Sampling(), (ord("h"), ord("d")), "eos"),
+    (Sampling(ignore_eos=True, max_new_tokens=9), (ord("d"),), "length"),
+    (Sampling(max_new_tokens=6, stop="fgh"), (), "length"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "eos", "finish"), CASES)
+@given(data=st.data())
+def test_a_reply_ends_at_the_same_token_whatever_the_blocks(
+    sampling: Sampling, eos: tuple[int, ...], finish: str, data: st.DataObject
+) -> None:
+    tokens = list(map(ord, "abcdefghij"))
+    blocks = data.draw(st.lists(st.integers(1, 6), min_size=10, max_size=10))
+    plain = replies(tokens, sampling, [1] * 10, eos)
+    assert plain[2] == finish
+    assert replies(tokens, sampling, blocks, eos) == plain
+
+
+def test_what_is_shown_at_the_end() -> None:
+    tokens = list(map(ord, "abcdefghij"))
+    assert replies(tokens, Sampling(stop="fg"), [4, 6]) == ("abcde", tokens[:7], "stop")
+    assert replies(tokens, Sampling(stop_token_ids=[ord("c")]), [6, 4])[:2] == ("ab", tokens[:3])
+    assert replies(tokens, Sampling(max_new_tokens=6, stop="fgh"), [10])[0] == "abcdef", "held text is not lost"
+    assert replies(tokens, Sampling(), [10], (ord("d"),)) == ("abc", tokens[:4], "eos")

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import InvalidOption
+from paceline.tree import MIN_ROWS, ancestors, check, depths, from_paths, pack
+from paceline.types import Draft, Tree
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def drafts(draw: st.DrawFn, most: int = 12, vocab: int = 5) -> Draft:
+    """Any valid draft: parents before children, siblings with different tokens."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for node in range(draw(st.integers(0, most))):
+        parent = draw(st.integers(0, node))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        if len(taken) < vocab:
+            parents.append(parent)
+            tokens.append(draw(st.sampled_from(sorted(set(range(vocab)) - taken))))
+        else:
+            break
+    return Draft(tuple(tokens), tuple(parents))
+
+
+def path_to(draft: Draft, row: int) -> list[int]:
+    rows = [row]
+    while rows[-1]:
+        rows.append(draft.parents[rows[-1] - 1])
+    return rows
+
+
+@given(drafts(), st.integers(0, 4))
+def test_a_row_sees_itself_and_its_ancestors_only(draft: Draft, padding: int) -> None:
+    rows = len(draft.tokens) + 1
+    mask = ancestors(draft.parents, rows + padding)
+    for row in range(rows):
+        assert mask[row].nonzero()[:, 0].tolist() == sorted(path_to(draft, row))
+    for row in range(rows, rows + padding):
+        assert mask[row].nonzero()[:, 0].tolist() == [row]
+    assert depths(draft.parents) == [len(path_to(draft, row)) - 1 for row in range(rows)]
+
+
+@given(st.lists(drafts(), min_size=1, max_size=4))
+def test_pack_pads_to_the_longest_and_never_below_two(batch: list[Draft]) -> None:
+    lengths = [10 * (i + 1) for i in range(len(batch))]
+    rows = pack([99] * len(batch), batch, range(len(batch)), lengths, CPU)
+    count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in batch))
+    assert rows.tokens.shape == rows.positions.shape == (len(batch), count)
+    assert rows.visible.shape == (len(batch), count, count)
+    for i, draft in enumerate(batch):
+        real = len(draft.tokens) + 1
+        assert rows.tokens[i, :real].tolist() == [99, *draft.tokens]
+        assert rows.tokens[i, real:].tolist() == [99] * (count - real)
+        assert rows.positions[i, :real].tolist() == [lengths[i] + d for d in depths(draft.parents)]
+
+
+@given(drafts())
+def test_from_paths_rebuilds_a_tree_from_its_paths(draft: Draft) -> None:
+    def tokens(row: int) -> tuple[int, ...]:
+        return tuple(draft.tokens[r - 1] for r in reversed(path_to(draft, row)[:-1]))
+
+    paths = [tokens(row) for row in range(1, len(draft.tokens) + 1)]
+    rebuilt = from_paths(paths)
+    check(rebuilt)
+    assert rebuilt == draft
+
+
+@given(drafts())
+def test_every_valid_draft_passes_the_check(draft: Draft) -> None:
+    check(draft)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [((1, 2), (0,)), ((1,), (1,)), ((1, 2), (0, 2)), ((1, 1), (0, 0)), ((1,), (-1,))],
+)
+def test_the_check_refuses_what_is_not_a_tree(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidOption):
+        check(Draft(tokens, parents))
+
+
+def test_budgets_shrink_to_what_can_be_used() -> None:
+    assert Tree.chain(5).within(3) == Tree.chain(3)
+    assert Tree.chain(5).within(9) == Tree.chain(5)
+    assert Tree(16, 6, 3).within(2) == Tree(16, 2, 3)
+    assert Tree(16, 6, 3).within(0).nodes == 0
+    assert Tree.chain(5).within(-1) == Tree.chain(0)
+    for wrong in ((-1, 1, 1), (1, -1, 1), (1, 1, 0), (513, 9, 2)):
+        with pytest.raises(InvalidOption):
+            Tree(*wrong)
