@@ -1,0 +1,138 @@
+"""An online suffix automaton over token ids: every substring of a text, with what followed it and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+_CHAIN = 16
+"""Contexts per token whose statistics are kept up to date. Text rarely has more; a repeating one has as many as tokens,
+and its shortest contexts, which are the ones left out, say nothing that the longest do not."""
+
+
+class SuffixAutomaton:
+    """The suffix automaton of a growing text (Blumer et al. 1985), as SAM decoding uses it (arXiv 2411.10666).
+
+    A state stands for all substrings that end at the same places. It has at most two states and three transitions per
+    token, `push` is O(1) amortised, and no transition is ever removed. Beyond the classic construction, a state counts
+    its occurrences, and its transitions are kept in the order in which they were last seen.
+
+    `limit`: tokens held at most (>= 2). One more, and the automaton starts over from the latest half, which costs O(1)
+    per token in the long run; states never exceed `2 * limit`. State 0 is the empty context.
+    """
+
+    def __init__(self, limit: int = 1 << 15) -> None:
+        self.limit = max(limit, 2)
+        self.text: list[int] = []
+        self.generation = 0
+        """Grows whenever the automaton starts over: states of an earlier generation mean nothing."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        self._last = 0
+
+    @property
+    def states(self) -> int:
+        return len(self._link)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """`push` every token, but none that would be forgotten at once."""
+        tokens = list(tokens)
+        if len(tokens) > self.limit:
+            self._start_over(())
+            tokens = tokens[-self.limit :]
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        """The text goes on with `token`."""
+        if len(self.text) == self.limit:
+            self._start_over(self.text[-(self.limit // 2) :])
+        self._grow(token)
+
+    def _start_over(self, tokens: Iterable[int]) -> None:
+        self.generation += 1
+        self.text = []
+        self._clear()
+        for token in tokens:
+            self._grow(token)
+
+    def _grow(self, token: int) -> None:
+        self.text.append(token)
+        after, link = self._next, self._link
+        state, new = self._last, self._add({}, self._length[self._last] + 1, 1)
+        while state >= 0 and token not in after[state]:
+            after[state][token] = new
+            state = link[state]
+        link[new] = self._split(state, token) if state >= 0 else 0
+        self._last = new
+        self._notice(state, token)
+
+    def _add(self, after: dict[int, int], length: int, count: int) -> int:
+        self._next.append(after)
+        self._link.append(0)
+        self._length.append(length)
+        self._count.append(count)
+        return len(self._link) - 1
+
+    def _split(self, state: int, token: int) -> int:
+        """The state of exactly `state`'s longest string + token: cloned from the one that also holds longer ones."""
+        after, link = self._next, self._link
+        old = after[state][token]
+        if self._length[old] == self._length[state] + 1:
+            return old
+        clone = self._add(after[old].copy(), self._length[state] + 1, self._count[old])
+        link[clone], link[old] = link[old], clone
+        while state >= 0 and after[state].get(token) == old:
+            after[state][token] = clone
+            state = link[state]
+        return clone
+
+    def _notice(self, state: int, token: int) -> None:
+        """`token` followed `state` and all its shorter contexts once more: count it, make it their most recent."""
+        previous = -1
+        for _ in range(_CHAIN):
+            if state < 0:
+                return
+            after = self._next[state]
+            target = after[token] = after.pop(token)
+            if target != previous:
+                self._count[target] += 1
+                previous = target
+            state = self._link[state]
+
+    def context(self) -> tuple[int, int]:
+        """The longest end of the text that also occurs earlier: its state and its length in tokens."""
+        state = max(self._link[self._last], 0)
+        return state, self._length[state]
+
+    def shorter(self, state: int) -> tuple[int, int]:
+        """The next shorter context with more to say, and its length; of the empty one, itself."""
+        state = max(self._link[state], 0)
+        return state, self._length[state]
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """The longest known end of (the last `length` tokens, which led to `state`) + token.
+
+        Follows a text that need not be this one. O(1) amortised over its tokens.
+        """
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        target = self._next[state].get(token)
+        return (0, 0) if target is None else (target, length + 1)
+
+    def settle(self, state: int, length: int) -> tuple[int, int]:
+        """The state that holds this context now: growth may have split the one it was in."""
+        while state and self._length[self._link[state]] >= length:
+            state = self._link[state]
+        return state, length
+
+    def followers(self, state: int, most: int) -> list[tuple[int, int]]:
+        """What followed a context: (token, times), the most recently seen first, `most` of them at most."""
+        count = self._count
+        return [(token, count[target]) for token, target in islice(reversed(self._next[state].items()), most)]

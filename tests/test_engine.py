@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.engine import CHUNK, Engine
+from paceline.errors import NonFiniteLogits, OutOfMemory
+from paceline.exact import exactness
+from paceline.models.decoder import Decoder
+from paceline.protocols import KVCache
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.testing import Oracle, run, tiny_target
+from paceline.types import Forward, Rows, Tree, Want
+
+
+class Watched(Decoder):
+    """Notes the shape of every pass."""
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        self.passes = [*getattr(self, "passes", []), (tuple(rows.tokens.shape), want.logits)]
+        return super().forward(rows, cache, want)
+
+
+def watched(**changes: int) -> Watched:
+    target = tiny_target(context_length=2048, **changes)
+    target.__class__ = Watched
+    return target  # type: ignore[return-value]
+
+
+def test_one_pass_per_round_and_none_below_two_rows() -> None:
+    target = watched()
+    plain, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20))
+    assert [want for _, want in target.passes] == ["none"] + ["all"] * 20
+    assert {shape for shape, _ in target.passes} == {(1, 2)}
+    target.passes = []
+    _, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20), Oracle([1, 2, 3, *plain], 0.5, 37), Tree.chain(4))
+    assert len(target.passes) == 1 + stats.rounds
+    assert all(shape[1] >= 2 for shape, _ in target.passes)
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_its_last_token_in_the_first_round() -> None:
+    target = watched()
+    run(target, [i % 37 for i in range(2 * CHUNK + 2)], Sampling(max_new_tokens=1))
+    assert target.passes == [((1, CHUNK), "none"), ((1, CHUNK), "none"), ((1, 2), "none"), ((1, 2), "all")]
+
+
+def test_a_prompt_of_one_token_needs_no_prefill() -> None:
+    target = watched()
+    tokens, _, stats = run(target, [4], Sampling(max_new_tokens=3))
+    assert len(tokens) == 3
+    assert [want for _, want in target.passes] == ["all"] * 3
+    assert stats.seconds["prefill"] < 1e-3
+
+
+def test_cost_follows_the_text_and_not_the_limit() -> None:
+    """Same text, other `max_new_tokens`: the same passes and the same memory."""
+    shapes, sizes = [], []
+    for limit in (16, 1500):
+        target = watched()
+        engine = Engine(target)
+        run(target, [1, 2, 3], Sampling(max_new_tokens=limit, stop_token_ids=range(37)), engine=engine)
+        shapes.append(target.passes)
+        sizes.append(engine.cache.capacity)  # type: ignore[attr-defined]
+    assert shapes[0] == shapes[1]
+    assert sizes[0] == sizes[1] == 256
+
+
+def test_the_parts_of_the_time_sum_to_the_whole() -> None:
+    stats = run(tiny_target(), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), Tree.chain(3))[2]
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "other"}
+    assert all(seconds >= 0 for seconds in stats.seconds.values())
+    before = sum(stats.seconds.values())
+    stats.close()
+    assert sum(stats.seconds.values()) > before, "closing later means more wall time, all of it in `other`"
+
+
+def test_an_error_in_the_middle_leaves_the_engine_ready() -> None:
+    target = tiny_target()
+    engine = Engine(target, Oracle([], 0.0, 37), Tree.chain(3))
+    sampling = Sampling(max_new_tokens=12)
+    plain = run(target, [1, 2, 3], sampling, engine=engine)[0]
+    honest, calls = target.forward, 0
+
+    def broken(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        nonlocal calls
+        calls += 1
+        out = honest(rows, cache, want)
+        return Forward(out.logits * torch.nan) if calls == 5 else out
+
+    target.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLogits):
+        run(target, [1, 2, 3], sampling, engine=engine)
+    assert run(target, [1, 2, 3], sampling, engine=engine)[0] == plain
+    assert len(engine.cache.lengths) == 1, "no slot was leaked"
+
+
+def test_an_allocation_that_fails_is_a_typed_error() -> None:
+    target = tiny_target()
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    target.forward = full  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemory, match="rows"):
+        run(target, [1, 2, 3], Sampling())
+
+
+def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
+    class Leaky(Decoder):
+        """As with activation scales per tensor: each row shifts a little with the largest in the pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            out = super().forward(rows, cache, want)
+            return Forward(out.logits * (1 + 1e-12 * rows.tokens.max()), out.taps)
+
+    class Rounded(Decoder):
+        """Rows that agree to the last bit, whatever the shape of the pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            return Forward(super().forward(rows, cache, want).logits.mul(1e6).round())
+
+    target = tiny_target()
+    target.__class__ = Rounded
+    assert exactness(target) == "bits"
+    target = tiny_target()
+    target.__class__ = Leaky
+    assert exactness(target) == "rounding"
+
+
+def test_stats_for_json() -> None:
+    stats = Stats(5, "bits")
+    assert list(stats.as_dict()) == [
+        "rounds",
+        "drafted",
+        "accepted",
+        "tokens_per_round",
+        "accepted_at",
+        "seed",
+        "exact",
+        "seconds",
+    ]
