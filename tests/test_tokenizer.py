@@ -67,9 +67,7 @@ def test_demo_equals_transformers(demo: Tokenizer, reference: Any) -> None:
     )
     for text in AWKWARD:
         assert demo.encode(text) == reference.encode(text), text
-        assert demo.decode(demo.encode(text)) == reference.decode(
-            reference.encode(text), skip_special_tokens=True
-        )
+        assert demo.decode(demo.encode(text)) == reference.decode(reference.encode(text), skip_special_tokens=True)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>ünd</b>"}]
     assert demo.apply_chat_template(chat) == reference.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True
@@ -290,9 +288,7 @@ def test_folder_damaged(folder: Path) -> None:
 
 def test_where_templates_come_from(folder: Path) -> None:
     assert Tokenizer.from_folder(folder).chat_template is None
-    configure(
-        folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    )
+    configure(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
     assert Tokenizer.from_folder(folder).chat_template == "D"
     configure(folder, chat_template="S")
     assert Tokenizer.from_folder(folder).chat_template == "S"

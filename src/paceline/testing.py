@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import TextStream
+from paceline.tree import check, depths
 from paceline.types import Draft, FinishReason, Tap, Tree, Verdict
 
 TINY = ModelConfig(
@@ -124,3 +126,69 @@ class Oracle(Drafter):
         if self._random.random() < self._accuracy:
             wrong[self._random.randrange(branch)] = true
         return wrong[:branch]
+
+
+def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
+    """What every drafter must keep to, tried on a toy target; raises `AssertionError` saying what broke.
+
+    Lossless text, drafts that are trees within their budget, slots that do not disturb each other, a life that may
+    end at any moment. `make` makes a fresh drafter for a target of 37 tokens (or for the `target` given).
+    """
+    target = target or tiny_target()
+    prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+    for shape in (Tree.chain(1), Tree.chain(6), Tree(10, 4, 3)):
+        for temperature in (0.0, 0.9):
+            sampling = Sampling(max_new_tokens=32, temperature=temperature, seed=7)
+            watched = _Checked(make())
+            plain = run(target, prompt, sampling)[0]
+            engine = Engine(target, watched, shape)
+            assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
+            assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
+    _check_lives(make(), prompt)
+
+
+def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
+    """Slots come and go in any order, and nothing that was never admitted needs care."""
+    sampler = Sampling().sampler()
+    ask = [Ask(slot, prompt[-1], len(prompt) - 1, Tree.chain(4), sampler) for slot in range(2)]
+    drafter.release(5)
+    drafter.admit(0, prompt)
+    alone = drafter.propose(ask[:1])
+    drafter.admit(1, [*prompt[-2::-1], prompt[-1]])
+    assert drafter.propose(ask)[0] == alone[0], "another slot, or asking twice, changes a draft"
+    drafter.release(1)
+    drafter.release(1)
+    assert drafter.propose(ask[:1]) == alone, "releasing one slot changes another"
+    none = Ask(0, prompt[-1], len(prompt) - 1, Tree.chain(0), sampler)
+    assert drafter.propose([none]) == [Draft()], "a draft without a budget"
+    drafter.release(0)
+
+
+class _Checked(Drafter):
+    """Passes everything on, and looks at every draft."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner, self.taps, self.draft = inner, inner.taps, inner.draft
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._inner.admit(slot, prompt)
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self._inner.feed(slot, tokens, taps)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._inner.observe(slot, verdict, out)
+
+    def release(self, slot: int) -> None:
+        self._inner.release(slot)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        drafts = self._inner.propose(asks)
+        assert len(drafts) == len(asks), "one draft per ask"
+        for ask, draft in zip(asks, drafts, strict=True):
+            check(draft)
+            assert len(draft.tokens) <= ask.budget.nodes, "more nodes than the budget"
+            assert max(depths(draft.parents)) <= ask.budget.depth, "deeper than the budget"
+            children = Counter(draft.parents)
+            assert max(children.values(), default=0) <= ask.budget.branch, "more branches than the budget"
+        return drafts

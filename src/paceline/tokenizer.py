@@ -112,9 +112,7 @@ class Tokenizer:
         from paceline.chat_template import render
 
         if self.chat_template is None:
-            raise InvalidPrompt(
-                "the model has no chat template", "Give text with raw=True (--raw), or another model"
-            )
+            raise InvalidPrompt("the model has no chat template", "Give text with raw=True (--raw), or another model")
         values = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, **extra}
         return render(self.chat_template, messages, values)
 
@@ -150,19 +148,20 @@ def _add_listed(backend: tokenizers.Tokenizer, listed: Any) -> None:
         (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
 
 
-def _frame_as_told(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> None:
+def _frame_as_told(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Follow `add_bos_token` and `add_eos_token` where tokenizer_config.json has them; else tokenizer.json decides."""
     from paceline.models.gguf_tokenizer import frame
 
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+    told = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
+    if all(wanted is None for wanted in told.values()):
         return
+    now = backend.encode("").ids
     around: list[tuple[str, int] | None] = []
-    for role in ("bos_token", "eos_token"):
-        text = special.get(role) if config.get(f"add_{role}") else None
-        index = backend.token_to_id(text) if text else None
-        around.append((text, index) if text and index is not None else None)
+    for role, wanted in told.items():
+        text = special.get(role, "")
+        index = backend.token_to_id(text)
+        keep = index in now if wanted is None else wanted
+        around.append((text, index) if keep and index is not None else None)
     frame(backend, *around)
 
 

@@ -32,8 +32,9 @@ def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoa
 def _split(spec: str) -> list[str]:
     """At "+", but not inside the reference of a draft model, which may hold one: it comes last."""
     head, colon, reference = spec.partition("model:")
-    parts = head.rstrip("+").split("+") if head else []
-    return [*parts, colon + reference] if colon else parts
+    parts = head.split("+")
+    parts[-1] += colon + reference
+    return parts
 
 
 def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:

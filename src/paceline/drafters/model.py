@@ -99,6 +99,8 @@ class DraftModel(Drafter):
 
     def _catch_up(self, state: _Slot) -> Tensor:
         """Feed what is known and not yet cached, the pending token at least. Returns its logits [1, V]."""
+        # Asked again before anything was observed, it feeds the pending token again.
+        self._cache.truncate(state.own, min(self._cache.lengths[state.own], len(state.text) - 1))
         while True:
             done = self._cache.lengths[state.own]
             chunk = state.text[done : done + _CHUNK]

@@ -58,12 +58,11 @@ def _propose(budget: Tree, index: _Index) -> Draft:
     count = min(budget.nodes, budget.depth)
     if n < index.max_n:
         count = min(count, max(_FREE, 2 * n))
-    period = len(index.text) - start
     if n == 0 or count == 0:
         return Draft()
     tokens = index.text[start : start + count]
     while len(tokens) < count:
-        tokens += tokens[-period:]
+        tokens += tokens
     return Draft.chain(tokens[:count])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,8 +15,9 @@ from paceline.types import Draft, Tap, Tree, Verdict
 class Stack(Drafter):
     """Per request the first drafter with something to say wins; a later one is asked only where the earlier are silent.
 
-    All are told about every token, so each can take over at any round. The budget that counts is the stack's own: its
-    `draft` is that of the first drafter. Give each drafter to one stack only. Raises `InvalidOption` for an empty stack.
+    All are told about every token, so each can take over at any round. None is asked for more than its own `draft`
+    (what a lookup drafts for nothing may cost a draft model a pass per token); the stack's `draft` has room for any of
+    them. Put a drafter into one stack only. Raises `InvalidOption` for a stack of none.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -23,7 +25,8 @@ class Stack(Drafter):
             raise InvalidOption("a stack of no drafters", "Give at least one drafter, or drafter=None")
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
-        self.draft: Tree = drafters[0].draft
+        sizes = [d.draft for d in drafters]
+        self.draft: Tree = Tree(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         for drafter in self._drafters:
@@ -39,7 +42,9 @@ class Stack(Drafter):
         for drafter in self._drafters:
             if not silent:
                 break
-            for i, draft in zip(silent, drafter.propose([asks[i] for i in silent]), strict=True):
+            for i, draft in zip(
+                silent, drafter.propose([_within(asks[i], drafter.draft) for i in silent]), strict=True
+            ):
                 drafts[i] = draft
             silent = [i for i in silent if not drafts[i].tokens]
         return drafts
@@ -51,3 +56,10 @@ class Stack(Drafter):
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
             drafter.release(slot)
+
+
+def _within(ask: Ask, size: Tree) -> Ask:
+    """The same request, for no more than `size`."""
+    budget = ask.budget
+    nodes, depth = min(budget.nodes, size.nodes), min(budget.depth, size.depth)
+    return replace(ask, budget=Tree(nodes, depth, min(budget.branch, size.branch)))

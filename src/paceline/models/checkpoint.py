@@ -1,0 +1,184 @@
+"""A checkpoint on disk, whatever its layout: config, generation defaults, tensors by name, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.tokenizer import Tokenizer
+
+_AGAIN = "Fetch the model again"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What every loader needs.
+
+    `config`: Hugging Face's config.json terms (a GGUF's metadata is translated). `generation`: the contents of
+    generation_config.json, or {}. `tensors`: by Hugging Face name, in the dtype of the file (quantised GGUF:
+    float32), read at each access.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+
+
+def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """Open what `files.resolve` returned: a folder in Hugging Face's layout or a GGUF file.
+
+    `allow_pickle` admits pytorch_model.bin where there are no safetensors, read with `weights_only`.
+    Raises `ModelNotFound` (a file is missing), `CorruptModel` (it is damaged), `UnsupportedModel` (not read).
+    """
+    if path.is_file():
+        from paceline.models.gguf import open_gguf
+
+        config, tensors, fields = open_gguf(path)
+        return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
+    config = _config(path)
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    weights = _weights(path, allow_pickle)
+    return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
+
+
+def eos_token_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer | None = None
+) -> tuple[int, ...]:
+    """Every id that ends a reply: the config's, then generation_config's; only if neither names one, the tokenizer's.
+
+    Raises `CorruptModel` for anything but an id or a list of ids.
+    """
+    ids = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
+    if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in values):
+        raise CorruptModel(f"eos_token_id is {value!r}", "It must be a token id or a list of them")
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `ModelNotFound` or `CorruptModel`, both naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"{path} is missing", "The folder is no complete model; fetch it again") from error
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
+    except ValueError as error:
+        raise CorruptModel(f"{path} is not valid JSON ({error})", _AGAIN) from error
+    if not isinstance(data, dict):
+        raise CorruptModel(f"{path} holds no JSON object", _AGAIN)
+    return data
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise UnsupportedModel(f"{path} is an adapter without its model", "Merge it into the base model first")
+    config = read_json(path / "config.json")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        raise UnsupportedModel(f"{path} is quantised with {method}", "Use the unquantised checkpoint or a GGUF file")
+    return config
+
+
+def _weights(path: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
+    """The first layout that is there: safetensors (single, sharded), then pickles if allowed."""
+    safe = _shards(path, "model.safetensors")
+    if safe is not None:
+        return Shards(safe, _open_safetensors)
+    pickled = _shards(path, "pytorch_model.bin")
+    if pickled is None:
+        raise ModelNotFound(f"{path} holds no model.safetensors or its index", "Fetch the weights too")
+    if not allow_pickle:
+        raise UnsupportedModel(
+            f"{path} holds only pickled weights (pytorch_model.bin), which may run code when read",
+            "Use a safetensors copy, or say allow_pickle=True to read the tensors alone (weights_only)",
+        )
+    return Shards(pickled, _open_pickle)
+
+
+def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | None:
+    """Shard -> the tensors the index promises in it (None: no index), or None where this layout is absent."""
+    index = path / f"{single}.index.json"
+    if not index.exists():
+        return {path / single: None} if (path / single).exists() else None
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CorruptModel(f"{index} holds no weight_map", _AGAIN)
+    shards: dict[Path, tuple[str, ...] | None] = {}
+    for file in dict.fromkeys(where.values()):
+        # A shard beside its index: a name with folders in it would read files elsewhere on the machine.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CorruptModel(f"{index} names the shard {file!r}", _AGAIN)
+        shards[path / file] = tuple(name for name, home in where.items() if home == file)
+    return shards
+
+
+Read = Callable[[str], Tensor]
+
+
+class Shards(Mapping[str, Tensor]):
+    """Tensors by name over one or more files. All headers are checked here, tensors are read at each access."""
+
+    def __init__(
+        self,
+        files: Mapping[Path, tuple[str, ...] | None],
+        opener: Callable[[Path], tuple[list[str], Read]],
+    ) -> None:
+        self._home: dict[str, tuple[Path, Read]] = {}
+        for path, promised in files.items():
+            if not path.is_file():
+                raise CorruptModel(f"the shard {path} is missing", _AGAIN)
+            names, read = opener(path)
+            if absent := set(promised or ()) - set(names):
+                raise CorruptModel(f"{path} lacks {min(absent)}, which its index promises", _AGAIN)
+            self._home.update(dict.fromkeys(promised or names, (path, read)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, read = self._home[name]
+        try:
+            return read(name)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CorruptModel(f"cannot read {name} from {path} ({error})", _AGAIN) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+
+def _open_safetensors(path: Path) -> tuple[list[str], Read]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        return list(file.keys()), file.get_tensor
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
+
+
+def _open_pickle(path: Path) -> tuple[list[str], Read]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises whatever the damage happens to hit
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorruptModel(f"{path} cannot be read as plain tensors ({reason})", _AGAIN) from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CorruptModel(f"{path} holds no table of tensors", "Use a safetensors copy of the model")
+    return list(state), state.__getitem__

@@ -1,0 +1,216 @@
+"""A `tokenizers` backend from a GGUF's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `SPLITTERS` says what the
+words mean. The patterns are those of the models' own tokenizer.json files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import CorruptModel, UnsupportedModel
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Fields = Mapping[str, Any]
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """How a byte-level BPE cuts text before its merges apply.
+
+    `patterns`: each cuts the pieces of the one before, matches and gaps alike. `digits`: numbers fall into single
+    digits. `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token stays whole, whatever the
+    merges say. `nfc`: text is normalised first. `bos`: whether a text begins with BOS where the metadata is silent.
+    """
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    whole: bool = False
+    nfc: bool = False
+    bos: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CJK = "[一-\u9fa5\u0800-一\uac00-\ud7ff]+"
+
+_llama3 = Splitter((_LLAMA3,), whole=True, bos=True)
+_gpt2 = Splitter(gpt2=True)
+_single_digits = Splitter(digits=True, gpt2=True)
+
+SPLITTERS: dict[str, Splitter] = {
+    "smollm": _single_digits,
+    "starcoder": _single_digits,
+    "refact": _single_digits,
+    "minerva-7b": _single_digits,
+    "gpt-2": _gpt2,
+    "trillion": _gpt2,
+    "llama-bpe": _llama3,
+    "llama3": _llama3,
+    "llama-v3": _llama3,
+    "smaug-bpe": Splitter((_LLAMA3,)),
+    "qwen2": Splitter((_QWEN2,), nfc=True),
+    "megrez": Splitter((_QWEN2,)),
+    "deepseek-r1-qwen": Splitter((_QWEN2,)),
+    "tekken": Splitter((_TEKKEN,), whole=True, bos=True),
+    "deepseek-coder": Splitter(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
+    # What llama.cpp does with files from before the field existed.
+    "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
+
+
+def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
+    """The tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
+
+    Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
+    missing or contradicts itself.
+    """
+    model = fields.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModel(
+            f"the GGUF tokenizer {model!r} is not supported",
+            "Supported: gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
+        )
+    tokens, kinds = _vocabulary(fields)
+    splitter = _splitter(fields) if model == "gpt2" else None
+    backend = _byte_level(fields, tokens, splitter) if splitter else _sentencepiece(fields, tokens, kinds)
+    _add_tokens(backend, tokens, kinds)
+    defaults = (splitter.bos if splitter else True, False)
+    _frame(backend, fields, tokens, defaults)
+    return backend
+
+
+def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise CorruptModel("the GGUF file holds no vocabulary", "Fetch the file again")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    if len(set(tokens)) != len(tokens):
+        raise CorruptModel("the GGUF vocabulary holds a token twice", "Convert the model again")
+    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(kinds)} token types")
+    return tokens, kinds
+
+
+def _splitter(fields: Fields) -> Splitter:
+    name = fields.get("tokenizer.ggml.pre") or "default"
+    if name not in SPLITTERS:
+        raise UnsupportedModel(
+            f"the GGUF pre-tokenizer {name!r} is not supported",
+            f"Use the model's Hugging Face folder instead; supported: {', '.join(sorted(SPLITTERS))}",
+        )
+    return SPLITTERS[name]
+
+
+def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
+    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
+    backend = Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitter.patterns]
+    if splitter.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.gpt2))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if splitter.nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = fields.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    merges = merges_from_scores(tokens, kinds, scores)
+    name = tokens[unknown] if unknown < len(tokens) else None
+    backend = Tokenizer(_bpe(models.BPE, tokens, merges, unk_token=name, fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = space
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any:
+    try:
+        return make(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise CorruptModel(f"the GGUF vocabulary and merges do not fit ({error})", "Convert it again") from error
+
+
+def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE, best first: it joins whichever neighbours make the token of highest score.
+
+    Every way to cut a token into two others is a merge of that token's rank.
+    """
+    known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
+    order = sorted(range(len(tokens)), key=lambda index: -scores[index])
+    return [
+        (tokens[index][:cut], tokens[index][cut:])
+        for index in order
+        if kinds[index] == 1
+        for cut in range(1, len(tokens[index]))
+        if tokens[index][:cut] in known and tokens[index][cut:] in known
+    ]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Control tokens are found in text and vanish in decoded text; user-defined ones are found, and stay."""
+    from tokenizers import AddedToken
+
+    added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    found = [
+        AddedToken(token, special=added[kind], normalized=False)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in added
+    ]
+    backend.add_tokens(found)
+    backend.add_special_tokens([token for token in found if token.special])
+
+
+def _frame(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], defaults: tuple[bool, bool]) -> None:
+    """The BOS and EOS that go around a text."""
+    parts: list[tuple[str, int] | None] = []
+    for name, default in zip(("bos", "eos"), defaults, strict=True):
+        wanted = fields.get(f"tokenizer.ggml.add_{name}_token", default)
+        index = fields.get(f"tokenizer.ggml.{name}_token_id")
+        parts.append((tokens[index], index) if wanted and index is not None and index < len(tokens) else None)
+    frame(backend, *parts)
+
+
+def frame(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
+    """Make `backend` put these tokens (text, id) before and after a text; neither: no post-processor at all."""
+    from tokenizers import processors
+
+    special = [token for token in (bos, eos) if token]
+    if not special:
+        # Assigning None is not possible, a template of the text alone does the same.
+        backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
+        return
+    single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(special)))

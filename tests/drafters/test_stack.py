@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.errors import InvalidOption
+from paceline.protocols import Ask, Drafter
+from paceline.sampling import Sampler
+from paceline.types import Draft, Tap, Tree, Verdict
+
+BUDGET = Tree.chain(3)
+
+
+class Recorder(Drafter):
+    """Says `word`, in the slots given, and writes down everything it is told."""
+
+    def __init__(self, word: int, slots: Sequence[int], taps: tuple[Tap, ...] = (), draft: Tree = BUDGET) -> None:
+        self.word, self.slots, self.taps, self.draft = word, slots, taps, draft
+        self.told: list[tuple[object, ...]] = []
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self.told.append(("admit", slot, tuple(prompt)))
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self.told.append(("feed", slot, tuple(tokens), tuple(taps)))
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        self.told.append(("propose", *(a.slot for a in asks), *(a.budget for a in asks)))
+        return [Draft.chain([self.word]) if a.slot in self.slots else Draft() for a in asks]
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self.told.append(("observe", slot, verdict.tokens, tuple(out)))
+
+    def release(self, slot: int) -> None:
+        self.told.append(("release", slot))
+
+
+def ask(slot: int, budget: Tree = BUDGET) -> Ask:
+    return Ask(slot, 0, 0, budget, Sampler())
+
+
+def test_per_request_the_first_with_something_to_say_wins() -> None:
+    first, second = Recorder(1, [0, 2]), Recorder(2, [0, 1])
+    drafts = Stack([first, second]).propose([ask(3), ask(0), ask(1), ask(2)])
+    assert [d.tokens for d in drafts] == [(), (1,), (2,), (1,)]
+    assert second.told == [("propose", 3, 1, BUDGET, BUDGET)]
+
+
+def test_a_later_drafter_rests_while_the_first_speaks() -> None:
+    second = Recorder(2, [0])
+    Stack([Recorder(1, [0]), second]).propose([ask(0)])
+    assert second.told == []
+
+
+def test_all_are_told_everything() -> None:
+    parts = [Recorder(1, [0]), Recorder(2, [])]
+    stack = Stack(parts)
+    stack.admit(0, [1, 2])
+    stack.feed(0, [1], {3: torch.zeros(1, 4)})
+    stack.observe(0, Verdict((1,), (5, 6)), {"final": torch.zeros(2, 4)})
+    stack.release(0)
+    told = [("admit", 0, (1, 2)), ("feed", 0, (1,), (3,)), ("observe", 0, (5, 6), ("final",)), ("release", 0)]
+    assert [p.told for p in parts] == [told, told]
+
+
+def test_taps_are_the_union_without_repetition() -> None:
+    stack = Stack([Recorder(1, [], taps=(3, "final")), Recorder(2, [], taps=("final", 0)), NGram()])
+    assert stack.taps == (3, "final", 0)
+
+
+def test_none_drafts_more_than_its_own_size() -> None:
+    parts = [Recorder(1, [], draft=Tree(15, 9, 3)), Recorder(2, [], draft=Tree.chain(12))]
+    stack = Stack(parts)
+    assert stack.draft == Tree(15, 12, 3)
+    stack.propose([ask(0, stack.draft)])
+    stack.propose([ask(0, Tree(4, 4, 2))])
+    assert [p.told for p in parts] == [
+        [("propose", 0, Tree(15, 9, 3)), ("propose", 0, Tree(4, 4, 2))],
+        [("propose", 0, Tree(12, 12, 1)), ("propose", 0, Tree(4, 4, 1))],
+    ]
+
+
+def test_lookups_take_turns_and_stay_up_to_date() -> None:
+    stack = Stack([NGram(min_n=3), Suffix()])
+    stack.admit(0, [1, 2, 3, 4, 2])
+    assert stack.propose([ask(0)])[0].tokens == (3, 4, 2)
+    stack.observe(0, Verdict((), (9, 1, 2, 3)), {})
+    assert stack.propose([ask(0)])[0].tokens == (4, 2, 9)
+
+
+def test_a_stack_of_none_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="no drafters"):
+        Stack([])

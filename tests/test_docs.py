@@ -1,0 +1,35 @@
+"""What the documents show is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from paceline.protocols import Drafter
+from paceline.sampling import Sampling
+from paceline.testing import run, tiny_target
+from paceline.types import Tree
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "extend.md").read_text(), re.DOTALL)
+    source = code[: code.index("llm = paceline.load")]
+    lines = [line for line in source[source.index("class") :].splitlines() if line.strip()]
+    assert len(lines) < 40
+    names: dict[str, object] = {}
+    exec(compile(source, "extend.md", "exec"), names)
+    make = names["Bigram"]
+    assert isinstance(make, type)
+    assert issubclass(make, Drafter)
+    target = tiny_target()
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    for temperature in (0.0, 0.7):
+        sampling = Sampling(max_new_tokens=40, temperature=temperature, seed=1)
+        drafter = make()
+        plain = run(target, prompt, sampling)[0]
+        tokens, _, stats = run(target, prompt, sampling, drafter, Tree.chain(4))
+        assert tokens == plain
+        assert stats.drafted > 0
+    assert stats.accepted + run(target, prompt, Sampling(max_new_tokens=40), make())[2].accepted > 0

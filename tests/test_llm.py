@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.drafters.make import make_drafter, to_tree
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, PromptTooLong, TokenizerMismatch
+from paceline.llm import LLM
+from paceline.models.loader import Loaded, pick_device, pick_dtype
+from paceline.sampling import Sampling
+from paceline.stream import Chunk
+from paceline.testing import tiny_target
+from paceline.types import Tree
+from tests.toys import toy_llm, toy_model, toy_tokenizer
+
+SHORT = Sampling(max_new_tokens=24)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return toy_llm(Suffix(), Tree.chain(4))
+
+
+def test_text_messages_and_ids_are_prompts(llm: LLM) -> None:
+    text = llm.generate("hello", SHORT)
+    chat = llm.generate([{"role": "user", "content": "hello"}], SHORT)
+    ids = llm.generate(llm.tokenizer.encode("<user:hello><a:"), SHORT)
+    raw = llm.generate("<user:hello><a:", SHORT, raw=True)
+    assert text.token_ids == chat.token_ids == ids.token_ids == raw.token_ids
+    assert text.text == llm.tokenizer.decode(text.token_ids)
+    assert text.prompt_tokens == len("<user:hello><a:")
+    assert llm.generate("hello", SHORT, raw=True).token_ids != text.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [-1], [37], [1.5], [True], ["a", "b"], [{"role": "user"}], [{"content": "x"}]]
+)
+def test_prompts_that_are_none(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidPrompt):
+        llm.generate(prompt, SHORT)
+    assert llm.generate("hello", SHORT).token_ids
+
+
+def test_a_prompt_that_fills_the_context_is_too_long() -> None:
+    llm = toy_llm(context_length=20)
+    with pytest.raises(PromptTooLong, match="20 tokens"):
+        llm.generate([1] * 20, SHORT)
+    assert len(llm.generate([1] * 19, SHORT).token_ids) == 1
+
+
+def test_a_stream_joins_to_the_completion(llm: LLM) -> None:
+    whole = llm.generate("hello", SHORT)
+    stream = llm.stream("hello", SHORT)
+    chunks = list(stream)
+    assert "".join(c.text for c in chunks) == whole.text == stream.completion.text
+    assert [c.token_id for c in chunks] == whole.token_ids == stream.completion.token_ids
+    assert sum(c.drafted for c in chunks) == whole.stats.accepted
+    assert [c.finish_reason for c in chunks if c.finish_reason] == [whole.finish_reason]
+    assert next(stream, None) is None
+
+
+def test_the_seconds_of_a_request_sum_to_its_wall_time(llm: LLM) -> None:
+    import time
+
+    began = time.perf_counter()
+    stats = llm.generate("hello", SHORT).stats
+    wall = time.perf_counter() - began
+    assert 0 < sum(stats.seconds.values()) <= wall
+
+
+def stops_after(count: int, how: Callable[[], object]) -> Callable[[Chunk], object]:
+    seen = []
+
+    def on_chunk(chunk: Chunk) -> object:
+        seen.append(chunk)
+        return how() if len(seen) == count else None
+
+    return on_chunk
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    def how() -> object:
+        raise error
+
+    return how
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_a_callback_that_returns_false_ends_the_reply(llm: LLM, count: int) -> None:
+    whole = llm.generate("hello", SHORT)
+    part = llm.generate("hello", SHORT, on_chunk=stops_after(count, lambda: False))
+    assert part.finish_reason == "cancelled"
+    assert part.token_ids == whole.token_ids[:count]
+    assert whole.text.startswith(part.text)
+    assert llm.generate("hello", SHORT).token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("mine")])
+def test_an_exception_in_a_callback_leaves_the_model_ready(llm: LLM, error: BaseException) -> None:
+    whole = llm.generate("hello", SHORT)
+    with pytest.raises(type(error)):
+        llm.generate("hello", SHORT, on_chunk=stops_after(5, fail(error)))
+    assert llm.generate("hello", SHORT).token_ids == whole.token_ids
+    assert len(llm.engine.cache.lengths) == 1
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_an_interrupt_inside_a_pass_leaves_the_model_ready(
+    llm: LLM, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = llm.generate("hello", SHORT)
+    calls, honest = 0, llm.model.target.forward
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return honest(*args)
+
+    monkeypatch.setattr(llm.model.target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("hello", SHORT)
+    monkeypatch.undo()
+    assert llm.generate("hello", SHORT).token_ids == whole.token_ids
+    assert len(llm.engine.cache.lengths) == 1
+
+
+def test_a_stream_closed_early_leaves_the_model_ready(llm: LLM) -> None:
+    whole = llm.generate("hello", SHORT)
+    for close in (lambda s: s.close(), lambda s: s.__exit__(None, None, None), lambda s: s.__del__()):
+        stream = llm.stream("hello", SHORT)
+        next(stream)
+        close(stream)
+        close(stream)
+        assert stream.completion.finish_reason == "cancelled"
+        assert list(stream) == []
+    llm.stream("hello", SHORT)  # never iterated
+    assert llm.generate("hello", SHORT).token_ids == whole.token_ids
+    assert len(llm.engine.cache.lengths) == 1
+
+
+def test_two_streams_may_be_open_at_once(llm: LLM) -> None:
+    prompts = ("hello", "what is it? what is it?")
+    alone = [llm.generate(p, SHORT).token_ids for p in prompts]
+    streams = [llm.stream(p, SHORT) for p in prompts]
+    for _ in range(30):
+        for stream in streams:
+            next(stream, None)
+    assert [s.completion.token_ids for s in streams] == alone
+
+
+def test_an_error_carries_what_was_written(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate("hello", SHORT)
+    calls, honest = 0, llm.model.target.forward
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = honest(*args)
+        return type(out)(out.logits * torch.nan) if calls == 6 else out
+
+    monkeypatch.setattr(llm.model.target, "forward", broken)
+    with pytest.raises(NonFiniteLogits, match="float32") as caught:
+        llm.generate("hello", SHORT)
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial.token_ids
+    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
+
+
+def test_a_seed_repeats_the_text_and_none_draws_one() -> None:
+    llm = toy_llm(Suffix())
+    warm = Sampling(max_new_tokens=24, temperature=1.0)
+    first = llm.generate("hello", warm)
+    again = llm.generate("hello", Sampling(max_new_tokens=24, temperature=1.0, seed=first.stats.seed))
+    other = llm.generate("hello", warm)
+    assert first.token_ids == again.token_ids
+    assert other.stats.seed != first.stats.seed
+    assert other.token_ids != first.token_ids
+
+
+def test_generation_config_applies_only_when_asked_for() -> None:
+    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    llm = LLM(toy_model(generation))
+    assert llm.generate("hello", SHORT).stats.seed != llm.generate("hello", SHORT).stats.seed
+    assert llm.generate("hello", SHORT).token_ids == LLM(toy_model()).generate("hello", SHORT).token_ids
+    assert llm.sampling(seed=3, top_k=7) == Sampling(temperature=0.6, top_p=0.9, top_k=7, seed=3)
+    assert LLM(toy_model({"temperature": 0.6, "do_sample": False})).sampling() == Sampling()
+
+
+def test_a_completion_as_json(llm: LLM) -> None:
+    row = json.loads(json.dumps(llm.generate("hello", SHORT).as_dict()))
+    assert list(row) == ["token_ids", "text", "finish_reason", "stats"]
+    assert set(row["stats"]["seconds"]) == {"prefill", "draft", "verify", "commit", "other"}
+
+
+def loader(**changes: int) -> Callable[[str], Loaded]:
+    return lambda reference: toy_model(**changes)
+
+
+def test_drafters_by_name() -> None:
+    target = toy_model()
+    make = lambda spec: make_drafter(spec, target, loader())  # noqa: E731
+    assert make(None) is make("none") is None
+    assert isinstance(make("auto"), Suffix)
+    assert isinstance(make("ngram"), NGram)
+    assert isinstance(make("model:a+b"), DraftModel)
+    stack = make("suffix+model:x")
+    assert isinstance(stack, Stack)
+    own = NGram()
+    assert make(own) is own
+    for wrong in ("eagle9", "", "model:", "suffix+", "ngram,suffix"):
+        with pytest.raises(InvalidOption):
+            make(wrong)
+
+
+def test_another_tokenizer_of_the_same_size_is_noticed() -> None:
+    target = toy_model()
+    other = Loaded(tiny_target(), toy_tokenizer("bacdefghijklmnopqrstuvwxyz .,!?:\n<>'"), (36,), {}, Path("x"))
+    with pytest.raises(TokenizerMismatch, match="family"):
+        make_drafter("model:x", target, lambda reference: other)
+
+
+@pytest.mark.parametrize("padded", [37, 40, 64])
+def test_padded_vocabularies_of_one_tokenizer_are_fine(padded: int) -> None:
+    target = toy_model()
+    drafter = make_drafter("model:x", target, loader(vocab_size=padded))
+    plain = LLM(target).generate("hello", Sampling(max_new_tokens=24, temperature=2.0, seed=1))
+    drafted = LLM(target, drafter, Tree(8, 3, 3)).generate(
+        "hello", Sampling(max_new_tokens=24, temperature=2.0, seed=1)
+    )
+    assert drafted.token_ids == plain.token_ids
+
+
+def test_draft_sizes() -> None:
+    assert to_tree(3) == Tree.chain(3)
+    assert to_tree("auto") is None
+    assert to_tree(Tree(8, 3, 2)) == Tree(8, 3, 2)
+    for wrong in (-1, True, 2.5, "much", 513):
+        with pytest.raises(InvalidOption):
+            to_tree(wrong)  # type: ignore[arg-type]
+
+
+def test_devices_and_dtypes() -> None:
+    cpu = pick_device("cpu")
+    assert pick_dtype("float16", cpu) == torch.float16
+    for wrong in ("tpu", "cuda" if not torch.cuda.is_available() else "mps"):
+        with pytest.raises(InvalidOption, match=wrong):
+            pick_device(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="int3"):
+        pick_dtype("int3", cpu)  # type: ignore[arg-type]
+
+
+def test_the_package_is_light_until_it_is_used() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, paceline; sys.exit(bool({'torch', 'transformers', 'tokenizers', 'gguf'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert set(paceline.__all__) <= set(dir(paceline))
+    assert all(getattr(paceline, name) for name in paceline.__all__)
+    with pytest.raises(AttributeError):
+        _ = paceline.nothing

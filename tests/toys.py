@@ -1,0 +1,39 @@
+"""A whole toy LLM: 37 characters, a chat template, a float64 decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from paceline.llm import LLM
+from paceline.models.loader import Loaded
+from paceline.protocols import Drafter
+from paceline.testing import tiny_target
+from paceline.tokenizer import Tokenizer
+from paceline.types import Tree
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<a:{% endif %}"
+)
+
+
+def toy_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
+    """One token per character; the last id is the end of a sequence."""
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)} | {"</s>": len(alphabet)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, {"eos_token": "</s>"}, TEMPLATE)
+
+
+def toy_model(generation: dict[str, Any] | None = None, **changes: int) -> Loaded:
+    return Loaded(tiny_target(**changes), toy_tokenizer(), (36,), generation or {}, Path("toy"))
+
+
+def toy_llm(drafter: Drafter | None = None, draft: Tree | None = None, **changes: int) -> LLM:
+    return LLM(toy_model(**changes), drafter, draft)
