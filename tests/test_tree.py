@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption
-from paceline.tree import MIN_ROWS, ancestors, check, depths, from_paths, pack
+from paceline.tree import MIN_ROWS, check, depths, from_paths, pack
 from paceline.types import Draft, Tree
 
 CPU = torch.device("cpu")
@@ -35,14 +35,9 @@ def path_to(draft: Draft, row: int) -> list[int]:
     return rows
 
 
-@given(drafts(), st.integers(0, 4))
-def test_a_row_sees_itself_and_its_ancestors_only(draft: Draft, padding: int) -> None:
+@given(drafts())
+def test_depth_is_the_length_of_the_path(draft: Draft) -> None:
     rows = len(draft.tokens) + 1
-    mask = ancestors(draft.parents, rows + padding)
-    for row in range(rows):
-        assert mask[row].nonzero()[:, 0].tolist() == sorted(path_to(draft, row))
-    for row in range(rows, rows + padding):
-        assert mask[row].nonzero()[:, 0].tolist() == [row]
     assert depths(draft.parents) == [len(path_to(draft, row)) - 1 for row in range(rows)]
 
 
@@ -52,12 +47,12 @@ def test_pack_pads_to_the_longest_and_never_below_two(batch: list[Draft]) -> Non
     rows = pack([99] * len(batch), batch, range(len(batch)), lengths, CPU)
     count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in batch))
     assert rows.tokens.shape == rows.positions.shape == (len(batch), count)
-    assert rows.visible.shape == (len(batch), count, count)
     for i, draft in enumerate(batch):
         real = len(draft.tokens) + 1
         assert rows.tokens[i, :real].tolist() == [99, *draft.tokens]
         assert rows.tokens[i, real:].tolist() == [99] * (count - real)
         assert rows.positions[i, :real].tolist() == [lengths[i] + d for d in depths(draft.parents)]
+        assert rows.parents[i] == (-1, *draft.parents, *[-1] * (count - real))
 
 
 @given(drafts())
@@ -91,6 +86,9 @@ def test_budgets_shrink_to_what_can_be_used() -> None:
     assert Tree(16, 6, 3).within(2) == Tree(16, 2, 3)
     assert Tree(16, 6, 3).within(0).nodes == 0
     assert Tree.chain(5).within(-1) == Tree.chain(0)
+    assert Tree.chain(5).within(9, 3) == Tree.chain(3)
+    assert Tree(16, 6, 3).within(9, 4) == Tree(4, 4, 3)
+    assert Tree(16, 6, 3).within(2, 1) == Tree(1, 1, 3)
     for wrong in ((-1, 1, 1), (1, -1, 1), (1, 1, 0), (513, 9, 2)):
         with pytest.raises(InvalidOption):
             Tree(*wrong)

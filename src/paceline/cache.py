@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.errors import OutOfMemory
+from paceline.layout import Layout, ancestors, layout
 from paceline.types import Rows
 
 _FIRST = 256
 """Positions of a new slab. It doubles when a text outgrows it."""
+
+BLOCK = 512
+"""Columns whose weighted values are summed by one product. A longer one would be cut where its length says, and a row
+would get other bits when more rows travel with it; these cuts stand at absolute places."""
 
 
 class SlabCache:
@@ -28,6 +34,7 @@ class SlabCache:
         self._limit = limit
         self._lengths: list[int] = []
         self._free: list[int] = []
+        self._home: dict[int, tuple[int, ...]] = {}
         # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
         self._slabs = (
             torch.empty(layers, 0, kv_heads, head_dim, 0, dtype=dtype, device=device),
@@ -62,16 +69,23 @@ class SlabCache:
     def truncate(self, slot: int, length: int) -> None:
         self._lengths[slot] = length
 
-    def begin(self, rows: Rows) -> SlabPass:
-        reach = max(rows.lengths) + rows.start + rows.tokens.shape[1]
-        if reach > self.capacity:
-            wanted = max(reach, min(2 * self.capacity, self._limit))
-            self._resize(len(self._lengths), wanted)
-        return SlabPass(*self._slabs, rows, reach)
+    def room(self, slot: int, branch: int) -> int:
+        """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
+        left = BLOCK - 1 - self._lengths[slot] % BLOCK
+        return left if branch == 1 else max(0, left - 1) // 2
 
+    def begin(self, rows: Rows) -> SlabPass:
+        layouts = [_layout(p, n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
+        self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
+        reach = max(n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True))
+        if reach > self.capacity:
+            self._resize(len(self._lengths), max(reach, min(2 * self.capacity, self._limit)))
+        return SlabPass(*self._slabs, rows, layouts, reach)
+
+    @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        length = self._lengths[slot]
-        moves = [(length + row, length + to) for to, row in enumerate(path, 1) if row != to]
+        length, home = self._lengths[slot], self._home[slot]
+        moves = [(length + home[row], length + to) for to, row in enumerate(path, 1) if home[row] != to]
         if moves:
             keys, values = self._slabs
             source, target = (torch.tensor(x, device=keys.device) for x in zip(*moves, strict=True))
@@ -101,48 +115,83 @@ class SlabCache:
 class SlabPass:
     """One forward pass over a `SlabCache`: the slabs cut to the slots and the length that the pass reaches."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Rows, reach: int) -> None:
-        self._keys, self._values, self._rows = keys, values, rows
+    def __init__(self, keys: Tensor, values: Tensor, rows: Rows, layouts: Sequence[Layout], reach: int) -> None:
+        self._keys, self._values, self._slots = keys, values, rows.slots
         self._reach = reach
-        count = rows.tokens.shape[1]
-        self._spans = [
-            (slot, slice(length + rows.start, length + rows.start + count))
-            for slot, length in zip(rows.slots, rows.lengths, strict=True)
+        self._writes = [
+            _Write(i, slot, slice(length + rows.start, length + rows.start + len(x.sources)), _order(x, keys.device))
+            for i, (slot, length, x) in enumerate(zip(rows.slots, rows.lengths, layouts, strict=True))
         ]
-        self._mask = _mask(rows, reach, keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+        precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
+        self._mask = _mask(layouts, rows.lengths, reach, precise).to(keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`. Scores and softmax in float32 (float64 for a float64 model)."""
+        """See `protocols.Pass.attend`. Scores in float32 (float64 for a float64 model).
+
+        The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits
+        add up exactly in float64.
+        """
         b, t, heads, d = q.shape
-        for i, (slot, span) in enumerate(self._spans):
-            self._keys[layer, slot, :, :, span] = k[i].permute(1, 2, 0)
-            self._values[layer, slot, :, span] = v[i].transpose(0, 1)
+        self._write(layer, k, v)
         keys, values = self._of_slots(self._keys[layer]), self._of_slots(self._values[layer])
         kv = keys.shape[1]
         group = heads // kv
-        keys = keys[..., : self._reach].flatten(0, 1)
-        values = values[:, :, : self._reach].flatten(0, 1)
         # The query heads that share a key head become rows of one product.
         queries = q.view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
-        scores = torch.bmm(queries, keys).view(b, kv, group, t, self._reach)
-        weights = torch.add(self._mask, scores, alpha=d**-0.5).softmax(-1).to(v.dtype)
-        mixed = torch.bmm(weights.view(b * kv, group * t, self._reach), values)
-        return mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, heads * d)
+        scores = torch.bmm(queries, keys[..., : self._reach].flatten(0, 1)).view(b, kv, group, t, self._reach)
+        scores = torch.add(self._mask, scores, alpha=d**-0.5)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(v.dtype).view(b * kv, group * t, self._reach)
+        mixed = self._mix(weights, values.flatten(0, 1)) / weights.sum(-1, keepdim=True, dtype=torch.float64)
+        return mixed.to(v.dtype).view(b, kv, group, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, heads * d)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        for line, slot, span, order in self._writes:
+            new_k, new_v = (k[line], v[line]) if order is None else (k[line, order], v[line, order])
+            self._keys[layer, slot, :, :, span] = new_k.permute(1, 2, 0)
+            self._values[layer, slot, :, span] = new_v.transpose(0, 1)
+
+    def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
+        """The weighted sum of values [B kv, rows, D], block by block."""
+        parts = [
+            torch.bmm(weights[..., start : start + BLOCK], values[:, start : min(start + BLOCK, self._reach)])
+            for start in range(0, self._reach, BLOCK)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float64)
 
     def _of_slots(self, slab: Tensor) -> Tensor:
         """The pass's slots of one layer [S, ...]: a view where they are neighbours, as they mostly are."""
-        slots = self._rows.slots
+        slots = self._slots
         if slots == tuple(range(slots[0], slots[0] + len(slots))):
             return slab[slots[0] : slots[0] + len(slots)]
         return slab[list(slots)]
 
 
-def _mask(rows: Rows, reach: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[B, 1, 1, T, reach] to add to the scores: 0 for the prefix and the visible rows, -inf elsewhere."""
-    b, t, seen = rows.visible.shape
-    mask = torch.zeros(b, 1, 1, t, reach, dtype=dtype, device=device)
-    hidden = torch.zeros(b, t, seen, dtype=dtype).masked_fill_(~rows.visible, -torch.inf).to(device)
-    for i, length in enumerate(rows.lengths):
-        mask[i, 0, 0, :, length : length + seen] = hidden[i]
-        mask[i, ..., length + seen :] = -torch.inf
+class _Write(NamedTuple):
+    """Line `line` of a pass goes to columns `span` of `slot`; `order`: the row of each column, None for 0, 1, 2..."""
+
+    line: int
+    slot: int
+    span: slice
+    order: Tensor | None
+
+
+def _layout(parents: tuple[int, ...], length: int, start: int) -> Layout:
+    """A tree grown over several passes only drafts, so its rows may lie as they come."""
+    if not start:
+        return layout(parents, length % 2)
+    rows = tuple(range(len(parents) - start))
+    return Layout(rows, rows, ancestors(parents)[start:])
+
+
+def _order(x: Layout, device: torch.device) -> Tensor | None:
+    return None if x.plain else torch.tensor(x.sources, device=device)
+
+
+def _mask(layouts: Sequence[Layout], lengths: Sequence[int], reach: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, 1, T, reach] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
+    mask = torch.zeros(len(layouts), 1, 1, layouts[0].visible.shape[0], reach, dtype=dtype)
+    for line, x, length in zip(mask[:, 0, 0], layouts, lengths, strict=True):
+        tail = line[:, length:]
+        tail.fill_(-torch.inf)
+        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
     return mask

@@ -106,14 +106,13 @@ class Engine:
     def _propose(self, requests: Sequence[Request]) -> list[Draft]:
         if self.drafter is None or self.draft.nodes == 0:
             return [Draft()] * len(requests)
-        # The target adds one token itself, so a draft deeper than what is left but one cannot be used.
-        budgets = [self.draft.within(r.stream.left - 1) for r in requests]
-        return self.drafter.propose(
-            [
-                Ask(r.slot, r.text[-1], r.position, budget, r.sampler)
-                for r, budget in zip(requests, budgets, strict=True)
-            ]
-        )
+        budgets = [self._budget(r) for r in requests]
+        asks = [Ask(r.slot, r.text[-1], r.position, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
+        return self.drafter.propose(asks)
+
+    def _budget(self, request: Request) -> Tree:
+        """The target adds one token itself, so a draft deeper than what is left but one cannot be used."""
+        return self.draft.within(request.stream.left - 1, self.cache.room(request.slot, self.draft.branch))
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

@@ -1,4 +1,4 @@
-"""The start-up self-check: does a row's result depend on how many rows travel with it?"""
+"""The start-up self-check: does a row's result depend on what travels with it?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.stats import Exact
 from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Want
 
-_PREFIX, _ROWS = 23, 5
+_PREFIX, _ROWS = 61, 5
 
 
 def exactness(target: Target) -> Exact:
@@ -20,34 +20,26 @@ def exactness(target: Target) -> Exact:
     where two candidates are within an ulp or so. Costs about a dozen small passes.
     """
     tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(_PREFIX + _ROWS)]
-    prefix, rest = tokens[:_PREFIX], tokens[_PREFIX:]
-    plain = _one_by_one(target, prefix, rest)
-    wide = [*rest, *tokens[:_PREFIX], *rest]
-    siblings = Draft((*rest[1:], *rest[1:]), (*range(_ROWS - 1), 1, 2, 2, 3))
-    passes = [
-        _verify(target, [prefix], rest[0], Draft.chain(rest[1:])),
-        _verify(target, [prefix[:9], prefix[9:]], rest[0], siblings),
-        _verify(target, [prefix], rest[0], Draft.chain(rest[1:] + prefix[:4])),
-        _verify(target, [prefix[:16], prefix[16:]], wide[0], Draft.chain(wide[1:])),
-    ]
-    same = all(torch.equal(logits[: len(rest)], plain) for logits in passes)
-    return "bits" if same else "rounding"
-
-
-def _one_by_one(target: Target, prefix: list[int], rest: list[int]) -> Tensor:
+    prefix, path = tokens[:_PREFIX], tokens[_PREFIX:]
     cache, slot = _filled(target, [prefix])
-    rows = []
-    for token in rest:
-        batch = pack([token], [Draft()], [slot], [cache.lengths[slot]], target.device)
-        rows.append(target.forward(batch, cache, Want()).logits[0, 0])
+    plain = []
+    for token in path:
+        plain.append(_logits(target, cache, slot, token, Draft())[0])
         cache.commit(slot, ())
-    return torch.stack(rows)
+    alone = torch.stack(plain)
+    elsewhere = _filled(target, [prefix[:24], prefix[24:]])
+    for draft, rows in _other_ways(path):
+        for other, place in ((cache, slot), elsewhere):
+            other.truncate(place, _PREFIX)
+            if not torch.equal(_logits(target, other, place, path[0], draft)[rows], alone):
+                return "rounding"
+    return "bits"
 
 
-def _verify(target: Target, chunks: list[list[int]], last: int, draft: Draft) -> Tensor:
-    cache, slot = _filled(target, chunks)
-    batch = pack([last], [draft], [slot], [cache.lengths[slot]], target.device)
-    return target.forward(batch, cache, Want()).logits[0]
+def _logits(target: Target, cache: KVCache, slot: int, last: int, draft: Draft) -> Tensor:
+    """[T, V] of one verify pass."""
+    rows = pack([last], [draft], [slot], [cache.lengths[slot]], target.device)
+    return target.forward(rows, cache, Want()).logits[0]
 
 
 def _filled(target: Target, chunks: list[list[int]]) -> tuple[KVCache, int]:
@@ -57,3 +49,14 @@ def _filled(target: Target, chunks: list[list[int]]) -> tuple[KVCache, int]:
         target.forward(pack_prefix(chunk, slot, cache.lengths[slot], target.device), cache, Want("none"))
         cache.commit(slot, range(1, len(chunk)))
     return cache, slot
+
+
+def _other_ways(path: list[int]) -> list[tuple[Draft, list[int]]]:
+    """Drafts that hold the path, and the rows where it lies."""
+    # At every level another sibling first, so that the path has gaps everywhere.
+    tree = Draft(tuple(t for token in path[1:] for t in (path[0], token)), (0, 0, 2, 2, 4, 4, 6, 6))
+    return [
+        (Draft.chain(path[1:]), [0, 1, 2, 3, 4]),
+        (tree, [0, 2, 4, 6, 8]),
+        (Draft.chain(path[1:] + path * 5), [0, 1, 2, 3, 4]),
+    ]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.drafters.make import make_drafter, to_tree
+from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
-from paceline.stats import Stats
+from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
 from paceline.types import FinishReason, Tree
 
@@ -113,10 +114,14 @@ class LLM:
     """A target model, its tokenizer and a drafter, ready to write."""
 
     def __init__(self, model: Loaded, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
-        """See `load`, which makes one from names."""
+        """See `load`, which makes one from names. Several may share a loaded model."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
-        self.exact = exactness(model.target)
+
+    @cached_property
+    def exact(self) -> Exact:
+        """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
+        return exactness(self.model.target)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -210,6 +215,7 @@ def load(
     Raises `PacelineError`: what is wrong and what to do about it.
     """
     budget = to_tree(draft)
+    check_spec(drafter)
     loaded = load_model(
         model,
         dtype=dtype,
@@ -223,4 +229,6 @@ def load(
     def load_draft(reference: str) -> Loaded:
         return load_model(reference, dtype=dtype, device=device, token=token, progress=progress)
 
-    return LLM(loaded, make_drafter(drafter, loaded, load_draft), budget)
+    llm = LLM(loaded, make_drafter(drafter, loaded, load_draft), budget)
+    _ = llm.exact  # the self-check belongs to loading, not to the first reply
+    return llm

@@ -24,7 +24,7 @@ class Pass(Protocol):
         """Write this layer's keys and values of the pass's rows, then attend.
 
         q [B, T, heads, D], k and v [B, T, kv_heads, D], rotary applied. Returns [B, T, heads * D].
-        Each row sees its slot's committed prefix and the rows that `Rows.visible` names.
+        Each row sees its slot's committed prefix, its ancestors and itself.
         """
         ...
 
@@ -47,6 +47,10 @@ class KVCache(Protocol):
 
     def begin(self, rows: Rows) -> Pass:
         """Make room for the rows and prepare their attention. Raises `OutOfMemory`."""
+        ...
+
+    def room(self, slot: int, branch: int) -> int:
+        """How many nodes a draft of this branch factor may have in the slot's next pass to stay exact."""
         ...
 
     def commit(self, slot: int, path: Sequence[int]) -> None:

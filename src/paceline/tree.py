@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from paceline.errors import InvalidOption
+from paceline.layout import NONE
 from paceline.types import Draft, Rows
 
 MIN_ROWS = 2
@@ -21,22 +20,6 @@ def depths(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         out.append(out[parent] + 1)
     return out
-
-
-@lru_cache(maxsize=512)
-def ancestors(parents: tuple[int, ...], rows: int) -> Tensor:
-    """Bool [rows, rows]: row r attends to itself and its ancestors. Rows past the draft (padding) see themselves."""
-    n = len(parents) + 1
-    if parents == tuple(range(n - 1)):
-        mask = torch.eye(rows, dtype=torch.bool)
-        mask[:n, :n] = torch.ones(n, n, dtype=torch.bool).tril_()
-        return mask
-    lines = [[False] * rows for _ in range(rows)]
-    for row in range(rows):
-        if 0 < row < n:
-            lines[row] = lines[parents[row - 1]].copy()
-        lines[row][row] = True
-    return torch.tensor(lines)
 
 
 def check(draft: Draft) -> None:
@@ -85,18 +68,18 @@ def pack(
     A padding row is one more root: it repeats the pending token, sees the prefix and itself, and is never read.
     """
     count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in drafts))
-    tokens, positions = [], []
+    tokens, positions, parents = [], [], []
     for token, draft, length in zip(last, drafts, lengths, strict=True):
         padding = count - 1 - len(draft.tokens)
         tokens.append([token, *draft.tokens, *[token] * padding])
         positions.append([length + d for d in depths(draft.parents)] + [length] * padding)
-    visible = [ancestors(d.parents, count) for d in drafts]
+        parents.append((NONE, *draft.parents, *[NONE] * padding))
     return Rows(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.tensor(positions, device=device),
         slots=tuple(slots),
         lengths=tuple(lengths),
-        visible=visible[0][None] if len(visible) == 1 else torch.stack(visible),
+        parents=tuple(parents),
     )
 
 

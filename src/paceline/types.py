@@ -9,7 +9,8 @@ Shape legend, used in every docstring:
 
 A *row* is one token fed to the target. Row 0 carries the pending token: the last token of the text, chosen
 but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so a chain's are 0, 1, 2...
-Siblings share a position (what rotary embeddings see) but never a cache entry: row r is written at L + r.
+Siblings share a position (what rotary embeddings see) but never a cache entry: where a row is written is the
+cache's own business (`layout.py`).
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Tree:
     def chain(length: int) -> Tree:
         return Tree(nodes=length, depth=length, branch=1)
 
-    def within(self, depth: int) -> Tree:
-        """The same draft, cut to what `depth` more tokens can use."""
-        if depth >= self.depth:
+    def within(self, depth: int, nodes: int = 512) -> Tree:
+        """The same draft, cut to `depth` more tokens and `nodes` nodes."""
+        if depth >= self.depth and nodes >= self.nodes:
             return self
-        depth = max(depth, 0)
-        nodes = min(self.nodes, depth) if self.branch == 1 else (self.nodes if depth else 0)
-        return Tree(nodes, depth, self.branch)
+        nodes = max(0, min(self.nodes, nodes))
+        depth = max(0, min(self.depth, depth, nodes))
+        return Tree(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +80,17 @@ class Rows:
 
     `tokens`, `positions`: int64 [B, T] on the target's device.
     `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
-    `visible`: bool [B, T, start + T] on the host's terms of row numbers: which rows of this tree a row attends
-    to (itself included), besides the slot's whole committed prefix.
+    `parents`: for each slot the parent of every row, a row number or -1 where a row continues the prefix directly.
+    A row attends to its slot's whole committed prefix, its ancestors and itself.
     `start`: rows of this same tree that earlier passes wrote and nothing has committed (a draft model grows its
-    tree level by level); row r of this pass is written at L + start + r.
+    tree level by level). Row numbers go on from there: `parents` then covers all start + T rows.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: tuple[int, ...]
     lengths: tuple[int, ...]
-    visible: Tensor
+    parents: tuple[tuple[int, ...], ...]
     start: int = 0
 
 

@@ -29,6 +29,19 @@ def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoa
     return parts[0] if len(parts) == 1 else Stack(parts)
 
 
+def check_spec(spec: str | Drafter | None) -> None:
+    """Raises `InvalidOption` for a name that means no drafter, before anything is loaded."""
+    if isinstance(spec, str) and spec != "none":
+        for part in _split(spec):
+            _check_name(part)
+
+
+def _check_name(part: str) -> None:
+    if part not in _BARE and (not part.startswith("model:") or part == "model:"):
+        known = ", ".join(["none", *_BARE, "model:REF"])
+        raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
+
+
 def _split(spec: str) -> list[str]:
     """At "+", but not inside the reference of a draft model, which may hold one: it comes last."""
     head, colon, reference = spec.partition("model:")
@@ -38,11 +51,9 @@ def _split(spec: str) -> list[str]:
 
 
 def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
+    _check_name(part)
     if part in _BARE:
         return _BARE[part]()
-    if not part.startswith("model:") or part == "model:":
-        known = ", ".join(["none", *_BARE, "model:REF"])
-        raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
     loaded = load(part.removeprefix("model:"))
     _check_vocabulary(target, loaded, part)
     return DraftModel(loaded.target, target.target.vocab_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.layout import NONE
 from paceline.protocols import Ask, Drafter, Target
 from paceline.tree import pack_prefix
 from paceline.types import Draft, Rows, Tap, Tree, Verdict, Want
@@ -114,19 +115,14 @@ class DraftModel(Drafter):
     def _feed(self, nodes: _Nodes, chosen: Sequence[int], fed: list[int], state: _Slot) -> Tensor:
         """One pass over a level's chosen nodes, on top of the rows `fed` before. Returns their logits [T, V]."""
         start, length = len(fed), len(state.text)
-        row_of = {node: row for row, node in enumerate([*fed, *chosen])}
-        visible = torch.zeros(1, len(chosen), start + len(chosen), dtype=torch.bool)
-        for line, node in zip(visible[0], chosen, strict=True):
-            while node >= 0:
-                line[row_of[node]] = True
-                node = nodes.parents[node]
+        row_of = {NONE: NONE} | {node: row for row, node in enumerate([*fed, *chosen])}
         device = self._model.device
         rows = Rows(
             tokens=torch.tensor([[nodes.tokens[n] for n in chosen]], device=device),
             positions=torch.tensor([[length - 1 + nodes.depths[n] for n in chosen]], device=device),
             slots=(state.own,),
             lengths=(length,),
-            visible=visible,
+            parents=(tuple(row_of[nodes.parents[n]] for n in row_of if n != NONE),),
             start=start,
         )
         fed += chosen

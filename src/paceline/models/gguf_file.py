@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +16,6 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
-
-_SLICE = 1 << 19
-"""Elements dequantised at once: they stay in the processor's cache on the way through several numpy steps."""
 
 _DAMAGED = (ValueError, KeyError, IndexError, OverflowError, struct.error, MemoryError, TypeError)
 
@@ -59,25 +55,12 @@ class GGUFTensor:
         return tuple(reversed(self.info.shape.tolist()))
 
     def read(self) -> Tensor:
-        """In the file's dtype where it is unquantised, else float32."""
+        """In the file's own dtype where it is unquantised, else float32."""
         if self.kind == "BF16":
             return torch.from_numpy(self.info.data.view(np.int16)).view(torch.bfloat16).view(self.shape)
         if self.kind in ("F16", "F32", "F64"):
             return torch.from_numpy(self.info.data).view(self.shape)
-        return self._dequantised()
-
-    def _dequantised(self) -> Tensor:
-        rows = self.info.data.reshape(-1, self.info.data.shape[-1])
-        step = max(1, _SLICE // self.shape[-1])
-        out = np.empty((len(rows), self.shape[-1]), dtype=np.float32)
-
-        def work(start: int) -> None:
-            out[start : start + step] = gguf.dequantize(rows[start : start + step], self.info.tensor_type)
-
-        # numpy lets go of the interpreter while it computes, so threads help.
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(work, range(0, len(rows), step)))
-        return torch.from_numpy(out).view(self.shape)
+        return torch.from_numpy(gguf.dequantize(self.info.data, self.info.tensor_type)).view(self.shape)
 
     def check(self) -> None:
         """Raises `UnsupportedModel` if the `gguf` library cannot turn this type into numbers."""

@@ -1,0 +1,219 @@
+"""Is the text right? Two comparisons on the demo model over Spec-Bench questions; exit code 1 if either fails.
+
+a) float32, greedy: Paceline without drafting against transformers' generate, each with its own GGUF reader,
+   tokenizer and chat template. Prompt ids and EOS ids must be equal. Texts may part only where transformers itself
+   all but ties: our token's logit within `LIMIT` of its choice. Every divergence is listed.
+b) bfloat16, greedy and seeded: every drafter against drafter=None, token id by token id. Nothing is excused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    RESULTS,
+    Divergence,
+    Grid,
+    Prompt,
+    classify,
+    first_difference,
+    load_prompts,
+    pick,
+    progress,
+    provenance,
+    report,
+    write,
+)
+from peers import Transformers, model_file
+
+import paceline
+from paceline import LLM, Completion, Sampling, Tree
+from paceline.drafters.make import make_drafter
+from paceline.models.loader import Loaded
+
+LIMIT = 1e-3
+"""Logit margin below which float32 rounding may choose another token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A drafter and its budget. `costly`: drafts with the target itself, so it gets fewer prompts."""
+
+    name: str
+    drafter: str
+    draft: Tree
+    costly: bool = False
+
+
+CONFIGS = [
+    Config("ngram chain", "ngram", Tree.chain(7)),
+    Config("suffix chain", "suffix", Tree.chain(7)),
+    Config("suffix tree", "suffix", Tree(nodes=15, depth=8, branch=3)),
+    Config("stack ngram+suffix", "ngram+suffix", Tree(nodes=12, depth=6, branch=2)),
+    Config("model:demo chain", "model:demo", Tree.chain(4), costly=True),
+    Config("model:demo tree", "model:demo", Tree(nodes=8, depth=3, branch=3), costly=True),
+    Config("stack ngram+model:demo", "ngram+model:demo", Tree.chain(4), costly=True),
+]
+
+
+def samplings(tokens: int) -> dict[str, Sampling]:
+    """Greedy, and seeded sampling that every cut of the distribution takes part in."""
+    return {
+        "greedy": Sampling(max_new_tokens=tokens),
+        "T=0.8 top_p=.95": Sampling(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=20),
+    }
+
+
+def against_transformers(prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    """Part a. `failures` are what may not be; `divergences` hold the excused ones too."""
+    llm = paceline.load("demo", dtype="float32", device="cpu", drafter=None)
+    peer = Transformers(model_file(llm.model), torch.float32)
+    failures = [] if set(llm.model.eos) == peer.eos else [f"EOS ids: ours {set(llm.model.eos)}, theirs {peer.eos}"]
+    divergences: list[Divergence] = []
+    compared = 0
+    for prompt in progress(prompts, "float32 against transformers"):
+        ids = peer.encode(prompt.text)
+        if (at := first_difference(llm.encode(prompt.text), ids)) is not None:
+            failures.append(f"prompt {prompt.id}: prompt ids differ from position {at}")
+            continue
+        ours = llm.generate(prompt.text, Sampling(max_new_tokens=tokens)).token_ids
+        theirs, logits = peer.generate_with_logits(ids, tokens)
+        found = classify(prompt.id, ours, theirs, logits, LIMIT)
+        compared += len(theirs) if found is None else found.position + 1
+        divergences += [found] if found else []
+    failures += [describe(d) for d in divergences if not d.excused]
+    return {
+        "prompts": len(prompts),
+        "tokens_compared": compared,
+        "divergences": [asdict(d) for d in divergences],
+        "failures": failures,
+    }
+
+
+def describe(d: Divergence) -> str:
+    """A divergence in one line."""
+    numbers = "one text ends" if d.margin is None else f"top-2 margin {d.margin:.2e}"
+    gap = "" if d.gap is None else f", gap to ours {d.gap:.2e}"
+    verdict = "excused" if d.excused else "NOT EXCUSED"
+    return f"prompt {d.prompt}, position {d.position}: ours {d.ours}, theirs {d.theirs}, {numbers}{gap}: {verdict}"
+
+
+def with_and_without(prompts: Sequence[Prompt], tokens: int, costly: int) -> list[dict[str, Any]]:
+    """Part b: one entry per drafter and sampling."""
+    plain = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None)
+    results = []
+    for name, sampling in samplings(tokens).items():
+        reference = _texts(plain, prompts, sampling, f"bfloat16, {name}, no drafter")
+        results.append(_compare("none", name, plain, prompts, reference, reference))
+        for config in CONFIGS:
+            asked = prompts[:costly] if config.costly else prompts
+            llm = _drafting(plain.model, config)
+            texts = _texts(llm, asked, sampling, f"bfloat16, {name}, {config.name}")
+            results.append(_compare(config.name, name, llm, asked, texts, reference))
+    return results
+
+
+def _drafting(loaded: Loaded, config: Config) -> LLM:
+    """The same weights with a drafter; a draft model is the target itself with a cache of its own."""
+    return LLM(loaded, make_drafter(config.drafter, loaded, lambda reference: loaded), config.draft)
+
+
+def _texts(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, title: str) -> list[Completion]:
+    return [llm.generate(prompt.text, sampling) for prompt in progress(prompts, title)]
+
+
+def _compare(
+    drafter: str,
+    sampling: str,
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Completion],
+    reference: Sequence[Completion],
+) -> dict[str, Any]:
+    pairs = list(zip(prompts, texts, reference, strict=False))
+    parted = [(p.id, first_difference(a.token_ids, b.token_ids)) for p, a, b in pairs]
+    differ = [{"prompt": prompt, "position": at} for prompt, at in parted if at is not None]
+    rounds, drafted = sum(t.stats.rounds for t in texts), sum(t.stats.drafted for t in texts)
+    tokens = sum(len(t.token_ids) for t in texts)
+    return {
+        "drafter": drafter,
+        "sampling": sampling,
+        "prompts": len(texts),
+        "tokens": tokens,
+        "identical": len(texts) - len(differ),
+        "differences": differ,
+        "tokens_per_round": round(tokens / rounds, 3),
+        "acceptance": round(sum(t.stats.accepted for t in texts) / drafted, 3) if drafted else None,
+        "exact": llm.exact,
+    }
+
+
+def grid_a(result: dict[str, Any]) -> Grid:
+    found = result["divergences"]
+    excused = sum(d["excused"] for d in found)
+    row = [result["prompts"], result["tokens_compared"], len(found), excused, len(result["failures"])]
+    columns = ["prompts", "tokens compared", "divergences", "of them excused", "failures"]
+    return Grid("a) float32 greedy against transformers", columns, [[str(x) for x in row]])
+
+
+def grid_b(results: Sequence[dict[str, Any]]) -> Grid:
+    rows = [
+        [
+            r["drafter"],
+            r["sampling"],
+            f"{r['identical']}/{r['prompts']}",
+            str(r["tokens"]),
+            f"{r['tokens_per_round']:.2f}",
+            "-" if r["acceptance"] is None else f"{r['acceptance']:.2f}",
+            r["exact"],
+        ]
+        for r in results
+    ]
+    columns = ["drafter", "sampling", "identical texts", "tokens", "tokens/round", "acceptance", "exact"]
+    return Grid("b) bfloat16 with a drafter against without", columns, rows)
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=40, help="questions, evenly over the categories (40)")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
+    parser.add_argument("--costly-prompts", type=int, default=6, help="of them for the model as its own drafter (6)")
+    parser.add_argument("--only", choices=["a", "b"], help="one comparison alone")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = options(arguments)
+    torch.set_num_threads(args.threads)
+    prompts = pick(load_prompts(), args.prompts)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    result: dict[str, Any] = {"provenance": provenance(**settings, limit=LIMIT, configs=[asdict(c) for c in CONFIGS])}
+    grids, lines, right = [], [], True
+    if args.only != "b":
+        part = result["float32"] = against_transformers(prompts, args.tokens)
+        grids.append(grid_a(part))
+        lines += [describe(Divergence(**d)) for d in part["divergences"]]
+        lines += [f for f in part["failures"] if "NOT EXCUSED" not in f]
+        right = not part["failures"]
+    if args.only != "a":
+        parts = result["bfloat16"] = with_and_without(prompts, args.tokens, args.costly_prompts)
+        grids.append(grid_b(parts))
+        lines += [f"{p['drafter']}, {p['sampling']}: differs at {p['differences']}" for p in parts if p["differences"]]
+        right = right and not any(p["differences"] for p in parts)
+    lines.append("parity holds" if right else "PARITY FAILS")
+    result["ok"] = right
+    report(grids, lines)
+    write("parity" if args.only is None else f"parity-{args.only}", result, grids, lines, args.out)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""The command line: `paceline generate`, `chat`, `info` and `demo`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli.chat import chat
+from paceline.cli.demo import demo
+from paceline.cli.failures import Guarded
+from paceline.cli.generate import generate
+from paceline.cli.info import info
+from paceline.cli.options import with_options
+
+app = typer.Typer(
+    cls=Guarded,
+    help="Speculative decoding of local language models: the same text, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (generate, chat, info, demo):
+    app.command()(with_options(_command))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `paceline` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe on Windows is not UTF-8, and no model's text fits the code page that it is instead.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    app(prog_name="paceline")

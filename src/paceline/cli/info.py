@@ -1,0 +1,169 @@
+"""`paceline info`: what a model is made of, read from its headers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import AllowPickle, Revision, Token, progress_wanted
+from paceline.cli.show import percent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from paceline.models.checkpoint import Checkpoint
+    from paceline.models.config import ModelConfig, RopeConfig
+    from paceline.models.gguf_file import GGUFFile
+
+
+def info(
+    model: Annotated[
+        str, typer.Argument(help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id.")
+    ] = "demo",
+    *,
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Show what MODEL is made of, without running it. A hub model is fetched first."""
+    facts = _facts(model, revision, token, allow_pickle)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    from rich.console import Console
+
+    Console().print(_table(facts))
+
+
+def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
+    from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+    from paceline.models.config import read_config
+    from paceline.models.files import resolve
+    from paceline.models.gguf_file import read_gguf
+
+    path = resolve(model, revision=revision, token=token, quiet=not progress_wanted(False), allow_pickle=allow_pickle)
+    checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
+    config = read_config(checkpoint.config)
+    header = read_gguf(path) if path.is_file() else None
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
+    return {
+        "path": str(path),
+        **_architecture(checkpoint.config, config),
+        **_weights(checkpoint, header),
+        "vocab_size": config.vocab_size,
+        "tokens": checkpoint.tokenizer.vocab_size,
+        "tokenizer": _tokenizer_kind(path, header),
+        "eos": [{"id": i, "token": checkpoint.tokenizer.decode([i], skip_special=False)} for i in eos],
+        "chat_template": checkpoint.tokenizer.chat_template is not None,
+        "generation": checkpoint.generation,
+    }
+
+
+def _architecture(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architecture": (raw.get("architectures") or [config.family])[0],
+        "family": config.family,
+        "layers": config.layers,
+        "hidden": config.hidden,
+        "ffn": config.ffn,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "context_length": config.context_length,
+        "rope": _rope(config.rope),
+        "tied_head": config.tied,
+        "cache_bytes_per_token": config.cache_bytes_per_token,
+    }
+
+
+def _rope(rope: RopeConfig) -> dict[str, Any]:
+    facts = asdict(rope) | {"scaling": dict(rope.scaling)}
+    return facts | {"factors": list(rope.factors)}
+
+
+def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> dict[str, Any]:
+    """Format, parameters in all, and how many of them each dtype holds, most first."""
+    form, tensors = _gguf_tensors(header) if header else _folder_tensors(checkpoint)
+    held: dict[str, int] = {}
+    for kind, size in tensors:
+        held[kind] = held.get(kind, 0) + size
+    ordered = dict(sorted(held.items(), key=lambda item: -item[1]))
+    return {"format": form, "parameters": sum(held.values()), "dtypes": ordered}
+
+
+Tensors = Iterable[tuple[str, int]]
+"""(dtype, elements) of each tensor."""
+
+
+def _gguf_tensors(header: GGUFFile) -> tuple[str, Tensors]:
+    """From the header: asking the checkpoint for its tensors would dequantise every one of them."""
+    # Rotary factors are stored as a tensor and are none of the model's parameters.
+    tensors = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
+    return "GGUF", [(tensor.kind, math.prod(tensor.shape)) for tensor in tensors]
+
+
+def _folder_tensors(checkpoint: Checkpoint) -> tuple[str, Tensors]:
+    safe = any(checkpoint.path.glob("*.safetensors"))
+    tensors = [checkpoint.tensors[name] for name in checkpoint.tensors]
+    sizes = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
+    return ("safetensors" if safe else "pickle"), sizes
+
+
+def _tokenizer_kind(path: Path, header: GGUFFile | None) -> str:
+    if header:
+        parts = [header.fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
+        return " / ".join(str(part) for part in parts if part)
+    kind = json.loads((path / "tokenizer.json").read_text(encoding="utf-8")).get("model") or {}
+    return str(kind.get("type", "unknown"))
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _lines(facts):
+        table.add_row(name, Text(value))
+    return table
+
+
+def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
+    shares = ", ".join(f"{kind} {percent(size / f['parameters'])}" for kind, size in f["dtypes"].items())
+    return [
+        ("path", f["path"]),
+        ("architecture", f["architecture"] + ("" if f["architecture"] == f["family"] else f" ({f['family']})")),
+        ("parameters", f"{f['parameters']:,}"),
+        ("weights", f"{f['format']}: {shares}"),
+        ("layers", str(f["layers"])),
+        ("hidden size", f"{f['hidden']:,}, feed-forward {f['ffn']:,}"),
+        ("heads", f"{f['heads']} of size {f['head_dim']}, {f['kv_heads']} for keys and values"),
+        ("vocabulary", f"{f['vocab_size']:,} rows, {f['tokens']:,} tokens"),
+        ("tied head", _yes(f["tied_head"])),
+        ("context", f"{f['context_length']:,} tokens"),
+        ("rope", _rope_line(f["rope"])),
+        ("cache", f"{f['cache_bytes_per_token']:,} bytes per token (at 2 bytes an element)"),
+        ("tokenizer", f["tokenizer"]),
+        ("end of sequence", ", ".join(f"{eos['id']} {eos['token']!r}" for eos in f["eos"]) or "none"),
+        ("chat template", _yes(f["chat_template"])),
+        ("generation", ", ".join(f"{key} {value}" for key, value in f["generation"].items()) or "no recommendations"),
+    ]
+
+
+def _rope_line(rope: dict[str, Any]) -> str:
+    scaling = "".join(f", {key} {value:g}" for key, value in rope["scaling"].items())
+    factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
+    return f"{rope['kind']}, base {rope['theta']:g}{scaling}{factors}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,237 @@
+"""Options that several commands share, each written once, and what they mean to the library."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from paceline.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.sampling import Sampling
+    from paceline.types import Tree
+
+_MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors: no progress, no statistics.")]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL)
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="HF_TOKEN",
+        show_default=False,
+        help="Access token for a gated or private hub model.",
+        rich_help_panel=_MODEL,
+    ),
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        help="Read pytorch_model.bin where there are no safetensors (tensors only, no code is run).",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Which model, where, and what drafts for it."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "demo"
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
+    ] = "auto"
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.", rich_help_panel=_MODEL)] = "auto"
+    revision: Revision = None
+    token: Token = None
+    allow_pickle: AllowPickle = False
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
+    ] = None
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            "-d",
+            help="auto, none, ngram, suffix or model:REF (a small model of the same vocabulary). Several joined by "
+            "'+': the first with something to say drafts. The text is the same with any of them.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = "auto"
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            help="Tokens drafted per round: auto, a number, or a tree as NODESxDEPTHxBRANCH, such as 16x4x2.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = "auto"
+
+    def load(self, *, progress: bool) -> LLM:
+        """The model, ready to write. Raises `PacelineError`; an impossible draft before anything is read."""
+        draft = parse_draft(self.draft)
+        import torch
+
+        import paceline.llm
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        choices: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return paceline.llm.load(
+            self.model,
+            drafter=self.drafter,
+            draft=draft,
+            revision=self.revision,
+            token=self.token,
+            allow_pickle=self.allow_pickle,
+            progress=progress,
+            **choices,
+        )
+
+
+def parse_draft(text: str) -> int | Tree | Literal["auto"]:
+    """What --draft says. Raises `InvalidOption`."""
+    if text == "auto":
+        return "auto"
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return int(text)
+    if tree := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text):
+        from paceline.types import Tree
+
+        return Tree(*map(int, tree.groups()))
+    raise InvalidOption(
+        f"--draft {text!r} is not possible", "Give auto, a length, or NODESxDEPTHxBRANCH such as 16x4x2"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the reply is chosen and where it ends. None: not given."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="Length of a reply at most, in tokens.", rich_help_panel=_SAMPLING),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", help="0 (the default) is greedy.", rich_help_panel=_SAMPLING),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Keep the likeliest tokens up to mass p; 1: all.", rich_help_panel=_SAMPLING),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p", help="Keep tokens at least p times as likely as the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            "-s",
+            help="The same seed gives the same text; without it, one is drawn.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", help="End before this text. May be repeated.", rich_help_panel=_SAMPLING),
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="End at this token. May be repeated.", rich_help_panel=_SAMPLING),
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence tokens.", rich_help_panel=_SAMPLING),
+    ] = False
+    model_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--model-sampling",
+            help="Sample as the model's generation_config recommends; options given here come first.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = False
+
+    def changes(self) -> dict[str, Any]:
+        """What was given, by `Sampling`'s names."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model_sampling"}
+        given = {name: value for name, value in own.items() if value is not None and value != []}
+        if "stop_token_id" in given:
+            given["stop_token_ids"] = given.pop("stop_token_id")
+        return given
+
+    def check(self) -> None:
+        """Raises `InvalidOption` for what no model could make possible."""
+        from paceline.sampling import Sampling
+
+        Sampling(**self.changes())
+
+    def of(self, llm: LLM, **defaults: Any) -> Sampling:
+        """The sampling for this model; `defaults` hold where nothing was given."""
+        from paceline.sampling import Sampling
+
+        changes = defaults | self.changes()
+        return llm.sampling(**changes) if self.model_sampling else Sampling(**changes)
+
+
+def progress_wanted(quiet: bool) -> bool:
+    """Whether bars belong on stderr."""
+    return not quiet and sys.stderr.isatty()
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as typer needs it: a parameter whose type is a dataclass of options becomes that class's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+    parameters: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        if parameter.name in groups:
+            parameters += _parameters(groups[parameter.name])
+        else:
+            annotation = hints[parameter.name]
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=annotation))
+
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = Signature(parameters)
+    return run
+
+
+def _parameters(kind: type[Any]) -> list[Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(kind)
+    ]

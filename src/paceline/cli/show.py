@@ -1,0 +1,74 @@
+"""How a reply and its statistics look."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from paceline.stats import Stats
+    from paceline.stream import Chunk
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+# A model may write escape sequences, and a terminal would obey them.
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+
+
+def in_colour(file: TextIO) -> bool:
+    """Whether `file` is a terminal that takes colours. See https://no-color.org."""
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Display:
+    """Writes a reply chunk by chunk: plain text to a file or pipe; on a terminal, accepted draft tokens in green."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._terminal, self._colour = file.isatty(), in_colour(file)
+        self._open_line = False
+
+    def write(self, chunk: Chunk) -> None:
+        """Show one chunk at once."""
+        if not chunk.text:
+            return
+        text = chunk.text.translate(_CONTROLS) if self._terminal else chunk.text
+        self._file.write(f"{_GREEN}{text}{_PLAIN}" if self._colour and chunk.drafted else text)
+        self._file.flush()
+        self._open_line = not chunk.text.endswith("\n")
+
+    def end(self) -> None:
+        """Close the last line, if there is one and it is open."""
+        if self._open_line:
+            self._file.write("\n")
+            self._file.flush()
+        self._open_line = False
+
+
+def speed(stats: Stats) -> float:
+    """Tokens per second, end to end."""
+    return _rate(stats.tokens, sum(stats.seconds.values()))
+
+
+def decode_speed(stats: Stats) -> float:
+    """Tokens per second without the prompt's part (prefill)."""
+    return _rate(stats.tokens, sum(stats.seconds.values()) - stats.seconds["prefill"])
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def percent(share: float) -> str:
+    return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
+
+
+def summary(stats: Stats, sampled: bool) -> str:
+    """One line: how much, how fast, what speculation gave, and how to get the same text again."""
+    parts = [f"{stats.tokens} tokens", f"{speed(stats):.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
+    if stats.drafted:
+        parts.append(f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted")
+    if sampled:
+        parts.append(f"seed {stats.seed}")
+    return " · ".join(parts)

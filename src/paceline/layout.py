@@ -1,0 +1,95 @@
+"""Where the rows of a tree lie in the cache while they are verified.
+
+A sum of floats depends on its order, and a bfloat16 product adds keys in pairs of neighbouring columns (2i, 2i + 1).
+So that a row's result has the bits it would have in plain decoding, its ancestors must lie in the order of their
+positions and in the same pairs, whatever lies between: gaps hold zeros, and adding zero changes nothing. A chain has
+this by nature. In a tree, a row at an even position is the first of a pair and each of its children the second; every
+child after the first gets a copy of its parent beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+NONE = -1
+"""The parent of a row that continues the committed prefix directly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """C columns after the committed prefix.
+
+    `sources[c]`: the row whose keys and values column c holds. `home[r]`: the column where row r itself lies.
+    `visible`: bool [T, C], the columns that each row attends to.
+    """
+
+    sources: tuple[int, ...]
+    home: tuple[int, ...]
+    visible: Tensor
+
+    @property
+    def plain(self) -> bool:
+        """Whether column c simply holds row c."""
+        return self.sources == tuple(range(len(self.sources)))
+
+
+@lru_cache(maxsize=1024)
+def layout(parents: tuple[int, ...], length: int) -> Layout:
+    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens.
+
+    Only the parity of `length` matters: pass `length % 2`.
+    """
+    if parents[1:] == tuple(range(len(parents) - 1)):
+        rows = tuple(range(len(parents)))
+        return Layout(rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_())
+    return _paired(parents, length % 2)
+
+
+def ancestors(parents: tuple[int, ...]) -> Tensor:
+    """Bool [T, T]: row r sees itself and its ancestors, every row lying in the column of its own number."""
+    visible = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent != NONE:
+            visible[row] |= visible[parent]
+    return visible
+
+
+def _paired(parents: tuple[int, ...], parity: int) -> Layout:
+    """Rows in order, each beside its parent if it is the second of a pair and that place is free."""
+    sources: list[int] = []
+    paths: list[list[int]] = []
+    beside: dict[int, int] = {}
+    """The column kept free beside a first of a pair, until its first child comes."""
+
+    def place(row: int) -> int:
+        sources.append(row)
+        return len(sources) - 1
+
+    def align() -> None:
+        if (parity + len(sources)) % 2:
+            place(0)
+
+    for row, parent in enumerate(parents):
+        above = paths[parent] if parent != NONE else []
+        first = (parity + len(above)) % 2 == 0
+        if first or parent == NONE:
+            if first and parent != NONE:
+                align()
+            paths.append([*above, place(row)])
+            if first and row in parents:
+                beside[row] = place(row)
+        elif parent in beside:
+            column = beside.pop(parent)
+            sources[column] = row
+            paths.append([*above, column])
+        else:
+            align()
+            paths.append([*above[:-1], place(parent), place(row)])
+    visible = torch.zeros(len(parents), len(sources), dtype=torch.bool)
+    for line, path in zip(visible, paths, strict=True):
+        line[path] = True
+    return Layout(tuple(sources), tuple(path[-1] for path in paths), visible)

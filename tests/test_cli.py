@@ -1,0 +1,660 @@
+"""The command line, over a tiny random model whose tokens are letters."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+import paceline.llm
+from paceline.cli import app
+from paceline.cli.demo import _first_difference, _report
+from paceline.cli.generate import _Progress
+from paceline.cli.options import parse_draft
+from paceline.cli.show import Display
+from paceline.errors import InvalidOption, NonFiniteLogits, PacelineError
+from paceline.llm import LLM, Completion
+from paceline.models.loader import Loaded
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import Chunk
+from paceline.testing import TINY, random_tensors, tiny_target
+from paceline.types import Tree
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
+STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "seed", "exact", "seconds"}
+
+
+class Letters:
+    """A tokenizer of one letter per token."""
+
+    chat_template: str | None = "template"
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [LETTERS.find(letter) % len(LETTERS) for letter in text.lower()]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(LETTERS[i] for i in ids)
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **extra: Any) -> str:
+        return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages)
+
+
+def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
+    from paceline.drafters.make import make_drafter, to_tree
+
+    tokenizer: Any = Letters()
+    loaded = Loaded(tiny_target(), tokenizer, (), {"temperature": 0.9, "do_sample": True}, Path("tiny"))
+
+    def refuse(reference: str) -> Loaded:
+        raise AssertionError(reference)
+
+    return LLM(loaded, make_drafter(drafter, loaded, refuse), to_tree(draft))
+
+
+class Shop:
+    """Stands in for `paceline.load` and remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def load(self, model: str, *, drafter: Any, draft: Any, **rest: Any) -> LLM:
+        from paceline.models.loader import pick_device, pick_dtype
+
+        self.calls.append({"model": model, "drafter": drafter, "draft": draft, **rest})
+        pick_dtype(rest["dtype"], pick_device(rest["device"]))
+        return make_llm(drafter, draft)
+
+
+@pytest.fixture
+def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
+    shop = Shop()
+    monkeypatch.setattr(paceline.llm, "load", shop.load)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return shop
+
+
+def run(*args: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, list(args), input=stdin)
+
+
+def generate(*args: str, stdin: str | bytes | None = None) -> Result:
+    return run("generate", "-n", "24", *args, stdin=stdin)
+
+
+def failure(result: Result) -> str:
+    """The one line a failed command leaves on stderr."""
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+# --- one prompt ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_plain_text_and_stderr_the_statistics(shop: Shop) -> None:
+    result = generate("hello hello hello")
+    assert result.exit_code == 0
+    expected = make_llm(None).generate("hello hello hello", Sampling(max_new_tokens=24)).text
+    assert result.stdout == expected.removesuffix("\n") + "\n"
+    assert "\x1b" not in result.output
+    assert "24 tokens" in result.stderr
+    assert "tok/s" in result.stderr
+    assert "seed" not in result.stderr
+
+
+def test_quiet_leaves_stderr_empty(shop: Shop) -> None:
+    assert generate("hello", "--quiet").stderr == ""
+
+
+def test_json_of_one_prompt_has_the_promised_keys(shop: Shop) -> None:
+    result = generate("hello", "--json")
+    assert result.stdout.count("\n") == 1
+    reply = json.loads(result.stdout)
+    assert set(reply) == {"token_ids", "text", "finish_reason", "stats"}
+    assert set(reply["stats"]) == STATS
+    assert set(reply["stats"]["seconds"]) == {"prefill", "draft", "verify", "commit", "other"}
+    assert len(reply["token_ids"]) == 24
+    assert reply["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "sampling", [(), ("--temperature", "0.8", "--seed", "3"), ("-t", "1", "--top-k", "5", "-s", "0")]
+)
+def test_every_drafter_writes_the_same(shop: Shop, sampling: tuple[str, ...]) -> None:
+    replies = [
+        json.loads(generate("abcabcabc", "--json", "-q", *sampling, "--drafter", *drafter).stdout)
+        for drafter in (
+            ("none",),
+            ("ngram",),
+            ("suffix", "--draft", "3"),
+            ("suffix", "--draft", "8x4x2"),
+            ("ngram+suffix",),
+        )
+    ]
+    assert [reply["token_ids"] for reply in replies] == [replies[0]["token_ids"]] * len(replies)
+    assert replies[0]["stats"]["drafted"] == 0
+    assert replies[2]["stats"]["drafted"] > 0
+
+
+def test_options_reach_the_library(shop: Shop) -> None:
+    generate(
+        "hi", "-m", "m", "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu", "--revision", "r", "--token", "t"
+    )
+    assert shop.calls == [
+        {"model": "m", "drafter": "auto", "draft": Tree(6, 3, 2), "dtype": "float32", "device": "cpu", "revision": "r"}
+        | {"token": "t", "allow_pickle": False, "progress": False}
+    ]
+
+
+def test_raw_skips_the_template(shop: Shop) -> None:
+    def ids(*args: str) -> list[int]:
+        return list(json.loads(generate(*args, "--json").stdout)["token_ids"])
+
+    assert ids("hello") == ids("<u>hello", "--raw") != ids("hello", "--raw")
+
+
+def test_stops(shop: Shop) -> None:
+    whole = json.loads(generate("hello", "--json").stdout)
+    part = whole["text"][5:8]
+    reply = json.loads(generate("hello", "--json", "--stop", part, "--stop", "never").stdout)
+    assert (reply["text"], reply["finish_reason"]) == (whole["text"][: whole["text"].index(part)], "stop")
+    token = whole["token_ids"][9]
+    reply = json.loads(generate("hello", "--json", "--stop-token-id", str(token)).stdout)
+    assert reply["token_ids"][-1] == token
+    assert reply["finish_reason"] == "stop"
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(shop: Shop) -> None:
+    first = generate("hello", "-t", "1")
+    seed = first.stderr.rpartition("seed ")[2].strip()
+    assert generate("hello", "-t", "1", "--seed", seed).stdout == first.stdout
+
+
+def test_model_sampling_is_off_unless_asked_for_and_yields_to_options(shop: Shop) -> None:
+    assert "seed" not in generate("hello").stderr
+    assert "seed" in generate("hello", "--model-sampling").stderr
+    assert "seed" not in generate("hello", "--model-sampling", "--temperature", "0").stderr
+
+
+@pytest.mark.parametrize("text", ["hello\n", "hello", "hello\r\n", b"hello\n"])
+def test_prompt_from_stdin_without_its_last_newline(shop: Shop, text: str | bytes) -> None:
+    assert generate(stdin=text).stdout == generate("hello").stdout == generate("-", stdin=text).stdout
+
+
+def test_threads(shop: Shop) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert generate("hello", "--threads", "1").exit_code == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- what can be wrong with it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["x", "--temperature", "-1"], "temperature=-1.0 is out of range"),
+        (["x", "--top-p", "0"], "top_p is 0"),
+        (["x", "--seed", "-4"], "seed=-4"),
+        (["x", "--stop", ""], "stop="),
+        (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),
+        (["x", "-n", "0"], "max_new_tokens=0"),
+        (["x", "--draft", "5x5"], "--draft '5x5' is not possible"),
+        (["x", "--draft", "-3"], "--draft '-3' is not possible"),
+        (["x", "--draft", "8x4x0"], "branch 0"),
+        (["x", "--prompts", "y.jsonl"], "a prompt and a file of prompts"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
+        (["--prompts", "."], ".: Is a directory"),
+        (["x", "--output", "no/such/folder/out.txt"], "no/such/folder/out.txt: No such file or directory"),
+        ([""], "the prompt is empty"),
+        (["\udcff"], "not valid Unicode"),
+    ],
+)
+def test_errors_before_anything_is_loaded(shop: Shop, args: list[str], part: str) -> None:
+    assert part in failure(generate(*args))
+    assert shop.calls == []
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--drafter", "magic"], "no drafter is called 'magic'"),
+        (["--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["--device", "tpu"], "device 'tpu' is unknown"),
+        (["--drafter", ""], "drafter"),
+    ],
+)
+def test_names_that_the_library_does_not_know(shop: Shop, args: list[str], part: str) -> None:
+    assert part in failure(generate("x", *args))
+
+
+@pytest.mark.parametrize(
+    ("stdin", "part"), [("", "the prompt is empty"), ("\n", "the prompt is empty"), (b"\xff", "not UTF-8")]
+)
+def test_nothing_usable_on_stdin(shop: Shop, stdin: str | bytes, part: str) -> None:
+    assert part in failure(generate(stdin=stdin))
+    assert shop.calls == []
+
+
+def test_no_prompt_at_a_terminal(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.prompts.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    assert "there is no prompt" in failure(generate())
+
+
+def test_a_prompt_longer_than_the_context(shop: Shop) -> None:
+    assert "the model's context 256" in failure(generate("x" * 300))
+
+
+@pytest.mark.parametrize("args", [["generate", "--nonsense"], ["generate", "x", "-n", "many"], ["nonsense"]])
+def test_usage_errors_have_exit_code_2(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (PermissionError(13, "Not yours", "f"), 1)],
+)
+def test_interruptions(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def load(*args: Any, **options: Any) -> LLM:
+        raise error
+
+    monkeypatch.setattr(paceline.llm, "load", load)
+    result = generate("x")
+    assert result.exit_code == code
+    assert result.output == ("error: f: Not yours\n" if code == 1 else "")
+
+
+def test_ctrl_c_in_a_reply_keeps_what_was_written(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, 7, KeyboardInterrupt())
+    result = generate("hello")
+    assert result.exit_code == 130
+    expected = make_llm(None).generate("hello", Sampling(max_new_tokens=7)).text
+    assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+    assert result.stderr == ""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, chunks: int, error: BaseException) -> None:
+    """Makes the display raise after so many chunks, once."""
+    write = Display.write
+    seen = []
+
+    def counted(self: Display, chunk: Chunk) -> None:
+        write(self, chunk)
+        seen.append(chunk)
+        if len(seen) == chunks:
+            raise error
+
+    monkeypatch.setattr(Display, "write", counted)
+
+
+# --- a file of prompts --------------------------------------------------------------------------------------------
+
+
+def lines(path: Path, *rows: Any) -> str:
+    text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text(text + "\n", encoding="utf-8")
+    return str(path)
+
+
+ROWS = [
+    {"id": 81, "category": "writing", "source": None, "turns": ["hello", "and again"]},
+    {"id": "b", "prompt": "hello"},
+    {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]},
+    "",
+    {"prompt": "a\u2028b"},
+]
+
+
+def test_rows_of_all_forms(shop: Shop, tmp_path: Path) -> None:
+    file = lines(tmp_path / "p.jsonl", *ROWS)
+    result = generate("--prompts", file, "--json")
+    assert result.exit_code == 0, result.output
+    replies = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [reply["id"] for reply in replies] == [81, "b", 3, 5]
+    assert {tuple(reply) for reply in replies} == {("id", "token_ids", "text", "finish_reason", "stats")}
+    assert (
+        replies[0]["token_ids"]
+        == replies[1]["token_ids"]
+        == json.loads(generate("hello", "--json").stdout)["token_ids"]
+    )
+    assert replies[2]["token_ids"] == json.loads(generate("<s><u>hello", "--raw", "--json").stdout)["token_ids"]
+    assert "4/4 prompts" in result.stderr
+    assert len(shop.calls) == 3
+
+
+def test_rows_from_stdin_with_a_byte_order_mark(shop: Shop) -> None:
+    result = generate("--prompts", "-", "--json", "-q", stdin=b'\xef\xbb\xbf{"prompt": "hi"}\r\n')
+    assert json.loads(result.stdout)["id"] == 1
+    assert result.stderr == ""
+
+
+def test_rows_as_text_are_told_apart(shop: Shop, tmp_path: Path) -> None:
+    result = generate("--prompts", lines(tmp_path / "p.jsonl", {"id": "one", "prompt": "a"}, {"prompt": "b"}))
+    assert result.stdout.startswith("==> one <==\n")
+    assert "\n==> 2 <==\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ("{", "not valid JSON"),
+        ('{"prompt": "a"} x', "not valid JSON"),
+        ("[" * 100000, "not usable JSON"),
+        ('["a"]', "not a JSON object"),
+        ("7", "not a JSON object"),
+        ({"id": 5}, "no prompt"),
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": ""}, "'prompt' is empty"),
+        ({"prompt": 5}, "'prompt' is not text"),
+        ({"prompt": "\ud800"}, "not valid Unicode"),
+        ({"turns": []}, "'turns' is not a list"),
+        ({"turns": "hi"}, "'turns' is not a list"),
+        ({"turns": [""]}, "'turns' is empty"),
+        ({"messages": []}, "'messages' is not a list"),
+        ({"messages": ["hi"]}, "message 1 is not an object"),
+        ({"messages": [{"role": "user"}]}, "message 1 is not an object"),
+        ({"messages": [{"role": "user", "content": 3}]}, "the content of message 1 is not text"),
+        ({"messages": [{"role": "user", "content": ""}]}, "all messages are empty"),
+        ({"prompt": "a", "turns": ["b"]}, "only one of them"),
+        ({"id": "first", "prompt": "a"}, "the id 'first' was used on line 1"),
+        ({"id": [1], "prompt": "a"}, "the id is [1]"),
+        ({"id": True, "prompt": "a"}, "the id is true"),
+    ],
+)
+def test_a_malformed_row_is_named_before_anything_is_loaded(shop: Shop, tmp_path: Path, row: Any, part: str) -> None:
+    file = lines(tmp_path / "p.jsonl", {"id": "first", "prompt": "a"}, "", row, {"prompt": "b"})
+    message = failure(generate("--prompts", file, "--json"))
+    assert f"{file}, line 3: " in message
+    assert part in message
+    assert shop.calls == []
+
+
+def test_a_row_in_another_encoding(shop: Shop, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    assert "p.jsonl, line 2: not UTF-8" in failure(generate("--prompts", str(tmp_path / "p.jsonl")))
+    assert shop.calls == []
+
+
+def test_a_file_without_rows(shop: Shop, tmp_path: Path) -> None:
+    assert "holds no prompts" in failure(generate("--prompts", lines(tmp_path / "p.jsonl", "", "")))
+
+
+@pytest.mark.parametrize("form", [("--json",), ()])
+def test_a_row_that_fails_costs_no_other(shop: Shop, tmp_path: Path, form: tuple[str, ...]) -> None:
+    rows = [{"prompt": "a"}, {"id": "long", "prompt": "x" * 300}, {"prompt": "c"}]
+    result = generate("--prompts", lines(tmp_path / "p.jsonl", *rows), "-q", *form)
+    assert result.exit_code == 1
+    assert failure(result).startswith("error: row long: the prompt has 303 tokens")
+    if form:
+        assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == [1, 3]
+    else:
+        assert "==> 3 <==" in result.stdout
+
+
+def test_an_error_in_the_middle_of_a_text_comes_after_what_was_written(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 7, NonFiniteLogits("the logits are not finite"))
+    result = generate("--prompts", lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"}), "-q")
+    assert failure(result) == "error: row 1: the logits are not finite\n"
+    assert "\n==> 2 <==\n" in result.stdout
+
+
+def test_output_to_a_file(shop: Shop, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    out.write_text("old and long " * 100)
+    result = generate("hello", "-o", str(out))
+    assert result.stdout == ""
+    assert out.read_text() == generate("hello").stdout
+
+
+def test_output_keeps_its_old_content_when_the_model_does_not_load(shop: Shop, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    out.write_text("precious")
+    failure(generate("hello", "-o", str(out), "--dtype", "int3"))
+    assert out.read_text() == "precious"
+
+
+def test_output_never_overwrites_the_prompts(shop: Shop, tmp_path: Path) -> None:
+    file = lines(tmp_path / "p.jsonl", {"prompt": "a"})
+    assert "would overwrite the prompts" in failure(generate("--prompts", file, "--output", file))
+    assert "prompt" in Path(file).read_text()
+
+
+# --- terminals ----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(file: io.StringIO) -> str:
+    display = Display(file)
+    for chunk in (Chunk("a", 1, False), Chunk("", 2, True), Chunk("b\x1b]0;\x07", 3, True)):
+        display.write(chunk)
+    display.end()
+    return file.getvalue()
+
+
+def test_accepted_tokens_are_green_and_no_escape_of_the_model_reaches_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown(Terminal()) == "a\x1b[32mb\ufffd]0;\ufffd\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal()) == "ab\ufffd]0;\ufffd\n"
+    assert shown(io.StringIO()) == "ab\x1b]0;\x07\n"
+
+
+def test_progress_on_a_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = _Progress(2, quiet=False)
+    progress.advance(5)
+    progress.advance(6)
+    progress.finish(1)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "2/2 prompts · 11 tokens" in err
+    assert err.endswith("1 failed\n")
+
+
+# --- chat ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations the model was given."""
+    seen: list[list[dict[str, str]]] = []
+    stream = LLM.stream
+
+    def noted(self: LLM, prompt: Any, *args: Any, **options: Any) -> Any:
+        seen.append(list(prompt))
+        return stream(self, prompt, *args, **options)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    return seen
+
+
+def chat(stdin: str, *args: str) -> Result:
+    return run("chat", "-n", "8", *args, stdin=stdin)
+
+
+def test_chat_keeps_its_history_and_forgets_it_when_told(asked: list[list[dict[str, str]]]) -> None:
+    result = chat("one\n\ntwo\n/reset\n/tmp/x is a path\n/quit\nnever\n", "--system", "be brief")
+    assert result.exit_code == 0, result.output
+    system = {"role": "system", "content": "be brief"}
+    assert [[m["content"] for m in c if m["role"] != "assistant"] for c in asked] == [
+        ["be brief", "one"],
+        ["be brief", "one", "two"],
+        ["be brief", "/tmp/x is a path"],
+    ]
+    assert asked[1][:2] == [system, {"role": "user", "content": "one"}]
+    assert asked[1][2]["role"] == "assistant"
+    assert asked[1][2]["content"] in result.stdout
+    assert "\x1b" not in result.output
+
+
+def test_chat_commands(shop: Shop) -> None:
+    result = chat("/stats\n/help\n/nonsense\nhi\n/stats\n")
+    assert result.exit_code == 0
+    for part in ("There is no reply yet", "Ctrl-C stops a reply", "no command /nonsense", "prefill", "8 tokens"):
+        assert part in result.stdout
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_chat(
+    asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 3, KeyboardInterrupt())
+    result = chat("one\ntwo\n")
+    assert result.exit_code == 0
+    assert len(asked[1][1]["content"]) == 3
+    assert asked[1][2] == {"role": "user", "content": "two"}
+
+
+def test_a_question_that_fails_is_dropped(asked: list[list[dict[str, str]]]) -> None:
+    result = chat(f"one\n{'x' * 300}\ntwo\n", "-q")
+    assert result.exit_code == 0
+    assert failure_lines(result) == 1
+    assert [m["content"] for m in asked[2] if m["role"] == "user"] == ["one", "two"]
+
+
+def failure_lines(result: Result) -> int:
+    return result.stderr.count("error: the prompt has")
+
+
+def test_chat_needs_a_template(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "chat_template", None)
+    assert "no chat template" in failure(chat("hi\n", "-q"))
+
+
+# --- demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_demo_writes_twice_the_same_and_says_so(shop: Shop) -> None:
+    result = run("demo", "abcabc", "-n", "12", "--temperature", "1")
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    first, second = text.index("With speculation"), text.index("Without")
+    assert text[first:second].split("\n", 1)[1].strip() == text[second : text.index("┏")].split("\n", 1)[1].strip()
+    assert "texts identical: yes, all 12 tokens" in text
+    for part in ("plain", "speculation", "decode tok/s", "speedup", "tokens/round", "acceptance"):
+        assert part in text
+
+
+def completion(exact: Any, ids: list[int]) -> Completion:
+    stats = Stats(0, exact, rounds=1, tokens=len(ids))
+    stats.seconds["verify"] = 1.0
+    return Completion("", ids, "length", stats, 1)
+
+
+def test_demo_says_where_texts_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    _report(completion("rounding", [1, 2, 3]), completion("rounding", [1, 2, 4]))
+    assert "texts identical: NO, they differ from token 2 on" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as caught:
+        _report(completion("bits", [1, 2, 3]), completion("bits", [1, 2]))
+    assert caught.value.exit_code == 1
+
+
+def test_first_difference() -> None:
+    assert _first_difference([1, 2], [1, 2]) is None
+    assert _first_difference([1, 2], [1, 2, 3]) == 2
+    assert _first_difference([], [3]) == 0
+
+
+# --- the rest -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tiny model as a Hugging Face folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    c = TINY
+    sizes = {"hidden_size": c.hidden, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
+    sizes |= {"num_key_value_heads": c.kv_heads, "intermediate_size": c.ffn, "vocab_size": c.vocab_size}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **sizes}
+    config |= {"max_position_embeddings": c.context_length, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    words = {f"w{i}": i for i in range(c.vocab_size)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    save_file(random_tensors(c), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_info(folder: Path) -> None:
+    facts = json.loads(run("info", str(folder), "--json").stdout)
+    assert facts["parameters"] == sum(tensor.numel() for tensor in random_tensors(TINY).values())
+    assert (facts["layers"], facts["kv_heads"], facts["family"], facts["format"]) == (2, 2, "llama", "safetensors")
+    assert facts["eos"] == [{"id": 2, "token": "w2"}]
+    assert facts["dtypes"] == {"float32": facts["parameters"]}
+    assert facts["cache_bytes_per_token"] == 2 * 2 * 2 * 2 * 8
+    table = run("info", str(folder)).stdout
+    for part in ("LlamaForCausalLM (llama)", f"{facts['parameters']:,}", "WordLevel", "temperature 0.6", "2 'w2'"):
+        assert part in table
+
+
+@pytest.mark.model
+def test_info_of_a_gguf() -> None:
+    facts = json.loads(run("info", "demo", "--json").stdout)
+    assert facts["format"] == "GGUF"
+    assert facts["parameters"] == 134_515_008
+    assert facts["chat_template"]
+
+
+def test_info_of_nothing(tmp_path: Path) -> None:
+    assert "there is no model" in failure(run("info", str(tmp_path / "absent")))
+    assert "config.json is missing" in failure(run("info", str(tmp_path)))
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"paceline {paceline.__version__}\n"
+    assert run("-h").exit_code == 0
+    assert "--drafter" in run("generate", "--help").stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    import subprocess
+
+    code = "import sys, paceline.cli; print(sorted({'torch', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("text", "meaning"), [("auto", "auto"), ("0", 0), ("7", 7), ("16x4x2", Tree(16, 4, 2))])
+def test_parse_draft(text: str, meaning: Any) -> None:
+    assert parse_draft(text) == meaning
+
+
+def test_errors_stay_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **options: Any) -> LLM:
+        raise PacelineError("two\nlines", "and a fix")
+
+    monkeypatch.setattr(paceline.llm, "load", load)
+    assert failure(generate("x")) == "error: two lines. and a fix\n"
+
+
+def test_parse_draft_names_the_fix() -> None:
+    with pytest.raises(InvalidOption, match="NODESxDEPTHxBRANCH"):
+        parse_draft("1.5")
