@@ -11,6 +11,7 @@ from paceline.protocols import KVCache
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.testing import Oracle, run, tiny_target
+from paceline.tree import MIN_ROWS
 from paceline.types import Forward, Rows, Tree, Want
 
 
@@ -32,17 +33,22 @@ def test_one_pass_per_round_and_none_below_two_rows() -> None:
     target = watched()
     plain, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20))
     assert [want for _, want in target.passes] == ["none"] + ["all"] * 20
-    assert {shape for shape, _ in target.passes} == {(1, 2)}
+    assert {shape for shape, _ in target.passes} == {(1, MIN_ROWS)}
     target.passes = []
     _, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20), Oracle([1, 2, 3, *plain], 0.5, 37), Tree.chain(4))
     assert len(target.passes) == 1 + stats.rounds
-    assert all(shape[1] >= 2 for shape, _ in target.passes)
+    assert all(shape[1] >= MIN_ROWS >= 2 for shape, _ in target.passes)
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_its_last_token_in_the_first_round() -> None:
     target = watched()
     run(target, [i % 37 for i in range(2 * CHUNK + 2)], Sampling(max_new_tokens=1))
-    assert target.passes == [((1, CHUNK), "none"), ((1, CHUNK), "none"), ((1, 2), "none"), ((1, 2), "all")]
+    assert target.passes == [
+        ((1, CHUNK), "none"),
+        ((1, CHUNK), "none"),
+        ((1, MIN_ROWS), "none"),
+        ((1, MIN_ROWS), "all"),
+    ]
 
 
 def test_a_prompt_of_one_token_needs_no_prefill() -> None:

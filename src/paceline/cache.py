@@ -23,8 +23,7 @@ would get other bits when more rows travel with it; these cuts stand at absolute
 class SlabCache:
     """Keys and values of all slots in two tensors, addressed by position.
 
-    Keys lie transposed, [layers, S, kv_heads, D, capacity], values [layers, S, kv_heads, capacity, D]: so both
-    attention products read their operand as it lies. Only the length reached is read, whatever the capacity.
+    Each [layers, S, kv_heads, capacity, D]. Only the length reached is read, whatever the capacity.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class SlabCache:
         self._home: dict[int, tuple[int, ...]] = {}
         # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
         self._slabs = (
-            torch.empty(layers, 0, kv_heads, head_dim, 0, dtype=dtype, device=device),
+            torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device),
             torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device),
         )
 
@@ -87,92 +86,133 @@ class SlabCache:
         length, home = self._lengths[slot], self._home[slot]
         moves = [(length + home[row], length + to) for to, row in enumerate(path, 1) if home[row] != to]
         if moves:
-            keys, values = self._slabs
-            source, target = (torch.tensor(x, device=keys.device) for x in zip(*moves, strict=True))
-            keys[:, slot, :, :, target] = keys[:, slot, :, :, source]
-            values[:, slot, :, target] = values[:, slot, :, source]
+            source, target = (torch.tensor(x, device=self._slabs[0].device) for x in zip(*moves, strict=True))
+            for slab in self._slabs:
+                slab[:, slot, :, target] = slab[:, slot, :, source]
         self._lengths[slot] = length + 1 + len(path)
 
     def _resize(self, slots: int, capacity: int) -> None:
-        old_keys, old_values = self._slabs
-        layers, held, kv_heads, _, head_dim = old_values.shape
+        old = self._slabs
+        layers, held, kv_heads, _, head_dim = old[0].shape
         used = max(self._lengths, default=0)
         try:
-            keys = old_keys.new_empty(layers, slots, kv_heads, head_dim, capacity)
-            values = old_values.new_empty(layers, slots, kv_heads, capacity, head_dim)
+            new = (
+                # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
+                old[0].new_zeros(layers, slots, kv_heads, capacity, head_dim),
+                old[1].new_zeros(layers, slots, kv_heads, capacity, head_dim),
+            )
         except RuntimeError as error:
-            size = 2 * layers * slots * kv_heads * head_dim * capacity * old_keys.element_size()
+            size = 2 * layers * slots * kv_heads * head_dim * capacity * old[0].element_size()
             raise OutOfMemory(
-                f"no memory on {old_keys.device} for a KV cache of {size / 2**20:,.0f} MiB "
+                f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB "
                 f"({slots} x {capacity} positions)",
                 "Use a shorter prompt, fewer requests at once, or a smaller dtype",
             ) from error
-        keys[:, :held, :, :, :used] = old_keys[:, :, :, :, :used]
-        values[:, :held, :, :used] = old_values[:, :, :, :used]
-        self._slabs = (keys, values)
+        for here, there in zip(old, new, strict=True):
+            there[:, :held, :, :used] = here[:, :, :, :used]
+        self._slabs = new
 
 
 class SlabPass:
     """One forward pass over a `SlabCache`: the slabs cut to the slots and the length that the pass reaches."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Rows, layouts: Sequence[Layout], reach: int) -> None:
-        self._keys, self._values, self._slots = keys, values, rows.slots
         self._reach = reach
+        self._precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
+        self._slabs = keys, values
+        self._slots = rows.slots
+        # Views of all layers at once: a dozen small calls a layer add up.
         self._writes = [
-            _Write(i, slot, slice(length + rows.start, length + rows.start + len(x.sources)), _order(x, keys.device))
-            for i, (slot, length, x) in enumerate(zip(rows.slots, rows.lengths, layouts, strict=True))
+            _Write(line, _tails(keys, slot, span), _tails(values, slot, span), _order(x, keys.device))
+            for line, (slot, span, x) in enumerate(zip(rows.slots, _spans(rows, layouts), layouts, strict=True))
         ]
-        precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        self._mask = _mask(layouts, rows.lengths, reach, precise).to(keys.device)
+        self._views = [self._of_slots(slab) for slab in self._slabs]
+        self._mask = _mask(layouts, rows.lengths, reach).to(keys)
+        self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`. Scores in float32 (float64 for a float64 model).
+        """See `protocols.Pass.attend`.
 
         The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits
         add up exactly in float64.
         """
         b, t, heads, d = q.shape
         self._write(layer, k, v)
-        keys, values = self._of_slots(self._keys[layer]), self._of_slots(self._values[layer])
-        kv = keys.shape[1]
+        keys, values = (view[layer] for view in self._views)
+        kv = len(keys) // b
         group = heads // kv
-        # The query heads that share a key head become rows of one product.
-        queries = q.view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
-        scores = torch.bmm(queries, keys[..., : self._reach].flatten(0, 1)).view(b, kv, group, t, self._reach)
-        scores = torch.add(self._mask, scores, alpha=d**-0.5)
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(v.dtype).view(b * kv, group * t, self._reach)
-        mixed = self._mix(weights, values.flatten(0, 1)) / weights.sum(-1, keepdim=True, dtype=torch.float64)
-        return mixed.to(v.dtype).view(b, kv, group, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, heads * d)
+        # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read
+        # as it lies, while the other, here the few queries, is packed first.
+        queries = q.view(b, t, kv, group, d).permute(0, 2, 4, 3, 1).reshape(b * kv, d, group * t)
+        scores = torch.baddbmm(self._mask_for(kv, group), keys, queries, alpha=d**-0.5)
+        scores = scores.transpose(1, 2).to(self._precise, memory_format=torch.contiguous_format)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(v.dtype)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        mixed = self._mix(weights, values).to(self._precise).div_(total).to(v.dtype)
+        return mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, heads * d)
+
+    def _mask_for(self, kv: int, group: int) -> Tensor:
+        """The mask [B kv, reach, group T], the same for every layer."""
+        if kv not in self._masks:
+            b, reach, t = self._mask.shape
+            mask = self._mask[:, None, :, None].expand(b, kv, reach, group, t)
+            # For one slot the key heads share it; more than one cannot be one stride.
+            self._masks[kv] = (
+                mask[:, :1].reshape(b, reach, -1).expand(kv, -1, -1) if b == 1 else mask.reshape(b * kv, reach, -1)
+            )
+        return self._masks[kv]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        for line, slot, span, order in self._writes:
-            new_k, new_v = (k[line], v[line]) if order is None else (k[line, order], v[line, order])
-            self._keys[layer, slot, :, :, span] = new_k.permute(1, 2, 0)
-            self._values[layer, slot, :, span] = new_v.transpose(0, 1)
+        for line, keys, values, order in self._writes:
+            keys[layer].copy_(k[line] if order is None else k[line, order])
+            values[layer].copy_(v[line] if order is None else v[line, order])
 
     def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
         """The weighted sum of values [B kv, rows, D], block by block."""
         parts = [
-            torch.bmm(weights[..., start : start + BLOCK], values[:, start : min(start + BLOCK, self._reach)])
+            torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
             for start in range(0, self._reach, BLOCK)
         ]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float64)
 
-    def _of_slots(self, slab: Tensor) -> Tensor:
-        """The pass's slots of one layer [S, ...]: a view where they are neighbours, as they mostly are."""
-        slots = self._slots
-        if slots == tuple(range(slots[0], slots[0] + len(slots))):
-            return slab[slots[0] : slots[0] + len(slots)]
-        return slab[list(slots)]
+    def _of_slots(self, slab: Tensor) -> Sequence[Tensor]:
+        """Per layer the pass's slots [B kv, reach, D]: a view for one slot, else a copy that follows the writes."""
+        if len(self._slots) == 1:
+            return slab[:, self._slots[0], :, : self._reach].unbind(0)
+        return _Gathered(slab, self._slots, self._reach)
+
+
+class _Gathered(Sequence[Tensor]):
+    """Several slots, layer by layer at the moment of use."""
+
+    def __init__(self, slab: Tensor, slots: tuple[int, ...], reach: int) -> None:
+        self._slab, self._slots, self._reach = slab, list(slots), reach
+
+    def __getitem__(self, layer: int) -> Tensor:  # type: ignore[override]
+        return self._slab[layer, self._slots, :, : self._reach].flatten(0, 1)
+
+    def __len__(self) -> int:
+        return len(self._slab)
 
 
 class _Write(NamedTuple):
-    """Line `line` of a pass goes to columns `span` of `slot`; `order`: the row of each column, None for 0, 1, 2..."""
+    """Line `line` of a pass goes to these columns of each layer, [C, kv, D]; `order`: the row of each column, or None
+    for 0, 1, 2..."""
 
     line: int
-    slot: int
-    span: slice
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     order: Tensor | None
+
+
+def _tails(slab: Tensor, slot: int, span: slice) -> Sequence[Tensor]:
+    return slab[:, slot, :, span].transpose(1, 2).unbind(0)
+
+
+def _spans(rows: Rows, layouts: Sequence[Layout]) -> list[slice]:
+    """The columns that each slot writes."""
+    starts = [length + rows.start for length in rows.lengths]
+    return [slice(start, start + len(x.sources)) for start, x in zip(starts, layouts, strict=True)]
 
 
 def _layout(parents: tuple[int, ...], length: int, start: int) -> Layout:
@@ -187,11 +227,11 @@ def _order(x: Layout, device: torch.device) -> Tensor | None:
     return None if x.plain else torch.tensor(x.sources, device=device)
 
 
-def _mask(layouts: Sequence[Layout], lengths: Sequence[int], reach: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, 1, T, reach] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
-    mask = torch.zeros(len(layouts), 1, 1, layouts[0].visible.shape[0], reach, dtype=dtype)
-    for line, x, length in zip(mask[:, 0, 0], layouts, lengths, strict=True):
-        tail = line[:, length:]
+def _mask(layouts: Sequence[Layout], lengths: Sequence[int], reach: int) -> Tensor:
+    """[B, reach, T] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
+    mask = torch.zeros(len(layouts), reach, layouts[0].visible.shape[0])
+    for line, x, length in zip(mask, layouts, lengths, strict=True):
+        tail = line[length:]
         tail.fill_(-torch.inf)
-        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
+        tail[: x.visible.shape[1]].masked_fill_(x.visible.T, 0.0)
     return mask

@@ -122,30 +122,39 @@ class Sampler:
         highest = float(scores.max())
         if not math.isfinite(highest):
             raise not_finite(position)
-        tokens = (scores >= self._threshold(scores, highest)).nonzero()[:, 0]
+        tokens = self._survivors(scores, highest)
         kept = scores[tokens]
         return tokens, kept.log_softmax(-1) + self.noise.gumbel(position, tokens)
 
-    def _threshold(self, scores: Tensor, highest: float) -> float:
-        """The lowest scaled logit that survives: top_k, then top_p of what is left, then min_p of what is left."""
+    def _survivors(self, scores: Tensor, highest: float) -> Tensor:
+        """Ids in ascending order: top_k, then top_p of what is left, then min_p of what is left.
+
+        The likeliest come first from a short sort; only where the cut lies beyond it are all columns sorted.
+        """
+        low = highest + math.log(self.min_p) if self.min_p > 0.0 else -math.inf
+        if self.top_k == 0 and self.top_p == 1.0:
+            return (scores >= low).nonzero()[:, 0]
+        for width in (_HEAD, scores.shape[-1]):
+            ordered, ids = torch.topk(scores, min(width, scores.shape[-1]))
+            cut = max(low, self._cut(ordered, scores))
+            # Equal scores may straddle the end of a short sort.
+            if cut > float(ordered[-1]) or len(ordered) == scores.shape[-1]:
+                return ids[ordered >= cut].sort().values
+        raise AssertionError("unreachable: the last width is all columns")
+
+    def _cut(self, ordered: Tensor, scores: Tensor) -> float:
+        """The lowest score that top_k and top_p keep, or -inf where it lies beyond `ordered` (best first)."""
         low = -math.inf
         if 0 < self.top_k < scores.shape[-1]:
-            low = float(torch.topk(scores, self.top_k).values[-1])
+            if self.top_k > len(ordered):
+                return low
+            low = float(ordered[self.top_k - 1])
         if self.top_p < 1.0:
-            low = max(low, self._nucleus(scores[scores >= low]))
-        if self.min_p > 0.0:
-            low = max(low, highest + math.log(self.min_p))
+            left = ordered[ordered >= low] if low > -math.inf else scores
+            mass = (ordered - left.logsumexp(-1)).exp().cumsum(-1, dtype=torch.float64)
+            reached = int((mass < self.top_p).sum())
+            low = max(low, float(ordered[reached])) if reached < len(ordered) else low
         return low
-
-    def _nucleus(self, scores: Tensor) -> float:
-        """The smallest score of the shortest likeliest-first list whose mass reaches top_p."""
-        total = scores.double().logsumexp(-1)
-        for width in (_HEAD, scores.shape[-1]):
-            ordered = torch.topk(scores, min(width, scores.shape[-1])).values
-            reached = (ordered.double() - total).exp().cumsum(-1) >= self.top_p
-            if bool(reached[-1]):
-                return float(ordered[reached.int().argmax()])
-        return float(ordered[-1])
 
 
 def not_finite(position: int) -> NonFiniteLogits:

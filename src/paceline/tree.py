@@ -10,8 +10,9 @@ from paceline.errors import InvalidOption
 from paceline.layout import NONE
 from paceline.types import Draft, Rows
 
-MIN_ROWS = 2
-"""No pass has fewer rows: a matrix product with one row may take another kernel, whose bits differ."""
+MIN_ROWS = 4
+"""No pass has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and packed
+bfloat16 products are faster with four rows than with two (LOG.md)."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:

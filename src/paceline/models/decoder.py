@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.cache import SlabCache
 from paceline.errors import CorruptModel
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Attention, GatedMLP, Layer, Linear, RMSNorm, Rotary
+from paceline.models.layers import Attention, Layer, RMSNorm, Rotary
 from paceline.protocols import KVCache
-from paceline.runner import linear
+from paceline.runner import Activation, Linear, gated, linear
 from paceline.types import Forward, Rows, Tap, Want
 
 Progress = Callable[[int, int], None]
@@ -95,11 +95,8 @@ def _layer(c: ModelConfig, weights: Weights, prefix: str) -> Layer:
             c.head_dim,
         ),
         RMSNorm(weights.get(prefix + "post_attention_layernorm.weight", (c.hidden,)), c.norm_eps),
-        GatedMLP(
-            weights.linear({mlp + "gate_proj": c.ffn, mlp + "up_proj": c.ffn}, c.hidden),
-            weights.linear({mlp + "down_proj": c.hidden}, c.ffn),
-            c.activation,
-        ),
+        weights.gated(mlp + "gate_proj", mlp + "up_proj", (c.ffn, c.hidden), c.activation),
+        weights.linear({mlp + "down_proj": c.hidden}, c.ffn),
     )
 
 
@@ -130,6 +127,13 @@ class Weights:
         if any(name + ".bias" in self._tensors for name in parts):
             bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
         return linear(weight[0] if len(weight) == 1 else torch.cat(weight), bias)
+
+    def gated(self, gate: str, up: str, shape: tuple[int, int], activation: str) -> Activation:
+        """The first half of a gated MLP."""
+        biases = None
+        if gate + ".bias" in self._tensors or up + ".bias" in self._tensors:
+            biases = (self._bias(gate, shape[0]), self._bias(up, shape[0]))
+        return gated(self.get(gate + ".weight", shape), self.get(up + ".weight", shape), biases, activation)
 
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self._tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +10,7 @@ from torch import Tensor
 
 from paceline.models.config import RopeConfig
 from paceline.protocols import Pass
-
-Linear = Callable[[Tensor], Tensor]
-"""[..., in] -> [..., out]; `runner.linear` makes them."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+from paceline.runner import Activation, Linear
 
 
 class RMSNorm:
@@ -27,9 +18,14 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
+        self._doubled = torch.cat([weight, torch.zeros_like(weight)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
+        doubled = torch.cat([x, -x], -1)
+        return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
 
 
 class Rotary:
@@ -56,7 +52,8 @@ class Rotary:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply `Rotary`'s factors to [B, T, heads, D]. A roll by D / 2 and signed sines stand for "rotate half"."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).to(cos.dtype), sin).to(x.dtype)
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -90,31 +87,24 @@ class Attention:
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 
-    def __call__(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attention: Pass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attention: Pass) -> Tensor:
+        """The attended values [B, T, heads * D], before the output product."""
         b, t, _ = x.shape
         qk, v = self.qkv(x).view(b, t, -1, self.head_dim).split(self.split, 2)
         qk = rotate(qk, *rope)
-        return self.out(attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v))
-
-
-class GatedMLP:
-    """down(act(gate(x)) * up(x)), gate and up from one product."""
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
-        self.gate_up, self.down = gate_up, down
-        self.act = ACTIVATIONS[activation]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.act(gate) * up)
+        return attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
 
 
 class Layer:
     """One pre-norm decoder layer."""
 
-    def __init__(self, attn_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
-        self.attn_norm, self.attention, self.mlp_norm, self.mlp = attn_norm, attention, mlp_norm, mlp
+    def __init__(
+        self, attn_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, gate_up: Activation, down: Linear
+    ) -> None:
+        self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
+        self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attention: Pass) -> Tensor:
-        x = x + self.attention(self.attn_norm(x), layer, rope, attention)
-        return x + self.mlp(self.mlp_norm(x))
+        mixed = self.attention.mix(self.attn_norm(x), layer, rope, attention)
+        x = self.attention.out.onto(mixed, x)
+        return self.down.onto(self.gate_up(self.mlp_norm(x)), x)
