@@ -1,8 +1,8 @@
 """Is the text right? Two comparisons on the demo model over Spec-Bench questions; exit code 1 if either fails.
 
-a) float32, greedy: Paceline without drafting against transformers' generate, each with its own GGUF reader,
-   tokenizer and chat template. Prompt ids and EOS ids must be equal. Texts may part only where transformers itself
-   all but ties: our token's logit within `LIMIT` of its choice. Every divergence is listed.
+a) float32, greedy: Paceline without drafting against transformers' generate, each with its own GGUF reader, on the
+   same token ids (prompts that transformers would tokenise otherwise are listed). EOS ids must be equal. Texts may part
+   only where transformers all but ties: our token within `LIMIT` of its choice. Every divergence is listed.
 b) bfloat16, greedy and seeded: every drafter against drafter=None, token id by token id. Nothing is excused.
 """
 
@@ -76,13 +76,14 @@ def against_transformers(prompts: Sequence[Prompt], tokens: int) -> dict[str, An
     peer = Transformers(model_file(llm.model), torch.float32)
     failures = [] if set(llm.model.eos) == peer.eos else [f"EOS ids: ours {set(llm.model.eos)}, theirs {peer.eos}"]
     divergences: list[Divergence] = []
-    compared = 0
+    otherwise, compared = [], 0
     for prompt in progress(prompts, "float32 against transformers"):
-        ids = peer.encode(prompt.text)
-        if (at := first_difference(llm.encode(prompt.text), ids)) is not None:
-            failures.append(f"prompt {prompt.id}: prompt ids differ from position {at}")
-            continue
-        ours = llm.generate(prompt.text, Sampling(max_new_tokens=tokens)).token_ids
+        ids = llm.encode(prompt.text)
+        # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/test_tokenizer.py adds it and finds
+        # no difference), so both get the ids of the model's own tokenizer, and where it matters is listed.
+        if peer.encode(prompt.text) != ids:
+            otherwise.append(prompt.id)
+        ours = llm.generate(ids, Sampling(max_new_tokens=tokens)).token_ids
         theirs, logits = peer.generate_with_logits(ids, tokens)
         found = classify(prompt.id, ours, theirs, logits, LIMIT)
         compared += len(theirs) if found is None else found.position + 1
@@ -91,6 +92,7 @@ def against_transformers(prompts: Sequence[Prompt], tokens: int) -> dict[str, An
     return {
         "prompts": len(prompts),
         "tokens_compared": compared,
+        "tokenised_otherwise_by_transformers": otherwise,
         "divergences": [asdict(d) for d in divergences],
         "failures": failures,
     }

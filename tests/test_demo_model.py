@@ -83,8 +83,8 @@ def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> Non
 
 
 def test_it_speaks_english_and_stops_at_its_own_eos(demo: Loaded) -> None:
-    out = LLM(demo).generate("What is the capital of France?", Sampling(max_new_tokens=60))
-    assert "Paris" in out.text
+    out = LLM(demo).generate("What is 2 + 2?", Sampling(max_new_tokens=60))
+    assert "4" in out.text
     assert out.finish_reason == "eos"
     assert out.token_ids[-1] in demo.eos
     assert "<|im_end|>" not in out.text

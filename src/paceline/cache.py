@@ -127,40 +127,47 @@ class SlabPass:
             for line, (slot, span, x) in enumerate(zip(rows.slots, _spans(rows, layouts), layouts, strict=True))
         ]
         self._views = [self._of_slots(slab) for slab in self._slabs]
-        self._mask = _mask(layouts, rows.lengths, reach).to(keys)
-        self._masks: dict[int, Tensor] = {}
+        # Before the shortest slot's tail every row sees every column.
+        self._seen = min(rows.lengths)
+        self._mask = _mask(layouts, rows.lengths, self._seen, reach).to(keys.device, self._precise)
+        self._attend = self._prefill if rows.prefill else self._verify
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`.
+        """See `protocols.Pass.attend`."""
+        self._write(layer, k, v)
+        keys, values = (view[layer] for view in self._views)
+        return self._attend(q, keys, values)
+
+    def _prefill(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A prompt is cut into the same chunks whatever is drafted, so the fastest kernel will do."""
+        b, t, heads, d = q.shape
+        mask = torch.nn.functional.pad(self._mask, (self._seen, 0)).to(q.dtype)
+        keys, values = (x.view(b, -1, self._reach, d) for x in (keys, values))
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, mask[:, None], enable_gqa=heads != keys.shape[1]
+        )
+        return mixed.transpose(1, 2).reshape(b, t, heads * d)
+
+    def _verify(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Gives a row the same bits whatever lies between its ancestors and whatever travels with it.
 
         The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits
         add up exactly in float64.
         """
         b, t, heads, d = q.shape
-        self._write(layer, k, v)
-        keys, values = (view[layer] for view in self._views)
         kv = len(keys) // b
         group = heads // kv
         # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read
         # as it lies, while the other, here the few queries, is packed first.
-        queries = q.view(b, t, kv, group, d).permute(0, 2, 4, 3, 1).reshape(b * kv, d, group * t)
-        scores = torch.baddbmm(self._mask_for(kv, group), keys, queries, alpha=d**-0.5)
-        scores = scores.transpose(1, 2).to(self._precise, memory_format=torch.contiguous_format)
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(v.dtype)
-        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-        mixed = self._mix(weights, values).to(self._precise).div_(total).to(v.dtype)
-        return mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, heads * d)
-
-    def _mask_for(self, kv: int, group: int) -> Tensor:
-        """The mask [B kv, reach, group T], the same for every layer."""
-        if kv not in self._masks:
-            b, reach, t = self._mask.shape
-            mask = self._mask[:, None, :, None].expand(b, kv, reach, group, t)
-            # For one slot the key heads share it; more than one cannot be one stride.
-            self._masks[kv] = (
-                mask[:, :1].reshape(b, reach, -1).expand(kv, -1, -1) if b == 1 else mask.reshape(b * kv, reach, -1)
-            )
-        return self._masks[kv]
+        queries = q.view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
+        scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
+        scores = scores.to(self._precise, memory_format=torch.contiguous_format)
+        scores.view(b, kv, group, t, -1)[..., self._seen :].add_(self._mask[:, None, None])
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).mul_(d**-0.5).exp_().to(values.dtype)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64).to(self._precise)
+        mixed = self._mix(weights, values).div_(total)
+        lines = mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4)
+        return lines.to(q.dtype, memory_format=torch.contiguous_format).reshape(b, t, heads * d)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         for line, keys, values, order in self._writes:
@@ -169,11 +176,10 @@ class SlabPass:
 
     def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
         """The weighted sum of values [B kv, rows, D], block by block."""
-        parts = [
-            torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
-            for start in range(0, self._reach, BLOCK)
-        ]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float64)
+        total = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK]).to(self._precise)
+        for start in range(BLOCK, self._reach, BLOCK):
+            total += torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
+        return total
 
     def _of_slots(self, slab: Tensor) -> Sequence[Tensor]:
         """Per layer the pass's slots [B kv, reach, D]: a view for one slot, else a copy that follows the writes."""
@@ -227,11 +233,11 @@ def _order(x: Layout, device: torch.device) -> Tensor | None:
     return None if x.plain else torch.tensor(x.sources, device=device)
 
 
-def _mask(layouts: Sequence[Layout], lengths: Sequence[int], reach: int) -> Tensor:
-    """[B, reach, T] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
-    mask = torch.zeros(len(layouts), reach, layouts[0].visible.shape[0])
+def _mask(layouts: Sequence[Layout], lengths: Sequence[int], first: int, reach: int) -> Tensor:
+    """[B, T, reach - first] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
+    mask = torch.zeros(len(layouts), layouts[0].visible.shape[0], reach - first)
     for line, x, length in zip(mask, layouts, lengths, strict=True):
-        tail = line[length:]
+        tail = line[:, length - first :]
         tail.fill_(-torch.inf)
-        tail[: x.visible.shape[1]].masked_fill_(x.visible.T, 0.0)
+        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
     return mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -86,4 +87,4 @@ def pack(
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
     """A prefill chunk: `tokens` continue the slot's committed text, one after the other."""
-    return pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device)
+    return replace(pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device), prefill=True)

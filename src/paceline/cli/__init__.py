@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -45,6 +46,9 @@ def _global(
 
 def main() -> None:
     """Entry point of the `paceline` command."""
+    # Torch's threads spin while they wait, and take the cores that other programs need: a pass of 25 ms then took a
+    # second. About 10 us of spinning costs nothing (LOG.md). Read when torch is imported, so it is set before.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows is not UTF-8, and no model's text fits the code page that it is instead.
         if isinstance(stream, io.TextIOWrapper):
