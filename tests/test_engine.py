@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from paceline.drafters.model import DraftModel
 from paceline.engine import CHUNK, Engine
-from paceline.errors import NonFiniteLogits, OutOfMemory
+from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
 from paceline.exact import exactness
 from paceline.models.decoder import Decoder
-from paceline.protocols import KVCache
+from paceline.protocols import Ask, KVCache
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.testing import Oracle, run, tiny_target
 from paceline.tree import MIN_ROWS
-from paceline.types import Forward, Rows, Tree, Want
+from paceline.types import Draft, Forward, Rows, Tree, Want
 
 
 class Watched(Decoder):
@@ -146,3 +149,29 @@ def test_stats_for_json() -> None:
         "exact",
         "seconds",
     ]
+
+
+@pytest.mark.parametrize(
+    "draft", [Draft((99,), (0,)), Draft((1, 2), (0,)), Draft((1,), (1,)), Draft.chain([1] * 9), Draft((1, 1), (0, 0))]
+)
+def test_a_draft_that_is_none_names_the_drafter_and_leaves_the_engine_ready(draft: Draft) -> None:
+    class Odd(Oracle):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            return [draft for _ in asks]
+
+    target = tiny_target()
+    engine = Engine(target, Odd([], 1.0, 37), Tree.chain(3))
+    with pytest.raises(InvalidOption):
+        run(target, [1, 2, 3], Sampling(), engine=engine)
+    assert len(engine.cache.lengths) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: float) -> None:
+    broken, target = tiny_target(seed=3), tiny_target()
+    honest = broken.forward
+    broken.forward = lambda *args: Forward(honest(*args).logits * torch.nan)  # type: ignore[method-assign]
+    how = Sampling(max_new_tokens=12, temperature=temperature, seed=1)
+    plain = run(target, [1, 2, 3], how)[0]
+    for shape in (Tree.chain(3), Tree(8, 3, 3)):
+        assert run(target, [1, 2, 3], how, DraftModel(broken, 37), shape)[0] == plain

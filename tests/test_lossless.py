@@ -106,7 +106,7 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
 
     class Anything(Oracle):
         def propose(self, asks):  # type: ignore[no-untyped-def]
-            draft = data.draw(drafts(most=8, vocab=37))
+            draft = data.draw(drafts(most=asks[0].budget.nodes, vocab=37))
             true = [*self._text, 0][min(asks[0].position + 1, len(self._text))]
             if draft.tokens and data.draw(st.booleans()) and true not in draft.tokens:
                 draft = type(draft)((true, *draft.tokens[1:]), draft.parents)
@@ -119,8 +119,10 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
 def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> None:
     """Any slip in the draft's cache or positions (an off-by-one, a stale row) shows as a rejection."""
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=4)
-    _, _, stats = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))
-    assert stats.tokens_per_round == 6
+    for length in range(1, 6):
+        for prompt in (PROMPT, PROMPT[:1], PROMPT[:2], PROMPT[:3]):
+            _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), Tree.chain(length))
+            assert stats.tokens_per_round == 1 + length, "a row of padding was taken for the last token"
     _, _, tree = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree(12, 4, 3))
     assert tree.tokens_per_round > 3
 

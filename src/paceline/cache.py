@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.errors import OutOfMemory
+from paceline.errors import OutOfMemory, is_out_of_memory
 from paceline.layout import Layout, ancestors, layout
 from paceline.types import Rows
 
@@ -101,7 +101,9 @@ class SlabCache:
                 old[0].new_zeros(layers, slots, kv_heads, capacity, head_dim),
                 old[1].new_zeros(layers, slots, kv_heads, capacity, head_dim),
             )
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             size = 2 * layers * slots * kv_heads * head_dim * capacity * old[0].element_size()
             raise OutOfMemory(
                 f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB "
@@ -119,6 +121,8 @@ class SlabPass:
     def __init__(self, keys: Tensor, values: Tensor, rows: Rows, layouts: Sequence[Layout], reach: int) -> None:
         self._reach = reach
         self._precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
+        # 512 values under weights of up to 1 may pass float16's range.
+        self._summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
         self._slabs = keys, values
         self._slots = rows.slots
         # Views of all layers at once: a dozen small calls a layer add up.
@@ -159,12 +163,13 @@ class SlabPass:
         group = heads // kv
         # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read
         # as it lies, while the other, here the few queries, is packed first.
-        queries = q.view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
+        queries = (q * d**-0.5).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
         scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
         scores = scores.to(self._precise, memory_format=torch.contiguous_format)
         scores.view(b, kv, group, t, -1)[..., self._seen :].add_(self._mask[:, None, None])
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).mul_(d**-0.5).exp_().to(values.dtype)
-        total = weights.sum(-1, keepdim=True, dtype=torch.float64).to(self._precise)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(self._summed)
+        wide = self._precise if weights.device.type == "mps" else torch.float64
+        total = weights.sum(-1, keepdim=True, dtype=wide).to(self._precise)
         mixed = self._mix(weights, values).div_(total)
         lines = mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4)
         return lines.to(q.dtype, memory_format=torch.contiguous_format).reshape(b, t, heads * d)
@@ -176,6 +181,7 @@ class SlabPass:
 
     def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
         """The weighted sum of values [B kv, rows, D], block by block."""
+        values = values.to(self._summed)
         total = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK]).to(self._precise)
         for start in range(BLOCK, self._reach, BLOCK):
             total += torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])

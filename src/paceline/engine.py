@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.accept import match
-from paceline.errors import OutOfMemory
+from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampling import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
-from paceline.tree import pack, pack_prefix
+from paceline.tree import check, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
 
 CHUNK = 256
@@ -97,18 +97,30 @@ class Engine:
         """Give the slot back: after the last round, or in the middle of one that failed."""
         if request.closed:
             return
-        request.closed = True
         request.finish = request.finish or "cancelled"
-        self.cache.release(request.slot)
         if self.drafter:
             self.drafter.release(request.slot)
+        self.cache.release(request.slot)
+        request.closed = True
 
     def _propose(self, requests: Sequence[Request]) -> list[Draft]:
         if self.drafter is None or self.draft.nodes == 0:
             return [Draft()] * len(requests)
         budgets = [self._budget(r) for r in requests]
         asks = [Ask(r.slot, r.text[-1], r.position, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
-        return self.drafter.propose(asks)
+        drafts = self.drafter.propose(asks)
+        for draft, ask in zip(drafts, asks, strict=True):
+            self._check(draft, ask.budget)
+        return drafts
+
+    def _check(self, draft: Draft, budget: Tree) -> None:
+        """A drafter of somebody's own may err; the error should name it, not the tensor that broke on it."""
+        check(draft)
+        if len(draft.tokens) > budget.nodes or any(not 0 <= t < self.target.vocab_size for t in draft.tokens):
+            raise InvalidOption(
+                f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
+                f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
+            )
 
     def _budget(self, request: Request) -> Tree:
         """The target adds one token itself, so a draft deeper than what is left but one cannot be used."""
@@ -135,8 +147,8 @@ class Engine:
     def _forward(self, rows: Rows, want: Want) -> Forward:
         try:
             return self.target.forward(rows, self.cache, want)
-        except RuntimeError as error:
-            if "memory" not in str(error).lower():
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
                 f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows",

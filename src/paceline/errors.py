@@ -55,3 +55,9 @@ class OutOfMemory(PacelineError, MemoryError):
 
 class NonFiniteLogits(PacelineError, ArithmeticError):
     """The model produced NaN or infinity where a token had to be chosen."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a bare error of Python or torch means that no memory was left."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said

@@ -62,6 +62,7 @@ class Stream(Iterator[Chunk]):
         self._ready: list[Chunk] = []
         self._texts: list[str] = []
         self._prefilled = False
+        self._cut = False
 
     def __next__(self) -> Chunk:
         try:
@@ -90,6 +91,8 @@ class Stream(Iterator[Chunk]):
         if not self._request.closed:
             self._engine.finish(self._request)
             self._request.stats.close()
+            self._cut = bool(self._ready)
+            self._ready = []
 
     def __enter__(self) -> Stream:
         return self
@@ -106,7 +109,7 @@ class Stream(Iterator[Chunk]):
     def completion(self) -> Completion:
         """What has been handed out so far, as a completion."""
         shown = self._request.text[self._prompt_tokens :][: len(self._texts)]
-        ended = self._request.finish if not self._ready else None
+        ended = None if self._ready or self._cut else self._request.finish
         return Completion("".join(self._texts), shown, ended or "cancelled", self._request.stats, self._prompt_tokens)
 
 

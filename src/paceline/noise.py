@@ -52,7 +52,9 @@ class Noise:
         whose logarithms differ in the last bit still agree.
         """
         key = _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)
-        x = _mix32_(tokens.to(torch.int32) ^ _signed(key & _MASK32))
+        # MPS has no float64.
+        here = tokens.cpu() if tokens.device.type == "mps" else tokens
+        x = _mix32_(here.to(torch.int32) ^ _signed(key & _MASK32))
         x = _mix32_(x ^ _signed(key >> 32))
         uniform = (x.double() + (2.0**31 + 0.5)) / 2.0**32
-        return uniform.log_().neg_().log_().neg_().float()
+        return uniform.log_().neg_().log_().neg_().float().to(tokens.device)

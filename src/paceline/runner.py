@@ -61,19 +61,16 @@ class _Packed:
     """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = _pack(weight), bias
+        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
+        self._product = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = _product(x, self._weight, self._bias, "none", [], "")
+        y: Tensor = self._product(x, self._weight, self._bias, "none", [], "")
         return y
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        y: Tensor = _product.binary(x, residual, self._weight, self._bias, "add")
+        y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
         return y
-
-
-_pack = torch.ops.mkldnn._reorder_linear_weight
-_product = torch.ops.mkldnn._linear_pointwise
 
 
 def _packs(weight: Tensor) -> bool:

@@ -52,6 +52,8 @@ class Sampling:
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**63 - 1)
+        if not isinstance(self.stop, Sequence) or not isinstance(self.stop_token_ids, Sequence):
+            raise InvalidOption("stop and stop_token_ids must be lists", "Give strings in the one, ids in the other")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if any(not isinstance(s, str) or not s for s in stop):
             raise InvalidOption(f"stop={self.stop!r} holds something that is not a non-empty string")
@@ -151,7 +153,7 @@ class Sampler:
             low = float(ordered[self.top_k - 1])
         if self.top_p < 1.0:
             left = ordered[ordered >= low] if low > -math.inf else scores
-            mass = (ordered - left.logsumexp(-1)).exp().cumsum(-1, dtype=torch.float64)
+            mass = (ordered - left.logsumexp(-1)).exp().cpu().cumsum(-1, dtype=torch.float64)
             reached = int((mass < self.top_p).sum())
             low = max(low, float(ordered[reached])) if reached < len(ordered) else low
         return low

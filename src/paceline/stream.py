@@ -44,7 +44,7 @@ class Detokenizer:
         self._window.append(token)
         self._fresh += 1
         text = self._decode(self._window)
-        if text.endswith(_BROKEN) or len(text) < len(self._shown):
+        if text.endswith(_BROKEN) or len(text) <= len(self._shown):
             return ""
         piece = text[len(self._shown) :]
         self._window = self._window[-self._fresh :]

@@ -12,8 +12,8 @@ from paceline.layout import NONE
 from paceline.types import Draft, Rows
 
 MIN_ROWS = 4
-"""No pass has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and packed
-bfloat16 products are faster with four rows than with two (LOG.md)."""
+"""No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
+packed bfloat16 products are faster with four rows than with two (LOG.md)."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,7 +17,13 @@ from paceline.types import Tree
 
 DraftModelLoader = Callable[[str], Loaded]
 
-_BARE: dict[str, Callable[[], Drafter]] = {"auto": Suffix, "suffix": Suffix, "ngram": NGram}
+_PADDING = re.compile(r"\[PAD\d+\]")
+_BARE: dict[str, Callable[[], Drafter]] = {
+    "auto": Suffix,
+    "suffix": Suffix,
+    "suffix:remember": lambda: Suffix(remember=True),
+    "ngram": NGram,
+}
 
 
 def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoader) -> Drafter | None:
@@ -61,7 +68,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
 
 def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:
     """Compares the tokens, not their number: padded vocabularies of one tokenizer are fine."""
-    ours, theirs = target.tokenizer.vocabulary, draft.tokenizer.vocabulary
+    ours, theirs = _words(target), _words(draft)
     differ = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
     lonely = len(ours.keys() ^ theirs.keys())
     if not differ and not lonely:
@@ -71,6 +78,11 @@ def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:
         f"{name} has another tokenizer than the target: {lonely} tokens are in only one of them{example}",
         "Draft with a model of the same family",
     )
+
+
+def _words(model: Loaded) -> dict[str, int]:
+    """The vocabulary less the names that GGUF converters give to padding rows."""
+    return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def to_tree(draft: int | Tree | Literal["auto"]) -> Tree | None:

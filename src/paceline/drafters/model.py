@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.layout import NONE
 from paceline.protocols import Ask, Drafter, Target
-from paceline.tree import pack_prefix
+from paceline.tree import MIN_ROWS, pack_prefix
 from paceline.types import Draft, Rows, Tap, Tree, Verdict, Want
 
 _CHUNK = 256
@@ -93,6 +93,8 @@ class DraftModel(Drafter):
         first = 0
         for _ in range(1, budget.depth):
             chosen = nodes.best(budget.branch, first)
+            if not chosen:
+                break
             first = len(nodes.tokens)
             logits = self._feed(nodes, chosen, fed, state)
             self._expand(nodes, chosen, logits, ask)
@@ -107,10 +109,13 @@ class DraftModel(Drafter):
             chunk = state.text[done : done + _CHUNK]
             rows = pack_prefix(chunk, state.own, done, self._model.device)
             ends = done + len(chunk) == len(state.text)
-            out = self._model.forward(rows, self._cache, Want("last" if ends else "none"))
+            # The last row of a padded pass is padding.
+            want = Want("none" if not ends else "all" if len(chunk) < MIN_ROWS else "last")
+            out = self._model.forward(rows, self._cache, want)
             self._cache.commit(state.own, range(1, len(chunk)))
             if ends:
-                return out.logits[0]
+                last = min(len(chunk), out.logits.shape[1]) - 1
+                return out.logits[0, last : last + 1]
 
     def _feed(self, nodes: _Nodes, chosen: Sequence[int], fed: list[int], state: _Slot) -> Tensor:
         """One pass over a level's chosen nodes, on top of the rows `fed` before. Returns their logits [T, V]."""
@@ -130,7 +135,10 @@ class DraftModel(Drafter):
 
     def _expand(self, nodes: _Nodes, parents: Sequence[int], logits: Tensor, ask: Ask) -> None:
         """Give each parent its likeliest children by its row of logits [T, V]."""
-        for parent, row in zip(parents, logits, strict=True):
+        # A draft model that breaks costs speed, never the reply: rows that are not finite grow nothing.
+        sound = torch.isfinite(logits.amax(-1)).tolist()
+        for parent in [p for p, fine in zip(parents, sound, strict=True) if fine]:
+            row = logits[parents.index(parent)]
             position = ask.position + 1 + (nodes.depths[parent] if parent >= 0 else 0)
             tokens, scores = ask.sampler.rank(row[: self._vocab], position, ask.budget.branch)
             for token, score in zip(tokens, torch.tensor(scores).log_softmax(-1).tolist(), strict=True):

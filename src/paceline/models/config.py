@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.runner import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,13 @@ def read_config(raw: Raw) -> ModelConfig:
         )
     except KeyError as missing:
         raise CorruptModel(f"config.json of a {family} model lacks {missing}", "Fetch the model again") from missing
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CorruptModel(f"config.json of a {family} model makes no sense ({error})", "Fetch it again") from error
+    sizes = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "context_length")
+    if wrong := [name for name in sizes if not isinstance(getattr(base, name), int) or getattr(base, name) < 1]:
+        raise CorruptModel(f"config.json gives no positive number for {', '.join(wrong)}", "Fetch the model again")
+    if base.activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {base.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if base.heads % base.kv_heads or base.head_dim % 2:
         raise CorruptModel(f"{base.heads} heads of size {base.head_dim} over {base.kv_heads} key heads do not fit")
     return FAMILIES[family](raw, base)

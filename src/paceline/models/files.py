@@ -16,6 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 _PICKLES = ["pytorch_model*.bin"]
 # Folders and consolidated files of a hub model repeat its weights in other layouts.
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
 _UNWANTED = ["*/*", "consolidated*"]
 
 
@@ -104,8 +105,8 @@ def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, p
     except (OSError, HFValidationError) as error:
         raise _not_fetched(name, revision, error) from error
     except Exception as error:
-        # The hub client's transport (requests, now httpx) has errors of its own that are no OSError.
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests", "hf_xet"):
+        # The hub client's transport (requests, httpx, now httpx2) has errors of its own that are no OSError.
+        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
         raise _not_fetched(name, revision, error) from error
     return Path(folder)

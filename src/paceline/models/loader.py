@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from paceline.errors import InvalidOption, OutOfMemory
+from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.models.checkpoint import eos_token_ids, open_checkpoint
 from paceline.models.config import read_config
 from paceline.models.decoder import Decoder, Progress
@@ -55,8 +55,8 @@ def load_model(
     with _bar(f"loading {reference}", progress) as advance:
         try:
             target = Decoder(config, checkpoint.tensors, kind, where, advance)
-        except RuntimeError as error:
-            if "memory" not in str(error).lower():
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
                 f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
