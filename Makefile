@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
+# Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
+export GOMP_SPINCOUNT ?= 10000
+
 .PHONY: setup demo test check parity bench clean
 
 setup: $(STAMP)
 
-# Plain venv and pip with a constraints file: a looser resolver would fetch gigabytes of CUDA wheels.
+# Plain venv and pip with a constraints file, which takes a CPU build of torch where pip is shown one (find-links or an
+# extra index); the default index may answer with a CUDA build of the same version, which works too but is large.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
