@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.drafters.model import DraftModel
-from paceline.engine import CHUNK, Engine
+from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
 from paceline.exact import exactness
 from paceline.models.decoder import Decoder
@@ -14,7 +14,7 @@ from paceline.protocols import Ask, KVCache
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.testing import Oracle, run, tiny_target
-from paceline.tree import MIN_ROWS
+from paceline.tree import CHUNK, MIN_ROWS
 from paceline.types import Draft, Forward, Rows, Tree, Want
 
 

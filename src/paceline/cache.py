@@ -123,18 +123,20 @@ class SlabPass:
         self._precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
         # 512 values under weights of up to 1 may pass float16's range.
         self._summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
-        self._slabs = keys, values
         self._slots = rows.slots
         # Views of all layers at once: a dozen small calls a layer add up.
         self._writes = [
             _Write(line, _tails(keys, slot, span), _tails(values, slot, span), _order(x, keys.device))
             for line, (slot, span, x) in enumerate(zip(rows.slots, _spans(rows, layouts), layouts, strict=True))
         ]
-        self._views = [self._of_slots(slab) for slab in self._slabs]
+        self._views = [self._of_slots(slab) for slab in (keys, values)]
         # Before the shortest slot's tail every row sees every column.
         self._seen = min(rows.lengths)
         self._mask = _mask(layouts, rows.lengths, self._seen, reach).to(keys.device, self._precise)
-        self._attend = self._prefill if rows.prefill else self._verify
+        self._attend = self._verify
+        if rows.prefill:
+            self._attend = self._prefill
+            self._mask = torch.nn.functional.pad(self._mask, (self._seen, 0)).to(keys.dtype)[:, None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
@@ -145,10 +147,9 @@ class SlabPass:
     def _prefill(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """A prompt is cut into the same chunks whatever is drafted, so the fastest kernel will do."""
         b, t, heads, d = q.shape
-        mask = torch.nn.functional.pad(self._mask, (self._seen, 0)).to(q.dtype)
         keys, values = (x.view(b, -1, self._reach, d) for x in (keys, values))
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, mask[:, None], enable_gqa=heads != keys.shape[1]
+            q.transpose(1, 2), keys, values, self._mask, enable_gqa=heads != keys.shape[1]
         )
         return mixed.transpose(1, 2).reshape(b, t, heads * d)
 

@@ -11,11 +11,8 @@ from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampling import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
-from paceline.tree import check, pack, pack_prefix
+from paceline.tree import CHUNK, check, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
-
-CHUNK = 256
-"""Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
 
 
 @dataclass(slots=True)

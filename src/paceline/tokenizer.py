@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CorruptModel, InvalidPrompt, ModelNotFound, UnsupportedModel
+from paceline.errors import CorruptModel, InvalidPrompt, UnsupportedModel
+from paceline.models.files import read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -185,14 +185,4 @@ def _template(path: Path, config: Mapping[str, Any]) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, or {} where there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
-    except ValueError as error:
-        raise CorruptModel(f"{path} is not valid JSON ({error})", "Fetch the model again") from error
-    if not isinstance(data, dict):
-        raise CorruptModel(f"{path} holds no JSON object", "Fetch the model again")
-    return data
+    return read_json(path) if path.exists() else {}

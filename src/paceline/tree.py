@@ -11,6 +11,9 @@ from paceline.errors import InvalidOption
 from paceline.layout import NONE
 from paceline.types import Draft, Rows
 
+CHUNK = 256
+"""Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
+
 MIN_ROWS = 4
 """No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
 packed bfloat16 products are faster with four rows than with two (LOG.md)."""

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from paceline.layout import NONE
 from paceline.protocols import Ask, Drafter, Target
-from paceline.tree import MIN_ROWS, pack_prefix
+from paceline.tree import CHUNK, MIN_ROWS, pack_prefix
 from paceline.types import Draft, Rows, Tap, Tree, Verdict, Want
-
-_CHUNK = 256
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class DraftModel(Drafter):
         self._cache.truncate(state.own, min(self._cache.lengths[state.own], len(state.text) - 1))
         while True:
             done = self._cache.lengths[state.own]
-            chunk = state.text[done : done + _CHUNK]
+            chunk = state.text[done : done + CHUNK]
             rows = pack_prefix(chunk, state.own, done, self._model.device)
             ends = done + len(chunk) == len(state.text)
             # The last row of a padded pass is padding.
@@ -137,8 +135,9 @@ class DraftModel(Drafter):
         """Give each parent its likeliest children by its row of logits [T, V]."""
         # A draft model that breaks costs speed, never the reply: rows that are not finite grow nothing.
         sound = torch.isfinite(logits.amax(-1)).tolist()
-        for parent in [p for p, fine in zip(parents, sound, strict=True) if fine]:
-            row = logits[parents.index(parent)]
+        for parent, row, fine in zip(parents, logits, sound, strict=True):
+            if not fine:
+                continue
             position = ask.position + 1 + (nodes.depths[parent] if parent >= 0 else 0)
             tokens, scores = ask.sampler.rank(row[: self._vocab], position, ask.budget.branch)
             for token, score in zip(tokens, torch.tensor(scores).log_softmax(-1).tolist(), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.models.files import read_json
 from paceline.tokenizer import Tokenizer
 
 _AGAIN = "Fetch the model again"
@@ -67,21 +67,6 @@ def _ids(value: Any) -> list[int]:
     if any(isinstance(one, bool) or not isinstance(one, int) for one in values):
         raise CorruptModel(f"eos_token_id is {value!r}", "It must be a token id or a list of them")
     return values
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `ModelNotFound` or `CorruptModel`, both naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFound(f"{path} is missing", "The folder is no complete model; fetch it again") from error
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
-    except ValueError as error:
-        raise CorruptModel(f"{path} is not valid JSON ({error})", _AGAIN) from error
-    if not isinstance(data, dict):
-        raise CorruptModel(f"{path} holds no JSON object", _AGAIN)
-    return data
 
 
 def _config(path: Path) -> dict[str, Any]:

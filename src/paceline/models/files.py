@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelNotFound, UnsupportedModel
+from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.models.demo import PACKAGED, packaged
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -169,3 +170,18 @@ def _not_fetched(name: str, revision: str | None, error: Exception) -> ModelNotF
         f"the hub model {name} is not on this machine and cannot be fetched ({reason})",
         "Check the network and free disk space, or fetch it elsewhere and name the folder",
     )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `ModelNotFound` or `CorruptModel`, both naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"{path} is missing", "The folder is no complete model; fetch it again") from error
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
+    except ValueError as error:
+        raise CorruptModel(f"{path} is not valid JSON ({error})", "Fetch the model again") from error
+    if not isinstance(data, dict):
+        raise CorruptModel(f"{path} holds no JSON object", "Fetch the model again")
+    return data
