@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.errors import OutOfMemory
 from paceline.models.decoder import Decoder
@@ -98,6 +99,6 @@ def test_a_released_slot_is_used_again_and_starts_empty() -> None:
 
 
 def test_no_memory_is_a_typed_error() -> None:
-    cache = SlabCache(2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
+    cache = SlabCache([LayerAttention(1.0)] * 2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):
         cache.acquire()

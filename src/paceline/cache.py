@@ -1,44 +1,117 @@
-"""The slab KV cache: write, attend, commit, release."""
+"""The slab KV cache: acquire, write, commit, fork, release. `attention.py` reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.attention import BLOCK, LayerAttention, Plan, SlabPass
 from paceline.errors import OutOfMemory, is_out_of_memory
-from paceline.layout import Layout, ancestors, layout
-from paceline.types import Rows
+from paceline.layout import layout_of
+from paceline.types import Rows, Tree
 
 _FIRST = 256
 """Positions of a new slab. It doubles when a text outgrows it."""
 
-BLOCK = 512
-"""Columns whose weighted values are summed by one product. A longer one would be cut where its length says, and a row
-would get other bits when more rows travel with it; these cuts stand at absolute places."""
+
+class Slab:
+    """Keys and values of all layers that attend in one way, addressed by position.
+
+    Each [layers, places, kv_heads, capacity, D]. A position stands in column `position % capacity`. Layers with a
+    window keep a ring: what no later row can see is overwritten. A full slab grows before it would wrap.
+    """
+
+    def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int) -> None:
+        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: positions that are ever needed."""
+        kv_heads, _, head_dim = empty.shape
+        self.window = window
+        # A draft stays within its block, so a ring of whole blocks wraps between drafts and never inside one.
+        ring = limit if window is None else -(-(window + BLOCK - 1) // BLOCK) * BLOCK
+        self.ring = window is not None and ring < limit
+        self._limit = min(ring, limit)
+        # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
+        self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * 2
+
+    @property
+    def capacity(self) -> int:
+        return self.tensors[0].shape[3]
+
+    def fits(self, reach: int) -> int:
+        """The capacity that holds columns up to `reach`: what there is, or twice as much, or all of a ring."""
+        if self.ring and reach > self._limit:
+            return self._limit
+        return self.capacity if reach <= self.capacity else max(reach, min(2 * self.capacity, self._limit))
+
+    def resize(self, places: int, capacity: int, used: int) -> None:
+        """Room for more places or positions; the first `used` positions move along. Raises `OutOfMemory`."""
+        old = self.tensors
+        layers, held, kv_heads, before, head_dim = old[0].shape
+        used = min(used, before)
+        try:
+            # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
+            new = tuple(x.new_zeros(layers, places, kv_heads, capacity, head_dim) for x in old)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
+            raise OutOfMemory(
+                f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB "
+                f"({places} x {capacity} positions)",
+                "Use a shorter prompt, fewer requests at once, or a smaller dtype",
+            ) from error
+        for here, there in zip(old, new, strict=True):
+            there[:, :held, :, :used] = here[:, :, :, :used]
+        self.tensors = (new[0], new[1])
+
+    def copy(self, source: int, place: int, top: int) -> None:
+        """All of the first `top` positions of one place to another."""
+        for slab in self.tensors:
+            slab[:, place, :, :top] = slab[:, source, :, :top]
+
+    def clear(self, place: int, top: int) -> None:
+        """Zeros again, so that a shorter neighbour meets no NaN of a request that failed."""
+        for slab in self.tensors:
+            slab[:, place, :, :top] = 0
+
+    def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """Entries at positions `source` to positions `target` (disjoint columns or overlapping: all read first)."""
+        here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
+        for slab in self.tensors:
+            slab[:, place, :, there] = slab[:, place, :, here]
 
 
 class SlabCache:
-    """Keys and values of all slots in two tensors, addressed by position.
+    """Slots over one slab per kind of attention. Only the length reached is read, whatever the capacity.
 
-    Each [layers, S, kv_heads, capacity, D]. Only the length reached is read, whatever the capacity.
+    Active slots lie side by side (a slot's *place*), so that a batch is a view: when one is released, the last takes
+    its place.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, limit: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerAttention],
+        kv_heads: int,
+        head_dim: int,
+        limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`limit`: the context length; the slab may pass it by the rows of a draft that is never committed."""
+        """`layers`: how each one attends. `limit`: the context length; a slab may pass it by the rows of a draft
+        that is never committed."""
+        self._layers = tuple(layers)
+        empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
+        windows = dict.fromkeys(layer.window for layer in layers)
+        self.slabs = tuple(Slab(sum(x.window == w for x in layers), w, empty, limit + BLOCK) for w in windows)
         self._limit = limit
         self._lengths: list[int] = []
+        self._tops: list[int] = []
+        """Positions written in each slot so far, committed or not."""
         self._free: list[int] = []
+        self._places: list[int] = []
+        """The slots side by side: `_places[place]` is the slot there."""
         self._home: dict[int, tuple[int, ...]] = {}
-        # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
-        self._slabs = (
-            torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device),
-            torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device),
-        )
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -46,205 +119,88 @@ class SlabCache:
 
     @property
     def capacity(self) -> int:
-        """Positions per slot that memory is held for."""
-        return self._slabs[1].shape[3]
+        """Positions per slot that memory is held for, in the layers that keep most."""
+        return max(slab.capacity for slab in self.slabs)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
+
+    @torch.inference_mode()
     def acquire(self) -> int:
+        places = self.slabs[0].tensors[0].shape[1]
+        if len(self._places) == places:
+            for slab in self.slabs:
+                slab.resize(max(1, 2 * places), max(slab.capacity, _FIRST), max(self._tops, default=0))
         if not self._free:
-            count = len(self._lengths)
-            wanted = max(1, 2 * count)
-            self._resize(wanted, max(self.capacity, _FIRST))
-            self._lengths += [0] * (wanted - count)
-            self._free = list(range(wanted - 1, count - 1, -1))
+            self._free.append(len(self._lengths))
+            self._lengths.append(0)
+            self._tops.append(0)
         slot = self._free.pop()
-        self._lengths[slot] = 0
+        self._lengths[slot] = self._tops[slot] = 0
+        self._places.append(slot)
         return slot
 
+    @torch.inference_mode()
+    def fork(self, slot: int) -> int:
+        """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
+        new = self.acquire()
+        self._lengths[new] = self._lengths[slot]
+        self._tops[new] = self._tops[slot]
+        for slab in self.slabs:
+            slab.copy(self._places.index(slot), self._places.index(new), self._tops[slot])
+        return new
+
+    @torch.inference_mode()
     def release(self, slot: int) -> None:
-        if slot not in self._free:
-            self._lengths[slot] = 0
-            self._free.append(slot)
+        if slot not in self._places:
+            return
+        place, last = self._places.index(slot), len(self._places) - 1
+        moved = self._places[last]
+        for slab in self.slabs:
+            if place != last:
+                slab.copy(last, place, max(self._tops[slot], self._tops[moved]))
+            slab.clear(last, self._tops[moved])
+        self._places[place] = moved
+        self._places.pop()
+        self._lengths[slot] = 0
+        self._free.append(slot)
 
     def truncate(self, slot: int, length: int) -> None:
+        """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
+        top = self._tops[slot]
+        for slab in self.slabs:
+            if slab.ring and length < self._lengths[slot] and length < top - slab.capacity + (slab.window or 0):
+                length = self._tops[slot] = 0
         self._lengths[slot] = length
 
-    def room(self, slot: int, branch: int) -> int:
+    def fit(self, slot: int, budget: Tree) -> Tree:
         """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
         left = BLOCK - 1 - self._lengths[slot] % BLOCK
-        return left if branch == 1 else max(0, left - 1) // 2
+        nodes = left if budget.branch == 1 else max(0, left - 1) // 2
+        return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
-        layouts = [_layout(p, n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
+        layouts = [layout_of(p, n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
-        reach = max(n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True))
-        if reach > self.capacity:
-            self._resize(len(self._lengths), max(reach, min(2 * self.capacity, self._limit)))
-        return SlabPass(*self._slabs, rows, layouts, reach)
+        ends = [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)]
+        for slot, end in zip(rows.slots, ends, strict=True):
+            self._tops[slot] = max(self._tops[slot], end)
+        for slab in self.slabs:
+            capacity = slab.fits(max(ends))
+            if capacity != slab.capacity:
+                slab.resize(slab.tensors[0].shape[1], capacity, max(self._tops))
+        places = [self._places.index(slot) for slot in rows.slots]
+        plans = [Plan(slab.tensors, slab.window, places, rows, layouts) for slab in self.slabs]
+        return SlabPass(plans, self._layers, rows.prefill)
 
     @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:
         length, home = self._lengths[slot], self._home[slot]
         moves = [(length + home[row], length + to) for to, row in enumerate(path, 1) if home[row] != to]
         if moves:
-            source, target = (torch.tensor(x, device=self._slabs[0].device) for x in zip(*moves, strict=True))
-            for slab in self._slabs:
-                slab[:, slot, :, target] = slab[:, slot, :, source]
+            source, target = zip(*moves, strict=True)
+            for slab in self.slabs:
+                slab.move(self._places.index(slot), source, target)
         self._lengths[slot] = length + 1 + len(path)
-
-    def _resize(self, slots: int, capacity: int) -> None:
-        old = self._slabs
-        layers, held, kv_heads, _, head_dim = old[0].shape
-        used = max(self._lengths, default=0)
-        try:
-            new = (
-                # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
-                old[0].new_zeros(layers, slots, kv_heads, capacity, head_dim),
-                old[1].new_zeros(layers, slots, kv_heads, capacity, head_dim),
-            )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size = 2 * layers * slots * kv_heads * head_dim * capacity * old[0].element_size()
-            raise OutOfMemory(
-                f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB "
-                f"({slots} x {capacity} positions)",
-                "Use a shorter prompt, fewer requests at once, or a smaller dtype",
-            ) from error
-        for here, there in zip(old, new, strict=True):
-            there[:, :held, :, :used] = here[:, :, :, :used]
-        self._slabs = new
-
-
-class SlabPass:
-    """One forward pass over a `SlabCache`: the slabs cut to the slots and the length that the pass reaches."""
-
-    def __init__(self, keys: Tensor, values: Tensor, rows: Rows, layouts: Sequence[Layout], reach: int) -> None:
-        self._reach = reach
-        self._precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        # 512 values under weights of up to 1 may pass float16's range.
-        self._summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
-        self._slots = rows.slots
-        # Views of all layers at once: a dozen small calls a layer add up.
-        self._writes = [
-            _Write(line, _tails(keys, slot, span), _tails(values, slot, span), _order(x, keys.device))
-            for line, (slot, span, x) in enumerate(zip(rows.slots, _spans(rows, layouts), layouts, strict=True))
-        ]
-        self._views = [self._of_slots(slab) for slab in (keys, values)]
-        # Before the shortest slot's tail every row sees every column.
-        self._seen = min(rows.lengths)
-        self._mask = _mask(layouts, rows.lengths, self._seen, reach).to(keys.device, self._precise)
-        self._attend = self._verify
-        if rows.prefill:
-            self._attend = self._prefill
-            self._mask = torch.nn.functional.pad(self._mask, (self._seen, 0)).to(keys.dtype)[:, None]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`."""
-        self._write(layer, k, v)
-        keys, values = (view[layer] for view in self._views)
-        return self._attend(q, keys, values)
-
-    def _prefill(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """A prompt is cut into the same chunks whatever is drafted, so the fastest kernel will do."""
-        b, t, heads, d = q.shape
-        keys, values = (x.view(b, -1, self._reach, d) for x in (keys, values))
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, self._mask, enable_gqa=heads != keys.shape[1]
-        )
-        return mixed.transpose(1, 2).reshape(b, t, heads * d)
-
-    def _verify(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Gives a row the same bits whatever lies between its ancestors and whatever travels with it.
-
-        The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits
-        add up exactly in float64.
-        """
-        b, t, heads, d = q.shape
-        kv = len(keys) // b
-        group = heads // kv
-        # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read
-        # as it lies, while the other, here the few queries, is packed first.
-        queries = (q * d**-0.5).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
-        scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
-        scores = scores.to(self._precise, memory_format=torch.contiguous_format)
-        scores.view(b, kv, group, t, -1)[..., self._seen :].add_(self._mask[:, None, None])
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(self._summed)
-        wide = self._precise if weights.device.type == "mps" else torch.float64
-        total = weights.sum(-1, keepdim=True, dtype=wide).to(self._precise)
-        mixed = self._mix(weights, values).div_(total)
-        lines = mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4)
-        return lines.to(q.dtype, memory_format=torch.contiguous_format).reshape(b, t, heads * d)
-
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        for line, keys, values, order in self._writes:
-            keys[layer].copy_(k[line] if order is None else k[line, order])
-            values[layer].copy_(v[line] if order is None else v[line, order])
-
-    def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The weighted sum of values [B kv, rows, D], block by block."""
-        values = values.to(self._summed)
-        total = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK]).to(self._precise)
-        for start in range(BLOCK, self._reach, BLOCK):
-            total += torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
-        return total
-
-    def _of_slots(self, slab: Tensor) -> Sequence[Tensor]:
-        """Per layer the pass's slots [B kv, reach, D]: a view for one slot, else a copy that follows the writes."""
-        if len(self._slots) == 1:
-            return slab[:, self._slots[0], :, : self._reach].unbind(0)
-        return _Gathered(slab, self._slots, self._reach)
-
-
-class _Gathered(Sequence[Tensor]):
-    """Several slots, layer by layer at the moment of use."""
-
-    def __init__(self, slab: Tensor, slots: tuple[int, ...], reach: int) -> None:
-        self._slab, self._slots, self._reach = slab, list(slots), reach
-
-    def __getitem__(self, layer: int) -> Tensor:  # type: ignore[override]
-        return self._slab[layer, self._slots, :, : self._reach].flatten(0, 1)
-
-    def __len__(self) -> int:
-        return len(self._slab)
-
-
-class _Write(NamedTuple):
-    """Line `line` of a pass goes to these columns of each layer, [C, kv, D]; `order`: the row of each column, or None
-    for 0, 1, 2..."""
-
-    line: int
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    order: Tensor | None
-
-
-def _tails(slab: Tensor, slot: int, span: slice) -> Sequence[Tensor]:
-    return slab[:, slot, :, span].transpose(1, 2).unbind(0)
-
-
-def _spans(rows: Rows, layouts: Sequence[Layout]) -> list[slice]:
-    """The columns that each slot writes."""
-    starts = [length + rows.start for length in rows.lengths]
-    return [slice(start, start + len(x.sources)) for start, x in zip(starts, layouts, strict=True)]
-
-
-def _layout(parents: tuple[int, ...], length: int, start: int) -> Layout:
-    """A tree grown over several passes only drafts, so its rows may lie as they come."""
-    if not start:
-        return layout(parents, length % 2)
-    rows = tuple(range(len(parents) - start))
-    return Layout(rows, rows, ancestors(parents)[start:])
-
-
-def _order(x: Layout, device: torch.device) -> Tensor | None:
-    return None if x.plain else torch.tensor(x.sources, device=device)
-
-
-def _mask(layouts: Sequence[Layout], lengths: Sequence[int], first: int, reach: int) -> Tensor:
-    """[B, T, reach - first] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
-    mask = torch.zeros(len(layouts), layouts[0].visible.shape[0], reach - first)
-    for line, x, length in zip(mask, layouts, lengths, strict=True):
-        tail = line[:, length - first :]
-        tail.fill_(-torch.inf)
-        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
-    return mask

@@ -121,7 +121,7 @@ class Engine:
 
     def _budget(self, request: Request) -> Tree:
         """The target adds one token itself, so a draft deeper than what is left but one cannot be used."""
-        return self.draft.within(request.stream.left - 1, self.cache.room(request.slot, self.draft.branch))
+        return self.cache.fit(request.slot, self.draft.within(request.stream.left - 1))
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

@@ -49,6 +49,15 @@ def layout(parents: tuple[int, ...], length: int) -> Layout:
     return _paired(parents, length % 2)
 
 
+def layout_of(parents: tuple[int, ...], length: int, start: int) -> Layout:
+    """The layout of the rows from `start` on. A tree grown over several passes only drafts, so its rows lie as they
+    come."""
+    if not start:
+        return layout(parents, length % 2)
+    rows = tuple(range(len(parents) - start))
+    return Layout(rows, rows, ancestors(parents)[start:])
+
+
 def ancestors(parents: tuple[int, ...]) -> Tensor:
     """Bool [T, T]: row r sees itself and its ancestors, every row lying in the column of its own number."""
     visible = torch.eye(len(parents), dtype=torch.bool)

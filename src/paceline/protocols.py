@@ -49,8 +49,8 @@ class KVCache(Protocol):
         """Make room for the rows and prepare their attention. Raises `OutOfMemory`."""
         ...
 
-    def room(self, slot: int, branch: int) -> int:
-        """How many nodes a draft of this branch factor may have in the slot's next pass to stay exact."""
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        """As much of a draft's budget as the slot's next pass can verify exactly."""
         ...
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
@@ -58,7 +58,15 @@ class KVCache(Protocol):
         ...
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens (0 <= length <= the slot's length)."""
+        """Forget all but the first `length` tokens (0 <= length <= the slot's length).
+
+        A cache that has dropped what the next row would see (a sliding window that moved on) forgets them all:
+        look at `lengths` and feed again what is missing.
+        """
+        ...
+
+    def fork(self, slot: int) -> int:
+        """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
         ...
 
     def release(self, slot: int) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.errors import CorruptModel
 from paceline.models.config import ModelConfig
@@ -60,7 +61,8 @@ class Decoder:
 
     def new_cache(self) -> KVCache:
         c = self.config
-        return SlabCache(c.layers, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
+        layers = [LayerAttention(scale=c.head_dim**-0.5)] * c.layers
+        return SlabCache(layers, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

@@ -1,0 +1,211 @@
+"""Attention over the slab cache: which columns a row sees, and sums whose bits depend on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.layout import NONE, Layout
+from paceline.types import Rows
+
+BLOCK = 512
+"""Columns whose weighted values are summed by one product. A longer one would be cut where its length says, and a row
+would get other bits when more rows travel with it; these cuts stand at absolute places."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How a layer attends: scores times `scale`, then cap * tanh(scores / cap) where there is a `softcap`; a row sees
+    the last `window` positions, its own included (None: all)."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Plan:
+    """Where the rows of one pass are written in a slab, and what each of them sees there."""
+
+    def __init__(
+        self,
+        slabs: tuple[Tensor, Tensor],
+        window: int | None,
+        places: Sequence[int],
+        rows: Rows,
+        layouts: Sequence[Layout],
+    ) -> None:
+        """`places`: where in the slabs [layers, places, kv_heads, capacity, D] the pass's slots lie."""
+        _, _, kv, capacity, head_dim = slabs[0].shape
+        device = slabs[0].device
+        columns, self._sources = _columns(rows, layouts, capacity)
+        ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
+        self.reach = min(max(ends), capacity)
+        # Before the shortest slot's tail every row sees every column, as long as no window has moved on.
+        moved = window is not None and max(ends) > window
+        self.seen = 0 if moved else min(rows.lengths)
+        mask = _window_mask(rows, layouts, window, capacity, self.reach) if moved and window else None
+        self.mask = _mask(rows, layouts, self.seen, self.reach) if mask is None else mask
+        self.mask = self.mask.to(device, torch.float64 if slabs[0].dtype == torch.float64 else torch.float32)
+        # Rows of the slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
+        lines = torch.tensor(places, device=device)[:, None, None] * kv + torch.arange(kv, device=device)
+        self._index = (lines * capacity + columns.to(device)[:, :, None]).flatten()
+        if self._sources is not None:
+            self._sources = self._sources.to(device)
+        self._flat = [slab.view(len(slab), -1, head_dim).unbind(0) for slab in slabs]
+        self._views = [_of_places(slab, places, self.reach) for slab in slabs]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k and v [B, T, kv_heads, D]."""
+        for flat, x in zip(self._flat, (k, v), strict=True):
+            if self._sources is not None:
+                x = x.flatten(0, 1)[self._sources]
+            flat[layer].index_copy_(0, self._index, x.reshape(-1, x.shape[-1]))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pass's slots, each [B * kv_heads, reach, D]."""
+        keys, values = (view[layer] for view in self._views)
+        return keys, values
+
+
+class SlabPass:
+    """One forward pass over a `SlabCache` (`protocols.Pass`)."""
+
+    def __init__(self, plans: Sequence[Plan], layers: Sequence[LayerAttention], prefill: bool) -> None:
+        """`plans`: one per window, in the order in which the layers first name them."""
+        order = list(dict.fromkeys(layer.window for layer in layers))
+        counts = [0] * len(order)
+        self._layers: list[tuple[Plan, int, LayerAttention]] = []
+        for layer in layers:
+            kind = order.index(layer.window)
+            self._layers.append((plans[kind], counts[kind], layer))
+            counts[kind] += 1
+        self._prefill = prefill
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `protocols.Pass.attend`."""
+        plan, index, how = self._layers[layer]
+        plan.write(index, k, v)
+        keys, values = plan.read(index)
+        if self._prefill and how.softcap is None:
+            return _fast(q, keys, values, plan, how)
+        return _exact(q, keys, values, plan, how)
+
+
+def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttention) -> Tensor:
+    """A prompt is cut into the same chunks whatever is drafted, so the fastest kernel will do."""
+    b, t, heads, d = q.shape
+    keys, values = (x.view(b, -1, plan.reach, d) for x in (keys, values))
+    mask = F.pad(plan.mask, (plan.seen, 0)).to(q.dtype)[:, None]
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, mask, scale=how.scale, enable_gqa=heads != keys.shape[1]
+    )
+    return mixed.transpose(1, 2).reshape(b, t, heads * d)
+
+
+def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttention) -> Tensor:
+    """Gives a row the same bits whatever lies between its ancestors and whatever travels with it.
+
+    The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits add up
+    exactly in float64.
+    """
+    b, t, heads, d = q.shape
+    kv = len(keys) // b
+    group = heads // kv
+    # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read as
+    # it lies, while the other, here the few queries, is packed first.
+    queries = (q * how.scale).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
+    scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
+    scores = scores.to(plan.mask.dtype, memory_format=torch.contiguous_format)
+    if how.softcap is not None:
+        scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
+    scores.view(b, kv, group, t, -1)[..., plan.seen :].add_(plan.mask[:, None, None])
+    # 512 values under weights of up to 1 may pass float16's range.
+    summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(summed)
+    wide = plan.mask.dtype if weights.device.type == "mps" else torch.float64
+    total = weights.sum(-1, keepdim=True, dtype=wide).to(plan.mask.dtype)
+    mixed = _mix(weights, values.to(summed), plan.mask.dtype).div_(total)
+    lines = mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4)
+    return lines.to(q.dtype, memory_format=torch.contiguous_format).reshape(b, t, heads * d)
+
+
+def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
+    """The weighted sum of values [B kv, rows, D], block by block."""
+    total = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK]).to(precise)
+    for start in range(BLOCK, values.shape[1], BLOCK):
+        total += torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
+    return total
+
+
+def _of_places(slab: Tensor, places: Sequence[int], reach: int) -> Sequence[Tensor]:
+    """Per layer the pass's slots [B * kv_heads, reach, D]: a view where they lie side by side in order."""
+    first = places[0]
+    if list(places) == list(range(first, first + len(places))):
+        return slab[:, first : first + len(places), :, :reach].flatten(1, 2).unbind(0)
+    return _Gathered(slab, list(places), reach)
+
+
+class _Gathered(Sequence[Tensor]):
+    """Slots in any order, copied layer by layer at the moment of use, so that the copy follows the writes."""
+
+    def __init__(self, slab: Tensor, places: list[int], reach: int) -> None:
+        self._slab, self._places, self._reach = slab, places, reach
+
+    def __getitem__(self, layer: int) -> Tensor:  # type: ignore[override]
+        return self._slab[layer, self._places, :, : self._reach].flatten(0, 1)
+
+    def __len__(self) -> int:
+        return len(self._slab)
+
+
+def _columns(rows: Rows, layouts: Sequence[Layout], capacity: int) -> tuple[Tensor, Tensor | None]:
+    """The columns that each slot writes [B, C], and the row (of all B * T) that each of them holds, flat, or None where
+    column c simply holds row c. Short lines repeat their last column, which writes the same thing twice."""
+    count = rows.tokens.shape[1]
+    width = max(len(x.sources) for x in layouts)
+    columns, sources = [], []
+    for line, (length, x) in enumerate(zip(rows.lengths, layouts, strict=True)):
+        start, last = length + rows.start, len(x.sources) - 1
+        columns.append([(start + min(c, last)) % capacity for c in range(width)])
+        sources += [line * count + x.sources[min(c, last)] for c in range(width)]
+    plain = all(x.plain for x in layouts)
+    return torch.tensor(columns), None if plain else torch.tensor(sources)
+
+
+def _mask(rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
+    """[B, T, reach - first] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
+    mask = torch.zeros(len(layouts), layouts[0].visible.shape[0], reach - first)
+    for line, x, length in zip(mask, layouts, rows.lengths, strict=True):
+        tail = line[:, length - first :]
+        tail.fill_(-torch.inf)
+        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
+    return mask
+
+
+def _window_mask(rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
+    """The same [B, T, reach] for a window that has moved on, over a ring that may have wrapped."""
+    masks = []
+    for length, parents, x in zip(rows.lengths, rows.parents, layouts, strict=True):
+        depths = _depths(parents)
+        here = length + torch.tensor(depths)[rows.start :, None]
+        # The position that each column holds of the prefix: the last one before `length` that falls on it.
+        columns = torch.arange(reach)
+        prefix = length - 1 - (length - 1 - columns) % capacity
+        visible = (prefix >= 0) & (prefix > here - window)
+        tail = (length + torch.arange(x.visible.shape[1])) % capacity
+        there = length + torch.tensor(depths)[[*range(rows.start), *(rows.start + s for s in x.sources)]]
+        visible[:, tail] = x.visible & (there > here - window)
+        masks.append(torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf))
+    return torch.stack(masks)
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Rows between each row and the committed prefix."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent == NONE else out[parent] + 1)
+    return out
