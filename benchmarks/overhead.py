@@ -139,9 +139,9 @@ def _rounds(engine: Engine, target: Spy, prompt: list[int], sampling: Sampling) 
 
 
 def _start(engine: Engine, prompt: list[int], sampling: Sampling) -> Request:
-    sampler = sampling.sampler()
+    sampler = sampling.sampler(prompt)
     stream = TextStream(sampling, (), lambda ids: "".join(map(chr, ids)), engine.target.context_length - len(prompt))
-    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"))
+    return engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, float]:

@@ -19,7 +19,8 @@ from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.noise import Noise
 from paceline.protocols import Drafter
-from paceline.sampling import Sampler, Sampling
+from paceline.sampler import Sampler
+from paceline.sampling import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Tree
 from tests.test_tree import drafts
@@ -161,7 +162,7 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
     sampling = SAMPLINGS["hot"]
     right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))[2]
     rank = Sampler.rank
-    monkeypatch.setattr(Sampler, "rank", lambda self, logits, position, count: rank(self, logits, position + 1, count))
+    monkeypatch.setattr(Sampler, "rank", lambda self, logits, paths, n: rank(self, logits, [[*p, 0] for p in paths], n))
     wrong = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))[2]
     assert wrong.accepted < right.accepted / 2
 
@@ -189,7 +190,7 @@ def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)
-        requests.append(engine.start(prompt, how.sampler(), text, Stats(0, "rounding")))
+        requests.append(engine.start(how.sampler(prompt), text, Stats(0, "rounding")))
         engine.prefill(requests[-1])
     live = list(requests)
     while live:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption, NonFiniteLogits
 from paceline.noise import Noise
-from paceline.sampling import Sampler, Sampling
+from paceline.sampler import Sampler
+from paceline.sampling import Sampling
 
 
 def support(logits: torch.Tensor, **cuts: float) -> list[int]:
@@ -49,14 +50,14 @@ def test_a_missing_seed_is_drawn_anew() -> None:
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
-    assert Sampler().choose(torch.tensor([1.0, 3.0, 3.0, 2.0]), 1) == 1
+    assert Sampler().choose(torch.tensor([1.0, 3.0, 3.0, 2.0])) == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float) -> None:
     with pytest.raises(NonFiniteLogits):
-        Sampler(temperature).choose(torch.tensor([1.0, bad, 2.0]), 9)
+        Sampler(temperature).choose(torch.tensor([1.0, bad, 2.0]))
 
 
 def test_draws_follow_the_shaped_distribution() -> None:
@@ -64,7 +65,7 @@ def test_draws_follow_the_shaped_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     draws = 20_000
     sampler = Sampler(temperature=0.7, noise=Noise(5))
-    counts = torch.bincount(torch.tensor([sampler.choose(logits, p) for p in range(draws)]), minlength=6)
+    counts = torch.bincount(torch.tensor([sampler.choose(logits, range(p)) for p in range(draws)]), minlength=6)
     expected = (logits / 0.7).softmax(-1) * draws
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 15.1, "5 degrees of freedom, 1 %"
@@ -103,11 +104,12 @@ def test_rank_is_what_choose_would_take_one_after_the_other() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(0))
     for temperature, top_k in itertools.product((0.0, 0.9), (0, 12)):
         sampler = Sampler(temperature, top_k=top_k, noise=Noise(3))
-        ranked, scores = sampler.rank(logits, 4, 5)
-        assert scores == sorted(scores, reverse=True)
-        assert ranked[0] == sampler.choose(logits, 4)
+        (best,) = sampler.rank(logits[None], [[0] * 4], 5)
+        ranked = best.tokens
+        assert best.scores == sorted(best.scores, reverse=True)
+        assert ranked[0] == sampler.choose(logits, [0] * 4)
         rest = logits.clone()
         rest[ranked[0]] = -torch.inf
         if not top_k:
-            assert ranked[1] == sampler.choose(rest, 4)
-    assert len(Sampler(1.0, top_k=3).rank(logits, 4, 5)[0]) == 3
+            assert ranked[1] == sampler.choose(rest, [0] * 4)
+    assert len(Sampler(1.0, top_k=3).rank(logits[None], [[]], 5)[0].tokens) == 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.accept import match
+from paceline.accept import RULES
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.sampling import Sampler
+from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
 from paceline.tree import CHUNK, check, pack, pack_prefix
@@ -17,16 +17,19 @@ from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Wa
 
 @dataclass(slots=True)
 class Request:
-    """A reply in the making. `text` is the prompt and the reply so far; its last token is the pending one, chosen
-    but not yet in the cache."""
+    """A reply in the making."""
 
-    text: list[int]
     sampler: Sampler
     stream: TextStream
     stats: Stats
     slot: int
     finish: FinishReason | None = None
     closed: bool = False
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and the reply so far; its last token is the pending one, chosen but not yet in the cache."""
+        return self.sampler.text
 
     @property
     def position(self) -> int:
@@ -45,12 +48,13 @@ class Engine:
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
 
-    def start(self, prompt: Sequence[int], sampler: Sampler, stream: TextStream, stats: Stats) -> Request:
-        """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between."""
-        request = Request(list(prompt), sampler, stream, stats, self.cache.acquire())
+    def start(self, sampler: Sampler, stream: TextStream, stats: Stats) -> Request:
+        """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
+        between."""
+        request = Request(sampler, stream, stats, self.cache.acquire())
         try:
             if self.drafter:
-                self.drafter.admit(request.slot, prompt)
+                self.drafter.admit(request.slot, request.text)
         except BaseException:
             self.finish(request)
             raise
@@ -78,7 +82,7 @@ class Engine:
         clock.lap("draft")
         out = self._verify(requests, drafts)
         verdicts = [
-            match(draft, out.logits[i], r.position, r.sampler)
+            RULES[r.sampler.rule](draft, out.logits[i], r.sampler)
             for i, (r, draft) in enumerate(zip(requests, drafts, strict=True))
         ]
         clock.lap("verify")
@@ -104,7 +108,7 @@ class Engine:
         if self.drafter is None or self.draft.nodes == 0:
             return [Draft()] * len(requests)
         budgets = [self._budget(r) for r in requests]
-        asks = [Ask(r.slot, r.text[-1], r.position, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
+        asks = [Ask(r.slot, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         for draft, ask in zip(drafts, asks, strict=True):
             self._check(draft, ask.budget)
@@ -136,7 +140,7 @@ class Engine:
     def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             self.cache.commit(request.slot, verdict.path)
-            request.text += verdict.tokens
+            request.text.extend(verdict.tokens)
             request.finish = verdict.finish
             if self.drafter and not verdict.finish:
                 self.drafter.observe(request.slot, verdict, {tap: states[i] for tap, states in out.taps.items()})

@@ -166,9 +166,9 @@ class LLM:
                 f"the prompt has {len(tokens)} tokens and the model's context {self.model.target.context_length}",
                 "Shorten the prompt",
             )
-        sampler = sampling.sampler()
+        sampler = sampling.sampler(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        return Stream(self.engine, self.engine.start(tokens, sampler, text, Stats(sampler.noise.seed, self.exact)))
+        return Stream(self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact)))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.sampling import Sampler
+from paceline.sampler import Sampler
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
 
 
@@ -99,16 +99,23 @@ class Target(Protocol):
 class Ask:
     """A request for one draft.
 
-    `last`: the pending token, row 0 of the draft. `position`: where it stands; the first drafted token stands at
-    `position + 1`. `budget`: how much to draft at most. `sampler`: how the target will choose; a drafter with
+    `budget`: how much to draft at most. `sampler`: the text so far and how the target will choose; a drafter with
     probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise.
     """
 
     slot: int
-    last: int
-    position: int
     budget: Tree
     sampler: Sampler
+
+    @property
+    def last(self) -> int:
+        """The pending token, row 0 of the draft."""
+        return self.sampler.text[-1]
+
+    @property
+    def position(self) -> int:
+        """Where the pending token stands; the first drafted one stands at `position + 1`."""
+        return len(self.sampler.text) - 1
 
 
 class Drafter(ABC):

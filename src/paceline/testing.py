@@ -72,10 +72,10 @@ def run(
 ) -> tuple[list[int], FinishReason | None, Stats]:
     """Decode with an engine alone: (token ids of the reply, why it ended, statistics). Token 65 reads as "A"."""
     engine = engine or Engine(target, drafter, draft)
-    sampler = sampling.sampler()
+    sampler = sampling.sampler(prompt)
     room = target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
-    request = engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"))
+    request = engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
     try:
         engine.prefill(request)
         while request.finish is None:
@@ -149,8 +149,8 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
 
 def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
     """Slots come and go in any order, and nothing that was never admitted needs care."""
-    sampler = Sampling().sampler()
-    ask = [Ask(slot, prompt[-1], len(prompt) - 1, Tree.chain(4), sampler) for slot in range(2)]
+    sampler = Sampling().sampler(prompt)
+    ask = [Ask(slot, Tree.chain(4), sampler) for slot in range(2)]
     drafter.release(5)
     drafter.admit(0, prompt)
     alone = drafter.propose(ask[:1])
@@ -159,7 +159,7 @@ def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
     drafter.release(1)
     drafter.release(1)
     assert drafter.propose(ask[:1]) == alone, "releasing one slot changes another"
-    none = Ask(0, prompt[-1], len(prompt) - 1, Tree.chain(0), sampler)
+    none = Ask(0, Tree.chain(0), sampler)
     assert drafter.propose([none]) == [Draft()], "a draft without a budget"
     drafter.release(0)
 

@@ -15,6 +15,7 @@ cache's own business (`layout.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -68,6 +69,9 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    q: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
+    """How siblings were made, for the rules that ask: row -> the distribution [V] from which its children were drawn in
+    their order, without replacement. Without an entry they are a point-mass set: chosen, not drawn."""
 
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:

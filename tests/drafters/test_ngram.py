@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from paceline.drafters.ngram import NGram
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
-from paceline.sampling import Sampler
+from paceline.sampler import Sampler
 from paceline.types import Draft, Tree, Verdict
-
-SAMPLER = Sampler()
 
 
 def ask(drafter: NGram, text: Sequence[int], budget: Tree, slot: int = 0) -> Draft:
-    (draft,) = drafter.propose([Ask(slot, text[-1], len(text) - 1, budget, SAMPLER)])
+    (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
     return draft
 
 
@@ -143,7 +141,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
     drafter, budget = NGram(), Tree.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
-    asks = [Ask(slot, 1, 3, budget, SAMPLER) for slot in (1, 0)]
+    asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]
     assert [d.tokens for d in drafter.propose(asks)] == [(5, 6), (2, 3)]
     drafter.release(0)
     drafter.release(0)

@@ -11,7 +11,7 @@ from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
-from paceline.sampling import Sampler
+from paceline.sampler import Sampler
 from paceline.types import Draft, Tap, Tree, Verdict
 
 BUDGET = Tree.chain(3)
@@ -42,7 +42,7 @@ class Recorder(Drafter):
 
 
 def ask(slot: int, budget: Tree = BUDGET) -> Ask:
-    return Ask(slot, 0, 0, budget, Sampler())
+    return Ask(slot, budget, Sampler(text=[0]))
 
 
 def test_per_request_the_first_with_something_to_say_wins() -> None:

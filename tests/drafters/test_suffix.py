@@ -14,11 +14,10 @@ from paceline.drafters.automaton import SuffixAutomaton
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
-from paceline.sampling import Sampler
+from paceline.sampler import Sampler
 from paceline.tree import check, depths
 from paceline.types import Draft, Tree, Verdict
 
-SAMPLER = Sampler()
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 BUDGETS = st.builds(Tree, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))
 
@@ -219,7 +218,7 @@ def test_a_round_costs_the_same_in_a_long_text(remember: bool) -> None:
 
 
 def propose(drafter: Suffix, text: Sequence[int], budget: Tree, slot: int = 0) -> Draft:
-    (draft,) = drafter.propose([Ask(slot, text[-1], len(text) - 1, budget, SAMPLER)])
+    (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
     return draft
 
 
@@ -313,7 +312,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
     drafter, budget = Suffix(), Tree.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
-    asks = [Ask(slot, 1, 3, budget, SAMPLER) for slot in (1, 0)]
+    asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]
     assert [d.tokens for d in drafter.propose(asks)] == [(5, 6), (2, 3)]
     drafter.release(0)
     drafter.release(0)

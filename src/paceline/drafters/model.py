@@ -45,6 +45,14 @@ class _Nodes:
         nodes = sorted(range(first, len(self.tokens)), key=lambda n: (-self.scores[n], n))
         return sorted(nodes[:count])
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the pending one down to the node."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]
+
     def draft(self, count: int) -> Draft:
         kept = self.best(count)
         rows = {-1: 0} | {node: row for row, node in enumerate(kept, 1)}
@@ -133,12 +141,9 @@ class DraftModel(Drafter):
 
     def _expand(self, nodes: _Nodes, parents: Sequence[int], logits: Tensor, ask: Ask) -> None:
         """Give each parent its likeliest children by its row of logits [T, V]."""
-        # A draft model that breaks costs speed, never the reply: rows that are not finite grow nothing.
-        sound = torch.isfinite(logits.amax(-1)).tolist()
-        for parent, row, fine in zip(parents, logits, sound, strict=True):
-            if not fine:
-                continue
-            position = ask.position + 1 + (nodes.depths[parent] if parent >= 0 else 0)
-            tokens, scores = ask.sampler.rank(row[: self._vocab], position, ask.budget.branch)
-            for token, score in zip(tokens, torch.tensor(scores).log_softmax(-1).tolist(), strict=True):
+        paths = [nodes.path(parent) for parent in parents]
+        ranked = ask.sampler.rank(logits[:, : self._vocab], paths, ask.budget.branch)
+        for parent, best in zip(parents, ranked, strict=True):
+            scores = torch.tensor(best.scores).log_softmax(-1).tolist()
+            for token, score in zip(best.tokens, scores, strict=True):
                 nodes.add(token, parent, min(score, 0.0))
