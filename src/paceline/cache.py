@@ -75,6 +75,10 @@ class Slab:
         for slab in self.tensors:
             slab[:, place, :, :top] = 0
 
+    def holds(self, length: int, top: int) -> bool:
+        """Whether row `length` would find all that it sees, in a place where `top` positions have been written."""
+        return self.window is None or top <= self.capacity or length - self.window + 1 >= top - self.capacity
+
     def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Entries at positions `source` to positions `target` (disjoint columns or overlapping: all read first)."""
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
@@ -169,10 +173,8 @@ class SlabCache:
 
     def truncate(self, slot: int, length: int) -> None:
         """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
-        top = self._tops[slot]
-        for slab in self.slabs:
-            if slab.ring and length < self._lengths[slot] and length < top - slab.capacity + (slab.window or 0):
-                length = self._tops[slot] = 0
+        if length < self._lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in self.slabs):
+            length = self._tops[slot] = 0
         self._lengths[slot] = length
 
     def fit(self, slot: int, budget: Tree) -> Tree:
