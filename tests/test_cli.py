@@ -22,8 +22,9 @@ from paceline.cli.generate import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.show import Display
 from paceline.errors import InvalidOption, NonFiniteLogits, PacelineError
-from paceline.llm import LLM, Completion
+from paceline.llm import LLM
 from paceline.models.loader import Loaded
+from paceline.reply import Completion
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Chunk

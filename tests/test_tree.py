@@ -42,10 +42,10 @@ def test_depth_is_the_length_of_the_path(draft: Draft) -> None:
 
 
 @given(st.lists(drafts(), min_size=1, max_size=4))
-def test_pack_pads_to_the_longest_and_never_below_two(batch: list[Draft]) -> None:
+def test_pack_pads_to_the_longest_and_never_below_four_in_all(batch: list[Draft]) -> None:
     lengths = [10 * (i + 1) for i in range(len(batch))]
     rows = pack([99] * len(batch), batch, range(len(batch)), lengths, CPU)
-    count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in batch))
+    count = max(-(-MIN_ROWS // len(batch)), 1 + max(len(d.tokens) for d in batch))
     assert rows.tokens.shape == rows.positions.shape == (len(batch), count)
     for i, draft in enumerate(batch):
         real = len(draft.tokens) + 1

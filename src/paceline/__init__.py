@@ -16,8 +16,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
-    from paceline.llm import LLM, Completion, Stream, load
+    from paceline.llm import LLM, load
     from paceline.protocols import Ask, Drafter
+    from paceline.reply import Batch, Completion, Stream
     from paceline.sampling import Sampling
     from paceline.stats import Stats
     from paceline.stream import Chunk
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LLM": "llm",
-    "Completion": "llm",
-    "Stream": "llm",
+    "Batch": "reply",
+    "Completion": "reply",
+    "Stream": "reply",
     "load": "llm",
     "Ask": "protocols",
     "Drafter": "protocols",
@@ -42,6 +44,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "Ask",
+    "Batch",
     "Chunk",
     "Completion",
     "Draft",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paceline.accept import RULES
-from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
+from paceline.errors import InvalidOption, OutOfMemory, PacelineError, is_out_of_memory
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
@@ -24,6 +26,7 @@ class Request:
     stats: Stats
     slot: int
     finish: FinishReason | None = None
+    error: PacelineError | None = None
     closed: bool = False
 
     @property
@@ -35,6 +38,14 @@ class Request:
     def position(self) -> int:
         """Where the pending token stands; also how much of the text the cache holds."""
         return len(self.text) - 1
+
+    def judge(self, draft: Draft, logits: Tensor) -> Verdict:
+        """What stands of a draft. A request that fails here ends alone: the others of its round go on."""
+        try:
+            return RULES[self.sampler.rule](draft, logits, self.sampler)
+        except PacelineError as error:
+            self.error = error
+            return Verdict((), (), "error")
 
 
 class Engine:
@@ -48,12 +59,15 @@ class Engine:
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
 
-    def start(self, sampler: Sampler, stream: TextStream, stats: Stats) -> Request:
+    def start(self, sampler: Sampler, stream: TextStream, stats: Stats, like: Request | None = None) -> Request:
         """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
-        between."""
-        request = Request(sampler, stream, stats, self.cache.acquire())
+        between. `like`: a request whose same prompt has been prefilled and nothing more, so that this one need not be.
+        """
+        request = Request(sampler, stream, stats, self.cache.fork(like.slot) if like else self.cache.acquire())
         try:
-            if self.drafter:
+            if self.drafter and like:
+                self.drafter.fork(request.slot, like.slot, request.text)
+            elif self.drafter:
                 self.drafter.admit(request.slot, request.text)
         except BaseException:
             self.finish(request)
@@ -81,10 +95,7 @@ class Engine:
         drafts = self._propose(requests)
         clock.lap("draft")
         out = self._verify(requests, drafts)
-        verdicts = [
-            RULES[r.sampler.rule](draft, out.logits[i], r.sampler)
-            for i, (r, draft) in enumerate(zip(requests, drafts, strict=True))
-        ]
+        verdicts = [r.judge(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
         verdicts = [r.stream.trim(verdict) for r, verdict in zip(requests, verdicts, strict=True)]
         self._commit(requests, verdicts, out)

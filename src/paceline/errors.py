@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.llm import Completion
+    from paceline.reply import Completion
 
 
 class PacelineError(Exception):
@@ -14,7 +14,7 @@ class PacelineError(Exception):
     `cause` says what is wrong, `fix` what to do about it, `partial` what had been written of a reply by then.
     """
 
-    partial: Completion | None = None
+    partial: Completion | list[Completion] | None = None
 
     def __init__(self, cause: str, fix: str = "") -> None:
         self.cause, self.fix = cause, fix

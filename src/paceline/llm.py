@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
-from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
+from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model
 from paceline.protocols import Drafter
+from paceline.reply import Batch, Completion, Job, Stream
 from paceline.sampling import Sampling
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
-from paceline.types import FinishReason, Tree
+from paceline.types import Tree
 
 if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
@@ -28,89 +27,6 @@ Message = Mapping[str, Any]
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text (put through the chat template unless raw), token ids, or chat messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-    prompt_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "token_ids": self.token_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "stats": self.stats.as_dict(),
-        }
-
-
-class Stream(Iterator[Chunk]):
-    """A reply as it grows: iterate over its chunks; close it, or leave its `with` block, to stop early.
-
-    `completion` is the reply so far, whole once the iteration has ended.
-    """
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._request = engine, request
-        self._prompt_tokens = len(request.text)
-        self._ready: list[Chunk] = []
-        self._texts: list[str] = []
-        self._prefilled = False
-        self._cut = False
-
-    def __next__(self) -> Chunk:
-        try:
-            while not self._ready:
-                if self._request.finish:
-                    self.close()
-                    raise StopIteration
-                self._advance()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, PacelineError):
-                error.partial = self.completion
-            raise
-        chunk = self._ready.pop(0)
-        self._texts.append(chunk.text)
-        return chunk
-
-    def _advance(self) -> None:
-        if not self._prefilled:
-            self._engine.prefill(self._request)
-            self._prefilled = True
-        self._ready = self._engine.step([self._request])[0]
-
-    def close(self) -> None:
-        """End the reply here. The model is ready for the next prompt; closing twice does nothing."""
-        if not self._request.closed:
-            self._engine.finish(self._request)
-            self._request.stats.close()
-            self._cut = bool(self._ready)
-            self._ready = []
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    @property
-    def completion(self) -> Completion:
-        """What has been handed out so far, as a completion."""
-        shown = self._request.text[self._prompt_tokens :][: len(self._texts)]
-        ended = None if self._ready or self._cut else self._request.finish
-        return Completion("".join(self._texts), shown, ended or "cancelled", self._request.stats, self._prompt_tokens)
 
 
 class LLM:
@@ -138,18 +54,57 @@ class LLM:
             own = {}
         return Sampling(**(own | changes))
 
-    def generate(
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and the first match wins
         self,
         prompt: Prompt,
         sampling: Sampling | None = None,
         *,
         raw: bool = False,
         on_chunk: Callable[[Chunk], object] | None = None,
-    ) -> Completion:
-        """Write one reply. `on_chunk` sees every chunk as it comes; if it returns False, the reply ends there.
+    ) -> Completion: ...
 
-        `raw`: text goes to the model as it is, without the chat template. Raises `PacelineError`.
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int = 1,
+        raw: bool = False,
+        width: int = 32,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, n: int, raw: bool = False, width: int = 32
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling: Any = None,
+        *,
+        n: int | None = None,
+        raw: bool = False,
+        width: int = 32,
+        on_chunk: Callable[[Chunk], object] | None = None,
+    ) -> Any:
+        """Write one reply, or a list of replies to a list of prompts (see `batch`) or to one prompt (`n` of them).
+
+        `on_chunk` sees every chunk of a single reply as it comes; if it returns False, the reply ends there. `raw`:
+        text goes to the model as it is, without the chat template. Raises `PacelineError`.
         """
+        several = _is_batch(prompt)
+        if several or n is not None:
+            if on_chunk is not None:
+                raise InvalidOption("on_chunk is for a single reply", "Iterate over llm.batch(...) instead")
+            with self.batch(
+                prompt if several else [prompt], sampling, n=1 if n is None else n, raw=raw, width=width
+            ) as batch:
+                for _ in batch:
+                    pass
+            return batch.completions
         with self.stream(prompt, sampling, raw=raw) as stream:
             for chunk in stream:
                 if on_chunk is not None and on_chunk(chunk) is False:
@@ -159,16 +114,52 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False) -> Stream:
         """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for."""
         sampling = sampling or Sampling()
-        tokens = self.encode(prompt, raw=raw)
+        tokens = self._fitting(prompt, raw)
+        return Stream(self.engine, self._start(tokens, sampling))
+
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int = 1,
+        raw: bool = False,
+        width: int = 32,
+    ) -> Batch:
+        """Write many replies at once: an iterator over (index, chunk), whose `completions` are in the prompts' order.
+
+        `sampling`: one for all, or one per prompt. `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
+        `width`: requests that share a pass at most; the others wait. Each reply is the one its prompt would get alone.
+        Raises `PacelineError` for a bad prompt or option before anything is computed.
+        """
+        one = isinstance(sampling, Sampling) or sampling is None
+        each = [sampling or Sampling()] * len(prompts) if one else list(sampling)  # type: ignore[arg-type]
+        if len(each) != len(prompts):
+            raise InvalidOption(f"{len(prompts)} prompts have {len(each)} samplings", "Give one for all, or one each")
+        if n < 1 or width < 1:
+            raise InvalidOption(f"n={n} replies per prompt, {width} at once, are not possible", "Give 1 or more")
+        jobs = []
+        for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
+            tokens, seeded = self._fitting(prompt, raw), how.seeded()  # type: ignore[union-attr]
+            jobs += [Job(index, partial(self._start, tokens, seeded, sample)) for sample in range(n)]
+        return Batch(self.engine, jobs, width)
+
+    def _start(
+        self, tokens: Sequence[int], sampling: Sampling, sample: int = 0, like: Request | None = None
+    ) -> Request:
+        sampler = sampling.sampler(tokens, sample)
         room = self.model.target.context_length - len(tokens)
-        if room < 1:
+        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
+        return self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact), like)
+
+    def _fitting(self, prompt: Prompt, raw: bool) -> list[int]:
+        tokens = self.encode(prompt, raw=raw)
+        if len(tokens) >= self.model.target.context_length:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens and the model's context {self.model.target.context_length}",
                 "Shorten the prompt",
             )
-        sampler = sampling.sampler(tokens)
-        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        return Stream(self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact)))
+        return tokens
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
@@ -191,6 +182,11 @@ class LLM:
         if items and all(isinstance(item, Mapping) for item in items):
             return self.tokenizer.encode(self.tokenizer.apply_chat_template(items), special=False)
         return items
+
+
+def _is_batch(prompt: Any) -> bool:
+    """A list of prompts rather than one prompt, which may itself be a list of ids or of messages."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
 
 
 def load(

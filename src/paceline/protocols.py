@@ -136,6 +136,13 @@ class Drafter(ABC):
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """A request begins: its whole prompt, the pending token included."""
 
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        """A request begins with the prompt of `source`, which has been fed and has drafted nothing yet.
+
+        A drafter with taps must copy what `feed` told it of `source`: it will not be fed again.
+        """
+        self.admit(slot, prompt)
+
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
         """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import InvalidOption
 from paceline.noise import Noise
@@ -61,10 +61,15 @@ class Sampling:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
+    def seeded(self) -> Sampling:
+        """The same with a seed: a fresh one where there is none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
     def sampler(self, prompt: Sequence[int] = (), sample: int = 0) -> Sampler:
         """The sampler of one reply to a prompt; draws the seed if there is none. `sample` tells several replies to one
         prompt apart."""
-        seed = secrets.randbits(32) if self.seed is None else self.seed
+        seed = self.seeded().seed
+        assert seed is not None
         return Sampler(
             temperature=self.temperature,
             top_k=self.top_k,

@@ -80,6 +80,8 @@ def run(
         engine.prefill(request)
         while request.finish is None:
             engine.step([request])
+        if request.error:
+            raise request.error
     finally:
         engine.finish(request)
     request.stats.close()

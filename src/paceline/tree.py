@@ -68,11 +68,11 @@ def pack(
     lengths: Sequence[int],
     device: torch.device,
 ) -> Rows:
-    """The rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS`).
+    """The rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS` in all).
 
     A padding row is one more root: it repeats the pending token, sees the prefix and itself, and is never read.
     """
-    count = max(MIN_ROWS, 1 + max(len(d.tokens) for d in drafts))
+    count = max(-(-MIN_ROWS // len(drafts)), 1 + max(len(d.tokens) for d in drafts))
     tokens, positions, parents = [], [], []
     for token, draft, length in zip(last, drafts, lengths, strict=True):
         padding = count - 1 - len(draft.tokens)

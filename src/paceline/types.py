@@ -26,7 +26,7 @@ from paceline.errors import InvalidOption
 Tap = int | Literal["final"]
 """Where to listen: i is the residual stream *entering* layer i, "final" the normed output."""
 
-FinishReason = Literal["eos", "stop", "length", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from paceline.cli.show import Display, decode_speed, in_colour, percent, speed
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.llm import LLM, Completion
+    from paceline.llm import LLM
+    from paceline.reply import Completion
     from paceline.sampling import Sampling
     from paceline.stats import Stats
 

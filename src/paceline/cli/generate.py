@@ -21,7 +21,8 @@ from paceline.cli.show import Display, summary
 from paceline.errors import InvalidOption, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM, Completion
+    from paceline.llm import LLM
+    from paceline.reply import Completion
     from paceline.sampling import Sampling
 
 

@@ -1,0 +1,217 @@
+"""Replies as the user holds them: finished, growing, several at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from paceline.engine import Engine, Request
+from paceline.errors import PacelineError
+from paceline.stats import Stats
+from paceline.stream import Chunk
+from paceline.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    prompt_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.as_dict(),
+        }
+
+
+class Reply:
+    """A request and what has been shown of it."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self.request = engine, request
+        self._shown: list[Chunk] = []
+
+    def show(self, chunk: Chunk) -> Chunk:
+        """The chunk is out now, and part of the completion."""
+        self._shown.append(chunk)
+        return chunk
+
+    def close(self) -> None:
+        """Give back what the request holds; closing twice does nothing."""
+        if not self.request.closed:
+            self._engine.finish(self.request)
+            self.request.stats.close()
+
+    @property
+    def completion(self) -> Completion:
+        """What has been shown so far, as a completion."""
+        request = self.request
+        ended = self._shown[-1].finish_reason if self._shown else None
+        failed: FinishReason | None = "error" if request.error else None
+        return Completion(
+            "".join(chunk.text for chunk in self._shown),
+            [chunk.token_id for chunk in self._shown],
+            ended or failed or "cancelled",
+            request.stats,
+            request.sampler.prompt,
+        )
+
+
+class Stream(Iterator[Chunk]):
+    """A reply as it grows: iterate over its chunks; close it, or leave its `with` block, to stop early.
+
+    `completion` is the reply so far, whole once the iteration has ended.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._reply = engine, Reply(engine, request)
+        self._ready: deque[Chunk] = deque()
+        self._prefilled = False
+
+    def __next__(self) -> Chunk:
+        try:
+            while not self._ready:
+                if self._reply.request.finish:
+                    self.close()
+                    raise StopIteration
+                self._advance()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, PacelineError):
+                error.partial = self.completion
+            raise
+        return self._reply.show(self._ready.popleft())
+
+    def _advance(self) -> None:
+        request = self._reply.request
+        if not self._prefilled:
+            self._engine.prefill(request)
+            self._prefilled = True
+        self._ready.extend(self._engine.step([request])[0])
+        if request.error:
+            raise request.error
+
+    def close(self) -> None:
+        """End the reply here. The model is ready for the next prompt; closing twice does nothing."""
+        self._reply.close()
+        self._ready.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def completion(self) -> Completion:
+        """What has been handed out so far, as a completion."""
+        return self._reply.completion
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One reply of a batch that has not begun. `begin` takes a slot for it; `like`: a request with the same prompt."""
+
+    prompt: int
+    begin: Callable[[Request | None], Request]
+
+
+class Batch(Iterator[tuple[int, Chunk]]):
+    """Several replies at once, in ragged rounds: iterate over (index of the reply, chunk).
+
+    Up to `width` requests share a pass. Each accepts its own number of tokens; one that ends makes room for the next
+    that waits. Replies to one prompt share its prefill. A request that fails ends alone, and the error is raised when
+    all others are done, with every completion as its `partial`.
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job], width: int) -> None:
+        self._engine, self._width = engine, width
+        self._waiting = deque(enumerate(jobs))
+        self._replies: dict[int, Reply] = {}
+        # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
+        self._active: list[int] = []
+        self._ready: deque[tuple[int, Chunk]] = deque()
+        self._count = len(jobs)
+
+    def __next__(self) -> tuple[int, Chunk]:
+        try:
+            while not self._ready:
+                self._retire()
+                self._admit()
+                if not self._active:
+                    self._end()
+                self._round()
+        except BaseException:
+            self.close()
+            raise
+        index, chunk = self._ready.popleft()
+        return index, self._replies[index].show(chunk)
+
+    def _retire(self) -> None:
+        for index in [i for i in self._active if self._replies[i].request.finish]:
+            self._replies[index].close()
+            last = self._active.pop()
+            if last != index:
+                self._active[self._active.index(index)] = last
+
+    def _admit(self) -> None:
+        fresh: dict[int, Request] = {}
+        while self._waiting and len(self._active) < self._width:
+            index, job = self._waiting.popleft()
+            request = job.begin(fresh.get(job.prompt))
+            self._replies[index] = Reply(self._engine, request)
+            self._active.append(index)
+            self._engine.prefill(request)
+            fresh[job.prompt] = request
+
+    def _round(self) -> None:
+        chunks = self._engine.step([self._replies[i].request for i in self._active])
+        self._ready.extend((i, chunk) for i, new in zip(self._active, chunks, strict=True) for chunk in new)
+
+    def _end(self) -> None:
+        """All is done: stop, or raise the first error there was."""
+        for reply in self._replies.values():
+            if error := reply.request.error:
+                error.partial = self.completions
+                raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End all replies here; closing twice does nothing."""
+        for index in self._active:
+            self._replies[index].close()
+        self._active.clear()
+        self._waiting.clear()
+        self._ready.clear()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What has been handed out of each reply that has begun, in order; all of them once the iteration has ended."""
+        return [self._replies[i].completion for i in sorted(self._replies)]
