@@ -147,12 +147,20 @@ def test_a_tied_head_acts_as_in_training(tmp_path: Path, variant: str) -> None:
     check_logits(merged, adapted)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}], ids=["resized", "trained"])
+RESIZED: list[tuple[bool, dict[str, Any]]] = [
+    (True, {}),
+    (False, {}),
+    (True, {"modules_to_save": ["embed_tokens"]}),
+    (False, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    (True, {"target_modules": ["embed_tokens"]}),
+]
+
+
+@pytest.mark.parametrize(("tied", "options"), RESIZED, ids=str)
 def test_added_tokens_grow_the_vocabulary(tmp_path: Path, tied: bool, options: dict[str, Any]) -> None:
     model = base_model(tmp_path / "base", tied=tied)
     model.resize_token_embeddings(30, mean_resizing=False)
-    adapted = train(model, tmp_path / "lora", target_modules=["q_proj"], **options)
+    adapted = train(model, tmp_path / "lora", **({"target_modules": ["q_proj"]} | options))
     adapted.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
     merged = open_model(tmp_path / "base", tmp_path / "lora")
     assert read_config(merged.config).vocab_size == 30

@@ -256,8 +256,9 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     Raises `AdapterMismatch`, here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
     """
     adapter = open_adapter(path, allow_pickle=allow_pickle)
-    tied = bool(base.config.get("tie_word_embeddings", _HEAD not in base.tensors))
-    names = set(base.tensors) | ({_HEAD} if tied else set())
+    names = set(base.tensors)
+    tied = bool(base.config.get("tie_word_embeddings", _HEAD not in names))
+    names |= {_HEAD} if tied else set()
     for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
             raise _misfit(adapter, name.removesuffix(".weight"), f"{base.path} has no such module")
