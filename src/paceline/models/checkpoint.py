@@ -71,7 +71,9 @@ def _ids(value: Any) -> list[int]:
 
 def _config(path: Path) -> dict[str, Any]:
     if is_adapter(path):
-        raise UnsupportedModel(f"{path} is an adapter, not a model", "Name its base model, and it as the adapter")
+        raise UnsupportedModel(
+            f"{path} is an adapter, not a model", "Name its base model, and this folder as the adapter"
+        )
     config = read_json(path / "config.json")
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
