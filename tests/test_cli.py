@@ -149,12 +149,11 @@ def test_every_drafter_writes_the_same(shop: Shop, sampling: tuple[str, ...]) ->
 
 
 def test_options_reach_the_library(shop: Shop) -> None:
-    generate(
-        "hi", "-m", "m", "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu", "--revision", "r", "--token", "t"
-    )
+    model = ("-m", "m", "--adapter", "a", "--revision", "r", "--token", "t")
+    generate("hi", *model, "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu")
     assert shop.calls == [
         {"model": "m", "drafter": "auto", "draft": Tree(6, 3, 2), "dtype": "float32", "device": "cpu", "revision": "r"}
-        | {"token": "t", "allow_pickle": False, "progress": False}
+        | {"adapter": "a", "token": "t", "allow_pickle": False, "progress": False}
     ]
 
 

@@ -33,6 +33,10 @@ class UnsupportedModel(PacelineError):
     """An architecture, layout or quantisation that Paceline does not run."""
 
 
+class AdapterMismatch(PacelineError):
+    """An adapter changes modules that its base model lacks or has in other shapes."""
+
+
 class TokenizerMismatch(PacelineError):
     """Target and draft model do not share one vocabulary."""
 

@@ -12,6 +12,7 @@ from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model
+from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.reply import Batch, Completion, Job, Stream
 from paceline.sampling import Sampling
@@ -192,6 +193,7 @@ def _is_batch(prompt: Any) -> bool:
 def load(
     model: str | Path = "demo",
     *,
+    adapter: str | Path | None = None,
     drafter: str | Drafter | None = "auto",
     draft: int | Tree | Literal["auto"] = "auto",
     dtype: DType = "auto",
@@ -203,9 +205,12 @@ def load(
 ) -> LLM:
     """Load a target model and a drafter.
 
-    model: "demo", a folder in Hugging Face layout, a GGUF file, or a hub id (with `revision` and `token`).
+    model: "demo", a folder in Hugging Face layout, a GGUF file, or a hub id (with `revision` and `token`); or a LoRA
+    adapter in PEFT's layout, which names its base model itself.
+    adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
     drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model of
-    the same vocabulary), several joined by "+" (the first with something to say drafts), or a `Drafter`.
+    the same vocabulary; with an adapter "model:REF@ADAPTER"), several joined by "+" (the first with something to say
+    drafts), or a `Drafter`.
     draft: how much to draft per round: a length, a `Tree`, or "auto".
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     allow_pickle: read `pytorch_model.bin` where there are no safetensors (weights only).
@@ -217,6 +222,7 @@ def load(
     check_spec(drafter)
     loaded = load_model(
         model,
+        adapter=adapter,
         dtype=dtype,
         device=device,
         revision=revision,
@@ -226,7 +232,8 @@ def load(
     )
 
     def load_draft(reference: str) -> Loaded:
-        return load_model(reference, dtype=dtype, device=device, token=token, progress=progress)
+        base, merged = split_adapter(reference)
+        return load_model(base, adapter=merged, dtype=dtype, device=device, token=token, progress=progress)
 
     llm = LLM(loaded, make_drafter(drafter, loaded, load_draft), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply

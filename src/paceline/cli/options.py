@@ -57,6 +57,14 @@ class LoadOptions:
             rich_help_panel=_MODEL,
         ),
     ] = "demo"
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            help="A LoRA adapter to merge into the model: a folder in PEFT's layout or a hub id.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     dtype: Annotated[
         str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
     ] = "auto"
@@ -73,8 +81,9 @@ class LoadOptions:
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix or model:REF (a small model of the same vocabulary). Several joined by "
-            "'+': the first with something to say drafts. The text is the same with any of them.",
+            help="auto, none, ngram, suffix or model:REF (a small model of the same vocabulary; REF@ADAPTER merges a "
+            "LoRA adapter into it). Several joined by '+': the first with something to say drafts. The text is the "
+            "same with any of them.",
             rich_help_panel=_DRAFT,
         ),
     ] = "auto"
@@ -99,6 +108,7 @@ class LoadOptions:
         choices: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return paceline.llm.load(
             self.model,
+            adapter=self.adapter,
             drafter=self.drafter,
             draft=draft,
             revision=self.revision,

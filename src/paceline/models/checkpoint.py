@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from paceline.models.files import read_json
+from paceline.models.files import is_adapter, read_json
 from paceline.tokenizer import Tokenizer
 
 _AGAIN = "Fetch the model again"
@@ -45,7 +45,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
     config = _config(path)
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
-    weights = _weights(path, allow_pickle)
+    weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
 
 
@@ -70,8 +70,10 @@ def _ids(value: Any) -> list[int]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise UnsupportedModel(f"{path} is an adapter without its model", "Merge it into the base model first")
+    if is_adapter(path):
+        raise UnsupportedModel(
+            f"{path} is an adapter, not a model", "Name its base model, and this folder as the adapter"
+        )
     config = read_json(path / "config.json")
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
@@ -79,20 +81,20 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _weights(path: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """The first layout that is there: safetensors (single, sharded), then pickles if allowed."""
-    safe = _shards(path, "model.safetensors")
-    if safe is not None:
-        return Shards(safe, _open_safetensors)
-    pickled = _shards(path, "pytorch_model.bin")
-    if pickled is None:
-        raise ModelNotFound(f"{path} holds no model.safetensors or its index", "Fetch the weights too")
+def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Mapping[str, Tensor]:
+    """The first file of the two that is there, whole or in shards: safetensors, then pickles if allowed."""
+    files = _shards(path, safe)
+    if files is not None:
+        return Shards(files, _open_safetensors)
+    files = _shards(path, pickled)
+    if files is None:
+        raise ModelNotFound(f"{path} holds no {safe} or its index", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(
-            f"{path} holds only pickled weights (pytorch_model.bin), which may run code when read",
+            f"{path} holds only pickled weights ({pickled}), which may run code when read",
             "Use a safetensors copy, or say allow_pickle=True to read the tensors alone (weights_only)",
         )
-    return Shards(pickled, _open_pickle)
+    return Shards(files, _open_pickle)
 
 
 def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | None:

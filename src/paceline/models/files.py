@@ -15,7 +15,9 @@ from paceline.models.demo import PACKAGED, packaged
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-_PICKLES = ["pytorch_model*.bin"]
+_PICKLES = ["pytorch_model*.bin", "adapter_model.bin"]
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a folder one of PEFT's adapters."""
 # Folders and consolidated files of a hub model repeat its weights in other layouts.
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
 _UNWANTED = ["*/*", "consolidated*"]
@@ -29,11 +31,12 @@ def resolve(
     quiet: bool = False,
     allow_pickle: bool = False,
 ) -> Path:
-    """A local folder (Hugging Face layout) or GGUF file for a model reference; fetches what is not here yet.
+    """A local folder (Hugging Face layout, or PEFT's) or GGUF file for a model reference; fetches what is not here yet.
 
     `reference`: "demo", a folder, a GGUF file, or a hub id "owner/name" with `revision` (branch, tag or commit) and
     `token`. A folder called demo is "./demo". `quiet`: no progress bars. `allow_pickle`: where a hub model has no
-    safetensors, fetch its pytorch_model.bin. Raises `ModelNotFound`, `UnsupportedModel` or `CorruptModel`.
+    safetensors, fetch its pytorch_model.bin (adapter_model.bin). Raises `ModelNotFound`, `UnsupportedModel` or
+    `CorruptModel`.
     """
     name = str(reference)
     if isinstance(reference, str) and name in PACKAGED:
@@ -74,12 +77,17 @@ def _starts_with(path: Path, magic: bytes) -> bool:
 
 def _in_folder(folder: Path) -> Path:
     """The folder itself, or the one GGUF file in a folder that holds nothing else to load."""
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or is_adapter(folder):
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         raise ModelNotFound(f"{folder} holds {len(files)} GGUF files", f"Name one of them, as {files[0]}")
     return files[0] if files else folder
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether this is an adapter's folder without its base model."""
+    return (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists()
 
 
 def _hub(name: str, revision: str | None, token: str | None, quiet: bool, allow_pickle: bool) -> Path:

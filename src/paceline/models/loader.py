@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
-from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+from paceline.models.checkpoint import eos_token_ids
 from paceline.models.config import read_config
 from paceline.models.decoder import Decoder, Progress
-from paceline.models.files import resolve
+from paceline.models.lora import open_model
 from paceline.protocols import Target
 from paceline.runner import fast_bfloat16
 
@@ -39,6 +39,7 @@ class Loaded:
 def load_model(
     reference: str | Path,
     *,
+    adapter: str | Path | None = None,
     dtype: DType = "auto",
     device: Device = "auto",
     revision: str | None = None,
@@ -49,8 +50,9 @@ def load_model(
     """See `paceline.load`. Raises `PacelineError`."""
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    path = resolve(reference, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress)
-    checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
+    checkpoint = open_model(
+        reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
+    )
     config = read_config(checkpoint.config)
     with _bar(f"loading {reference}", progress) as advance:
         try:
@@ -62,7 +64,7 @@ def load_model(
                 f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
             ) from error
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, path)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path)
 
 
 def pick_device(device: Device) -> torch.device:
