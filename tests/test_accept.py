@@ -70,6 +70,6 @@ def test_only_visited_rows_must_be_finite(temperature: float) -> None:
 
 def test_cutting_a_verdict_keeps_path_and_tokens_in_step() -> None:
     verdict = Verdict((2, 5, 6), (7, 8, 9, 10))
-    assert verdict.cut(2, "eos") == Verdict((2,), (7, 8), "eos")
-    assert verdict.cut(1, "length") == Verdict((), (7,), "length")
+    assert verdict.cut(2, "eos") == Verdict((2, 5), (7, 8), "eos")
+    assert verdict.cut(1, "length") == Verdict((2,), (7,), "length")
     assert verdict.cut(4, "length").path == verdict.path

@@ -61,7 +61,9 @@ def test_the_text_is_the_targets_own(drafter: str, shape: Tree, sampling: Sampli
     tokens, ended, stats = run(TOY, PROMPT, sampling, DRAFTERS[drafter](PROMPT + plain), shape)
     assert tokens == plain
     assert ended == finish
-    assert stats.tokens == len(plain) == stats.rounds + stats.accepted
+    assert stats.tokens == len(plain)
+    missing = stats.rounds + stats.accepted - stats.tokens
+    assert 0 <= missing <= 1, "only the last round may lack the target's own token"
     assert sum(stats.accepted_at) == stats.accepted <= stats.drafted
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.accept import RULES
 from paceline.errors import InvalidOption, OutOfMemory, PacelineError, is_out_of_memory
 from paceline.protocols import Ask, Drafter, KVCache, Target
+from paceline.runner import free_rows
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
@@ -56,6 +57,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.draft = draft or (drafter.draft if drafter else Tree.chain(0))
+        self._rows = None if draft else max(self.draft.nodes + 1, free_rows(target.device))
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
 
@@ -118,7 +120,7 @@ class Engine:
     def _propose(self, requests: Sequence[Request]) -> list[Draft]:
         if self.drafter is None or self.draft.nodes == 0:
             return [Draft()] * len(requests)
-        budgets = [self._budget(r) for r in requests]
+        budgets = [self._budget(r, len(requests)) for r in requests]
         asks = [Ask(r.slot, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         for draft, ask in zip(drafts, asks, strict=True):
@@ -134,9 +136,15 @@ class Engine:
                 f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
             )
 
-    def _budget(self, request: Request) -> Tree:
-        """The target adds one token itself, so a draft deeper than what is left but one cannot be used."""
-        return self.cache.fit(request.slot, self.draft.within(request.stream.left - 1))
+    def _budget(self, request: Request, together: int) -> Tree:
+        """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
+
+        A size left to us shrinks as requests share a pass, which is free for so many rows and no more.
+        """
+        draft = self.draft.within(request.stream.left - 1)
+        if self._rows:
+            draft = draft.within(draft.depth, self._rows // together - 1)
+        return self.cache.fit(request.slot, draft)
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

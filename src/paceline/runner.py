@@ -77,6 +77,14 @@ def _packs(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and fast_bfloat16()
 
 
+def free_rows(device: torch.device) -> int:
+    """Rows that one pass verifies for little more than the time of a few: where weights, not products, take the time.
+
+    The packed products of the demo model take 9.9 ms for 4 rows, 15.7 for 16 and 46 for 64 (LOG.md).
+    """
+    return 16 if device.type == "cpu" else 128
+
+
 @cache
 def fast_bfloat16() -> bool:
     """Whether this CPU and this torch have oneDNN's packed bfloat16 product, tried once on a small one."""

@@ -123,7 +123,7 @@ class Verdict:
     `path`: the accepted rows from the root down (row 0 itself is always kept, and not listed).
     `tokens`: the accepted draft tokens, then the one token that the target adds itself (the correction after a
     rejection, the bonus after a full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next
-    pending token. `finish`: why the text ends here, or None.
+    pending token. `finish`: why the text ends here, or None; a text may end inside the path, and with none at all.
     """
 
     path: tuple[int, ...]
@@ -132,4 +132,4 @@ class Verdict:
 
     def cut(self, count: int, finish: FinishReason) -> Verdict:
         """The first `count` (>= 1) tokens of this verdict, and the reason to end there."""
-        return Verdict(self.path[: count - 1], self.tokens[:count], finish)
+        return Verdict(self.path[:count], self.tokens[:count], finish)

@@ -141,6 +141,10 @@ class Shards(Mapping[str, Tensor]):
         except (RuntimeError, OSError, ValueError) as error:
             raise CorruptModel(f"cannot read {name} from {path} ({error})", _AGAIN) from error
 
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own would read the tensor.
+        return name in self._home
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._home)
 
