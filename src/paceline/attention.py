@@ -41,13 +41,14 @@ class Plan:
         """`places`: where in the slabs [layers, places, kv_heads, capacity, D] the pass's slots lie."""
         _, _, kv, capacity, head_dim = slabs[0].shape
         device = slabs[0].device
-        columns, self._sources = _columns(rows, layouts, capacity)
+        self.count = rows.tokens.shape[1] - rows.padding
+        columns, self._sources = _columns(self.count, rows, layouts, capacity)
         ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
         self.reach = min(max(ends), capacity)
         # Before the shortest slot's tail every row sees every column, as long as no window has moved on.
         moved = window is not None and max(ends) > window
         self.seen = 0 if moved else min(rows.lengths)
-        mask = _window_mask(rows, layouts, window, capacity, self.reach) if moved and window else None
+        mask = _window_mask(self.count, rows, layouts, window, capacity, self.reach) if moved and window else None
         self.mask = _mask(rows, layouts, self.seen, self.reach) if mask is None else mask
         self.mask = self.mask.to(device, torch.float64 if slabs[0].dtype == torch.float64 else torch.float32)
         # Rows of the slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
@@ -61,6 +62,7 @@ class Plan:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k and v [B, T, kv_heads, D]."""
         for flat, x in zip(self._flat, (k, v), strict=True):
+            x = x[:, : self.count]
             if self._sources is not None:
                 x = x.flatten(0, 1)[self._sources]
             flat[layer].index_copy_(0, self._index, x.reshape(-1, x.shape[-1]))
@@ -90,9 +92,9 @@ class SlabPass:
         plan, index, how = self._layers[layer]
         plan.write(index, k, v)
         keys, values = plan.read(index)
-        if self._prefill and how.softcap is None:
-            return _fast(q, keys, values, plan, how)
-        return _exact(q, keys, values, plan, how)
+        mix = _fast if self._prefill and how.softcap is None else _exact
+        mixed = mix(q[:, : plan.count], keys, values, plan, how)
+        return mixed if plan.count == q.shape[1] else F.pad(mixed, (0, 0, 0, q.shape[1] - plan.count))
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttention) -> Tensor:
@@ -134,10 +136,19 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttent
 
 
 def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
-    """The weighted sum of values [B kv, rows, D], block by block."""
-    total = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK]).to(precise)
-    for start in range(BLOCK, values.shape[1], BLOCK):
-        total += torch.bmm(weights[..., start : start + BLOCK], values[:, start : start + BLOCK])
+    """The weighted sum of values [B kv, rows, D], block by block: whole blocks in one product, added in their order."""
+    reach = values.shape[1]
+    blocks, rest = divmod(reach, BLOCK)
+    if not blocks:
+        return torch.bmm(weights, values).to(precise)
+    end = reach - rest
+    left = weights[..., :end].unflatten(2, (blocks, BLOCK)).transpose(1, 2)
+    parts = torch.matmul(left, values[:, :end].unflatten(1, (blocks, BLOCK))).unbind(1)
+    total = parts[0].to(precise)
+    for part in parts[1:]:
+        total += part
+    if rest:
+        total += torch.bmm(weights[..., end:], values[:, end:])
     return total
 
 
@@ -162,10 +173,9 @@ class _Gathered(Sequence[Tensor]):
         return len(self._slab)
 
 
-def _columns(rows: Rows, layouts: Sequence[Layout], capacity: int) -> tuple[Tensor, Tensor | None]:
-    """The columns that each slot writes [B, C], and the row (of all B * T) that each of them holds, flat, or None where
-    column c simply holds row c. Short lines repeat their last column, which writes the same thing twice."""
-    count = rows.tokens.shape[1]
+def _columns(count: int, rows: Rows, layouts: Sequence[Layout], capacity: int) -> tuple[Tensor, Tensor | None]:
+    """The columns that each slot writes [B, C], and the row (of all B * count) that each of them holds, flat, or None
+    where column c simply holds row c. Short lines repeat their last column, which writes the same thing twice."""
     width = max(len(x.sources) for x in layouts)
     columns, sources = [], []
     for line, (length, x) in enumerate(zip(rows.lengths, layouts, strict=True)):
@@ -186,18 +196,18 @@ def _mask(rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tens
     return mask
 
 
-def _window_mask(rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
+def _window_mask(count: int, rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
     """The same [B, T, reach] for a window that has moved on, over a ring that may have wrapped."""
     masks = []
     for length, parents, x in zip(rows.lengths, rows.parents, layouts, strict=True):
-        depths = _depths(parents)
-        here = length + torch.tensor(depths)[rows.start :, None]
+        depths = torch.tensor(_depths(parents[: rows.start + count]))
+        here = length + depths[rows.start :, None]
         # The position that each column holds of the prefix: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > here - window)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        there = length + torch.tensor(depths)[[*range(rows.start), *(rows.start + s for s in x.sources)]]
+        there = length + depths[[*range(rows.start), *(rows.start + s for s in x.sources)]]
         visible[:, tail] = x.visible & (there > here - window)
         masks.append(torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf))
     return torch.stack(masks)

@@ -184,7 +184,8 @@ class SlabCache:
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
-        layouts = [layout_of(p, n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
+        count = rows.start + rows.tokens.shape[1] - rows.padding
+        layouts = [layout_of(p[:count], n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
         ends = [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)]
         for slot, end in zip(rows.slots, ends, strict=True):

@@ -72,7 +72,8 @@ def pack(
 
     A padding row is one more root: it repeats the pending token, sees the prefix and itself, and is never read.
     """
-    count = max(-(-MIN_ROWS // len(drafts)), 1 + max(len(d.tokens) for d in drafts))
+    longest = 1 + max(len(d.tokens) for d in drafts)
+    count = max(-(-MIN_ROWS // len(drafts)), longest)
     tokens, positions, parents = [], [], []
     for token, draft, length in zip(last, drafts, lengths, strict=True):
         padding = count - 1 - len(draft.tokens)
@@ -85,6 +86,7 @@ def pack(
         slots=tuple(slots),
         lengths=tuple(lengths),
         parents=tuple(parents),
+        padding=count - longest,
     )
 
 

@@ -88,6 +88,7 @@ class Rows:
     A row attends to its slot's whole committed prefix, its ancestors and itself.
     `start`: rows of this same tree that earlier passes wrote and nothing has committed (a draft model grows its
     tree level by level). Row numbers go on from there: `parents` then covers all start + T rows.
+    `padding`: so many last rows of every slot are there to fill the pass; nobody looks at what they give.
     `prefill`: a chunk of a prompt, which is the same whatever is drafted: its bits may depend on its shape.
     """
 
@@ -97,6 +98,7 @@ class Rows:
     lengths: tuple[int, ...]
     parents: tuple[tuple[int, ...], ...]
     start: int = 0
+    padding: int = 0
     prefill: bool = False
 
 
