@@ -81,7 +81,7 @@ def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateT
     require(whole and any(choices), f"choices={choices!r} name no tokens", "Give tuples of ranks, 0 for the best")
     deepest = max(map(len, choices))
     _check_heads(logits, deepest)
-    shape = from_paths(sorted(choices, key=len))
+    shape = from_paths(choices)
     used = clean(logits[:, :deepest])
     tokens, log_probs = _likeliest(used, max(shape.tokens) + 1)
     ranks, parents, below = torch.tensor([shape.tokens, shape.parents, depths(shape.parents)[1:]], device=logits.device)
