@@ -164,6 +164,11 @@ def test_nan_ranks_last_behind_minus_infinity(rows: list[list[float]], k: int) -
             assert [rank(v) for v in values] == [rank(row[i]) for i in indices]
 
 
+@given(st.permutations([0.0, -0.0, 0.0, -0.0]))
+def test_negative_zero_equals_zero(row: list[float]) -> None:
+    assert topk(torch.tensor(row), 2).indices.equal(topk(torch.zeros(4), 2).indices)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_ranked_too(dtype: torch.dtype) -> None:
     row = torch.tensor([-torch.inf, 3.0, torch.nan, torch.finfo(dtype).min, -2.0], dtype=dtype)

@@ -106,7 +106,7 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of [B, W, V] and their log-probabilities. NaN and -inf have none: -inf."""
     found = topk(logits, count)
     mass = logits.masked_fill(logits.isnan(), -torch.inf).logsumexp(-1, keepdim=True)
-    # A sum may round to less than its largest part.
+    # Should a sum round to less than its largest part, a child must still not score above its parent.
     log_probs = (found.values - mass).clamp_(max=0.0)
     return found.indices, log_probs.where(found.values > -torch.inf, -torch.inf)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,17 +43,17 @@ Propose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The W rows that get children next, each [B, W, ...]. `states`: what the drafter said of them."""
+    """The W rows that get children next, each [B, W, ...]. `states`: their hidden states, where a head reads them."""
 
     rows: Tensor
     scores: Tensor
     live: Tensor
     visible: Tensor
-    states: Tensor
+    states: Tensor | None
 
     @staticmethod
-    def root(states: Tensor, scores: Tensor) -> Front:
-        """The pending token: `states` [B, 1, ...], `scores` zeros [B, 1]."""
+    def root(states: Tensor | None, scores: Tensor) -> Front:
+        """The pending token: `states` [B, 1, H], `scores` zeros [B, 1]."""
         rows = torch.zeros_like(scores, dtype=torch.int64)
         return Front(rows, scores, rows == 0, rows.new_zeros(*rows.shape, 0, dtype=torch.bool), states)
 
@@ -87,7 +87,7 @@ class Growth:
         self.fronts.append(front)
         self.blocks.append(block)
 
-    def choose(self, count: int, depth: int) -> tuple[Level, Callable[[Tensor], Front]]:
+    def choose(self, count: int, depth: int) -> tuple[Level, Callable[[Tensor | None], Front]]:
         """The `count` best nodes of the last block, as the drafter sees them, and the front that its answer makes."""
         front, block = self.fronts[-1], self.blocks[-1]
         best = block.scores.topk(count, 1)
@@ -97,8 +97,9 @@ class Growth:
         visible = torch.cat([_at(front.visible, above), own], 2)
         tokens = block.tokens.gather(1, best.indices).masked_fill(~live, 0)
         rows = self.size - block.tokens.shape[1] + best.indices + 1
-        level = Level(tokens, live, depth, above, visible, _at(front.states, above))
-        return level, lambda states: Front(rows, best.values, live, visible, states)
+        states = None if front.states is None else _at(front.states, above)
+        level = Level(tokens, live, depth, above, visible, states)
+        return level, lambda own_states: Front(rows, best.values, live, visible, own_states)
 
     def tree(self, wanted: Tensor) -> tuple[CandidateTree, Tensor]:
         """`Nodes.keep` of all that has grown."""
@@ -118,14 +119,12 @@ def grow_levels(
 ) -> Growth:
     """Ask, choose and ask again until the tree is `config.depth` deep or `limit` nodes have grown."""
     fine = root.ndim == 2 and root.is_floating_point()
-    require(
-        fine, f"root is {root.dtype} with shape {[*root.shape]}", "Give logits [B, V], or with a head states [B, H]"
-    )
+    require(fine, f"root is {root.dtype} {[*root.shape]}", "Give float logits [B, V], or with a head states [B, H]")
     batch = len(root)
     floor = config.floor(widen(root))
     growth = Growth(config, floor, torch.zeros_like(floor[:, 0], dtype=torch.bool))
     logits = read(root[:, None], head, batch, 1)
-    front = Front.root(root[:, None], logits.new_zeros(batch, 1))
+    front = Front.root(root[:, None] if head else None, logits.new_zeros(batch, 1))
     for depth in range(1, config.depth + 1):
         growth.broken = growth.broken | (logits.isnan().any(-1) & front.live).any(1)
         growth.add(front, front.children(*propose(logits), depth, limit - growth.size))
@@ -134,8 +133,9 @@ def grow_levels(
         if width == 0 or depth == config.depth:
             break
         level, then = growth.choose(width, depth)
-        front = then(step(level if head else replace(level, states=None)))
-        logits = read(front.states, head, batch, width)
+        out = step(level)
+        front = then(out if head else None)
+        logits = read(out, head, batch, width)
     return growth
 
 
