@@ -121,6 +121,15 @@ def test_siblings_come_in_the_order_of_draws_without_replacement() -> None:
     assert chi_square(pairs, expected.fill_diagonal_(0.0)) < 4
 
 
+def test_a_candidate_that_cannot_be_leaves_the_q_of_the_others_alone() -> None:
+    table = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    root = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf]])
+    tree, q = sample(lambda level: table[level.tokens], root, TreeConfig(2, 2, 6))
+    assert [draft.parents for draft in drafts_of(tree)] == [(0, 1, 1), (0, 1, 1)]
+    assert q[:, 0].equal(root.softmax(-1))
+    assert q[:, 1].allclose(table[[2, 0]].softmax(-1))
+
+
 def never(level: Level) -> Tensor:
     raise AssertionError("the drafter was asked")
 

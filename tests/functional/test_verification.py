@@ -21,6 +21,7 @@ from paceline.functional import (
     verify_rejection,
     verify_sampling,
 )
+from paceline.functional.draws import draw
 from paceline.noise import Noise
 from paceline.sampling import Sampler
 from paceline.types import Draft, Verdict
@@ -233,6 +234,12 @@ def test_candidates_that_were_not_drawn_from_q_are_passed_over() -> None:
         assert (accepted.counts == 1).all()
         assert not accepted.broken.any()
         assert chi_square(accepted.tokens[:, 0].bincount(minlength=3), p) < 4
+
+
+def test_a_draw_at_either_end_is_a_token_that_can_be() -> None:
+    probs = torch.tensor([0.0, 0.5, 0.25, 0.0]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.6, 1 - 2.0**-24, 1.0])
+    assert draw(probs, uniform).tolist() == [1, 1, 2, 1]
 
 
 def test_the_same_generator_state_gives_the_same_text() -> None:
