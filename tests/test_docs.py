@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
@@ -33,3 +34,14 @@ def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
         assert tokens == plain
         assert stats.drafted > 0
     assert stats.accepted + run(target, prompt, Sampling(max_new_tokens=40), make())[2].accepted > 0
+
+
+def test_the_loop_of_functional_md_decodes_what_greedy_decoding_does() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "functional.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "functional.md", "exec"), names)
+    likeliest = names["target"].argmax(-1).tolist()
+    for text, length, prompt in zip(names["tokens"].tolist(), names["lengths"].tolist(), (3, 2), strict=True):
+        assert length >= 20
+        assert text[prompt : length + 1] == [likeliest[token] for token in text[prompt - 1 : length]]
+    assert names["accepted"].tokens.shape == (2, 5)
