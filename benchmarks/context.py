@@ -1,7 +1,8 @@
 """What a token costs as the text grows, what a limit that is not reached costs, and what the cache holds.
 
 One verify pass of plain decoding (one row that counts) and of a 15-node tree at several lengths of context,
-interleaved; the same reply under `max_new_tokens` 64 and 8000; the cache's memory against the figure computed from the config.
+interleaved; the same reply under `max_new_tokens` 64 and 8000; the cache's memory against the figure computed from
+the config.
 """
 
 from __future__ import annotations
