@@ -14,8 +14,9 @@ import torch
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.checkpoint import eos_token_ids, open_checkpoint
 from paceline.models.files import resolve
-from paceline.models.gguf import open_gguf, unpair
+from paceline.models.gguf import open_gguf
 from paceline.models.gguf_file import read_gguf
+from paceline.models.gguf_tensors import unpair
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
@@ -177,9 +178,19 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "options", "message"),
     [
-        ("mamba", {}, "'mamba'.*llama, qwen2"),
-        ("llama", {"fields": {"llama.expert_count": 8}}, "mixture of experts"),
+        ("command-r", {}, "'command-r'.*gemma2, gemma3, llama"),
+        ("mamba", {}, "recurrent"),
+        ("rwkv6", {}, "recurrent"),
+        ("falcon-h1", {}, "recurrent"),
+        ("gemma3n", {}, "multimodal"),
+        ("qwen2vl", {}, "multimodal"),
+        ("clip", {}, "multimodal"),
+        ("nomic-bert", {}, "encoder"),
+        ("llama", {"fields": {"general.type": "adapter"}}, "'adapter'"),
+        ("clip", {"fields": {"general.type": "mmproj"}}, "'mmproj'"),
         ("llama", {"fields": {"split.count": 3}}, "merge"),
+        ("llama", {"fields": {"llama.feed_forward_length": [96]}}, "different widths"),
+        ("llama", {"fields": {"llama.attention.value_length": 8}}, "another size"),
         ("llama", {"fields": {"llama.rope.dimension_count": 8}}, "part of each head"),
         ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
     ],
