@@ -6,6 +6,7 @@ words mean. The patterns are those of the models' own tokenizer.json files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,11 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
         )
     tokens, kinds = _vocabulary(fields)
     splitter = _splitter(fields) if model == "gpt2" else None
-    backend = _byte_level(fields, tokens, splitter) if splitter else _sentencepiece(fields, tokens, kinds)
+    if splitter:
+        backend = _byte_level(fields, tokens, splitter)
+    else:
+        tokens = _original_spelling(tokens, kinds)
+        backend = _sentencepiece(fields, tokens, kinds)
     _add_tokens(backend, tokens, kinds)
     defaults = (splitter.bos if splitter else True, False)
     _frame(backend, fields, tokens, defaults)
@@ -106,6 +111,13 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     if len(kinds) != len(tokens):
         raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(kinds)} token types")
     return tokens, kinds
+
+
+def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
+    """SentencePiece spells a space "▁"; converters write it as a space in user-defined tokens."""
+    taken = set(tokens)
+    spelled = (token.replace(" ", "▁") if kind == _USER_DEFINED else token for token, kind in zip(tokens, kinds))
+    return [new if new not in taken else old for new, old in zip(spelled, tokens, strict=True)]
 
 
 def _splitter(fields: Fields) -> Splitter:
@@ -166,16 +178,21 @@ def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE, best first: it joins whichever neighbours make the token of highest score.
 
-    Every way to cut a token into two others is a merge of that token's rank.
+    Every way to cut a token into two others is a merge of that token's score; among equals the longer token and then
+    the longer left part is first, so that runs grow from the left. User-defined runs of spaces come before all others:
+    SentencePiece takes those out of the text beforehand.
     """
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
-    order = sorted(range(len(tokens)), key=lambda index: -scores[index])
+    order = sorted(
+        (-score if kind == 1 else -math.inf, -len(token), token)
+        for token, kind, score in zip(tokens, kinds, scores, strict=True)
+        if kind == 1 or (kind == _USER_DEFINED and not token.strip("▁"))
+    )
     return [
-        (tokens[index][:cut], tokens[index][cut:])
-        for index in order
-        if kinds[index] == 1
-        for cut in range(1, len(tokens[index]))
-        if tokens[index][:cut] in known and tokens[index][cut:] in known
+        (token[:cut], token[cut:])
+        for _, size, token in order
+        for cut in range(-size - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
     ]
 
 
