@@ -122,9 +122,7 @@ def random_blocks(kind: Q) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("piece", [1 << 18, 1024, 1], ids=["whole", "in pieces", "block by block"])
-def test_blocks_mean_what_the_format_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Q, piece: int
-) -> None:
+def test_blocks_mean_what_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Q, piece: int) -> None:
     raw = random_blocks(kind)
     store(tmp_path / "t.gguf", raw, kind)
     monkeypatch.setattr(gguf_file, "_PIECE", max(piece, gguf.GGML_QUANT_SIZES[kind][0]))

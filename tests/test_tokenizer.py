@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, UnsupportedModel
 from paceline.models.files import resolve
 from paceline.models.gguf_file import read_gguf
-from paceline.models.gguf_tokenizer import SPLITTERS
+from paceline.models.gguf_splitters import SPLITTERS
 from paceline.tokenizer import Tokenizer
 
 AWKWARD = [

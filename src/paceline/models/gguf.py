@@ -74,7 +74,11 @@ _OTHER_KINDS = (
         "is a multimodal model or a part of one",
         "Use a text-only model of the same family",
     ),
-    (("bert", "t5", "gemma-embedding", "llama-embed"), "is an encoder, which writes no text", "Use a decoder-only model"),
+    (
+        ("bert", "t5", "gemma-embedding", "llama-embed"),
+        "is an encoder, which writes no text",
+        "Use a decoder-only model",
+    ),
 )
 
 
@@ -259,8 +263,8 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
 
 
 _ENDS = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
-    + ("<｜end▁of▁sentence｜>",)
+    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT>"
+    " <\uff5cend\u2581of\u2581sentence\uff5c>".split()
 )
 
 

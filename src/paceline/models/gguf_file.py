@@ -47,7 +47,7 @@ class _Reader(gguf.GGUFReader):
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
         """`count` strings, each behind its length, as views of the file; and where they end."""
-        view, found = memoryview(self.data), []
+        view, found = self.data.data, []
         for _ in range(count):
             end = start + 8 + int.from_bytes(view[start : start + 8], "little")
             if end > len(view):

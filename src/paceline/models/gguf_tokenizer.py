@@ -1,17 +1,17 @@
 """A `tokenizers` backend from a GGUF's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `SPLITTERS` says what the
-words mean. The patterns are those of the models' own tokenizer.json files.
+GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `gguf_splitters` says what the
+words mean.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.gguf_splitters import SPLITTERS, Splitter
 
 if TYPE_CHECKING:
     import tokenizers
@@ -19,60 +19,6 @@ if TYPE_CHECKING:
 Fields = Mapping[str, Any]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Splitter:
-    """How a byte-level BPE cuts text before its merges apply.
-
-    `patterns`: each cuts the pieces of the one before, matches and gaps alike. `digits`: numbers fall into single
-    digits. `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token stays whole, whatever the
-    merges say. `nfc`: text is normalised first. `bos`: whether a text begins with BOS where the metadata is silent.
-    """
-
-    patterns: tuple[str, ...] = ()
-    digits: bool = False
-    gpt2: bool = False
-    whole: bool = False
-    nfc: bool = False
-    bos: bool = False
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CJK = "[一-\u9fa5\u0800-一\uac00-\ud7ff]+"
-
-_llama3 = Splitter((_LLAMA3,), whole=True, bos=True)
-_gpt2 = Splitter(gpt2=True)
-_single_digits = Splitter(digits=True, gpt2=True)
-
-SPLITTERS: dict[str, Splitter] = {
-    "smollm": _single_digits,
-    "starcoder": _single_digits,
-    "refact": _single_digits,
-    "minerva-7b": _single_digits,
-    "gpt-2": _gpt2,
-    "trillion": _gpt2,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "smaug-bpe": Splitter((_LLAMA3,)),
-    "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez": Splitter((_QWEN2,)),
-    "deepseek-r1-qwen": Splitter((_QWEN2,)),
-    "tekken": Splitter((_TEKKEN,), whole=True, bos=True),
-    "deepseek-coder": Splitter(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
-    # What llama.cpp does with files from before the field existed.
-    "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-}
 
 
 def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
@@ -116,8 +62,11 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
 def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
     """SentencePiece spells a space "▁"; converters write it as a space in user-defined tokens."""
     taken = set(tokens)
-    spelled = (token.replace(" ", "▁") if kind == _USER_DEFINED else token for token, kind in zip(tokens, kinds))
-    return [new if new not in taken else old for new, old in zip(spelled, tokens, strict=True)]
+    spelled = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        new = token.replace(" ", "▁") if kind == _USER_DEFINED else token
+        spelled.append(token if new in taken else new)
+    return spelled
 
 
 def _splitter(fields: Fields) -> Splitter:
@@ -131,16 +80,12 @@ def _splitter(fields: Fields) -> Splitter:
 
 
 def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
     model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
     backend = Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitter.patterns]
-    if splitter.digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.gpt2))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = splitter.build()
     backend.decoder = decoders.ByteLevel()
     if splitter.nfc:
         backend.normalizer = normalizers.NFC()
