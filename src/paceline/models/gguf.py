@@ -64,8 +64,10 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        ("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2", "qwen3next", "qwen35")
-        + ("kimi-linear",),
+        (
+            *("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2"),
+            *("qwen3next", "qwen35", "kimi-linear"),
+        ),
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
@@ -262,10 +264,10 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
     return {key: value for key, value in entries.items() if value is not None}
 
 
-_ENDS = frozenset(
-    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT>"
-    " <\uff5cend\u2581of\u2581sentence\uff5c>".split()
-)
+_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
+    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+}
 
 
 def _eos(fields: Fields) -> list[int] | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Fields = Mapping[str, Any]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+# Phi-3's other added tokens take the white space that follows them.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
@@ -40,7 +42,7 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
     else:
         tokens = _original_spelling(tokens, kinds)
         backend = _sentencepiece(fields, tokens, kinds)
-    _add_tokens(backend, tokens, kinds)
+    _add_tokens(backend, fields, tokens, kinds)
     defaults = (splitter.bos if splitter else True, False)
     _frame(backend, fields, tokens, defaults)
     return backend
@@ -141,13 +143,15 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     ]
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
     """Control tokens are found in text and vanish in decoded text; user-defined ones are found, and stay."""
     from tokenizers import AddedToken
 
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    # A GGUF does not say so; llama.cpp goes by the name of the model.
+    swallows = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
     found = [
-        AddedToken(token, special=added[kind], normalized=False)
+        AddedToken(token, special=added[kind], normalized=False, rstrip=swallows and token not in _PHI3_KEEPS_SPACE)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in added
     ]
