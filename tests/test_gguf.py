@@ -25,7 +25,7 @@ HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
 def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any) -> dict[str, np.ndarray]:
     """A model of one layer; returns its tensors by GGUF name as float32. `extra`: metadata of the architecture."""
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
+    writer.add_block_count(extra.pop("layers", 1))
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -36,7 +36,7 @@ def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, *
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab", "<s>", "</s>"])
+    writer.add_token_list(extra.pop("tokens", ["a", "b", "ab", "<s>", "</s>"]))
     writer.add_token_merges(["a b"])
     writer.add_token_types([1, 1, 1, 3, 3])
     writer.add_bos_token_id(3)
@@ -124,6 +124,35 @@ def test_config_of_a_tied_llama(tmp_path: Path) -> None:
     assert opened.generation == {}
     assert eos_token_ids(opened.config, opened.generation, opened.tokenizer) == (4, 2)
     assert opened.tokenizer.encode("abb") == [2, 1]
+
+
+def test_tokens_spelled_as_an_end_end_a_reply(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", tokens=["a", "<end_of_turn>", "ab", "<|eot_id|>", "</s>"])
+    assert open_gguf(tmp_path / "m.gguf")[0]["eos_token_id"] == [4, 1, 3]
+
+
+def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
+    for window, expected in ((0, ("llama", None)), (8, ("mistral", 8))):
+        write(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
+        config = open_gguf(tmp_path / "m.gguf")[0]
+        assert (config["model_type"], config.get("sliding_window")) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "windowed"),
+    [
+        ({}, "fff"),
+        ({"gemma3.attention.sliding_window": 8}, "sss"),
+        ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": 2}, "sfs"),
+        (
+            {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True, False, False]},
+            "sff",
+        ),
+    ],
+)
+def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
+    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
 
 
 def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
