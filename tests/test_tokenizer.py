@@ -36,9 +36,8 @@ AWKWARD = [
     "ßẞ ﬁ Ⓐ \U0001d518\U0001d52b 𓀀",
     "\x00\x01\x7f",
     "\r\n\r\nc\rd\n",
-    " " * 40 + "x" + " " * 17,
+    " " * 40 + "x trailing" + " " * 17,
     "\n" * 40 + "\t" * 35,
-    "trailing   ",
     '\t\tif (a[0]->b != NULL) { printf("%d\\n", x); } // done\r\n',
     "camelCaseWORDSand_snake_case kebab-case XMLHttpRequest",
     "e\u0301 a\u0308 n\u0303 \u0301x A\u0300\u0301\u0302 \u1100\u1161\u11a8",
@@ -47,8 +46,7 @@ AWKWARD = [
     "<bos><start_of_turn>user\nHi<end_of_turn>\n<s>[INST] Hi [/INST]</s> <unk> <pad>",
     "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><｜User｜>Hi<think>\n",
     "▁▁x ▁ Ġ Ċ <0x41>",
-    "https://example.com/a/b?c=d&e=f#g v1.2.3-rc4 100% 12:34:56",
-    "end.\n/path/\n//\n!\r\n?\n",
+    "https://example.com/a/b?c=d&e=f#g v1.2.3-rc4 100% 12:34:56\n/path/\n//\n!\r\n?\n",
     "0" * 20 + "a" * 40 + "!" * 30 + "한" * 10,
 ]
 
