@@ -14,8 +14,9 @@ import torch
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.checkpoint import eos_token_ids, open_checkpoint
 from paceline.models.files import resolve
-from paceline.models.gguf import open_gguf, unpair
+from paceline.models.gguf import open_gguf
 from paceline.models.gguf_file import read_gguf
+from paceline.models.gguf_tensors import unpair
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
@@ -24,7 +25,7 @@ HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
 def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any) -> dict[str, np.ndarray]:
     """A model of one layer; returns its tensors by GGUF name as float32. `extra`: metadata of the architecture."""
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
+    writer.add_block_count(extra.pop("layers", 1))
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -35,7 +36,7 @@ def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, *
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab", "<s>", "</s>"])
+    writer.add_token_list(extra.pop("tokens", ["a", "b", "ab", "<s>", "</s>"]))
     writer.add_token_merges(["a b"])
     writer.add_token_types([1, 1, 1, 3, 3])
     writer.add_bos_token_id(3)
@@ -125,6 +126,35 @@ def test_config_of_a_tied_llama(tmp_path: Path) -> None:
     assert opened.tokenizer.encode("abb") == [2, 1]
 
 
+def test_tokens_spelled_as_an_end_end_a_reply(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", tokens=["a", "<end_of_turn>", "ab", "<|eot_id|>", "</s>"])
+    assert open_gguf(tmp_path / "m.gguf")[0]["eos_token_id"] == [4, 1, 3]
+
+
+def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
+    for window, expected in ((0, ("llama", None)), (8, ("mistral", 8))):
+        write(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
+        config = open_gguf(tmp_path / "m.gguf")[0]
+        assert (config["model_type"], config.get("sliding_window")) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "windowed"),
+    [
+        ({}, "fff"),
+        ({"gemma3.attention.sliding_window": 8}, "sss"),
+        ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": 2}, "sfs"),
+        (
+            {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True, False, False]},
+            "sff",
+        ),
+    ],
+)
+def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
+    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
+
+
 def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "qwen2", tied=False, tensors={"blk.0.attn_q.bias": (HIDDEN,)})
     config, tensors, _ = open_gguf(tmp_path / "m.gguf")
@@ -177,9 +207,19 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "options", "message"),
     [
-        ("mamba", {}, "'mamba'.*llama, qwen2"),
-        ("llama", {"fields": {"llama.expert_count": 8}}, "mixture of experts"),
+        ("command-r", {}, "'command-r'.*gemma2, gemma3, llama"),
+        ("mamba", {}, "recurrent"),
+        ("rwkv6", {}, "recurrent"),
+        ("falcon-h1", {}, "recurrent"),
+        ("gemma3n", {}, "multimodal"),
+        ("qwen2vl", {}, "multimodal"),
+        ("clip", {}, "multimodal"),
+        ("nomic-bert", {}, "encoder"),
+        ("llama", {"fields": {"general.type": "adapter"}}, "'adapter'"),
+        ("clip", {"fields": {"general.type": "mmproj"}}, "'mmproj'"),
         ("llama", {"fields": {"split.count": 3}}, "merge"),
+        ("llama", {"fields": {"llama.feed_forward_length": [96]}}, "different widths"),
+        ("llama", {"fields": {"llama.attention.value_length": 8}}, "another size"),
         ("llama", {"fields": {"llama.rope.dimension_count": 8}}, "part of each head"),
         ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
     ],

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (awkward characters are the point)
 """Tokenizers from folders and from GGUF metadata, and chat templates."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, UnsupportedModel
 from paceline.models.files import resolve
 from paceline.models.gguf_file import read_gguf
-from paceline.models.gguf_tokenizer import SPLITTERS
+from paceline.models.gguf_splitters import SPLITTERS
 from paceline.tokenizer import Tokenizer
 
 AWKWARD = [
@@ -34,6 +35,19 @@ AWKWARD = [
     "a  1 b  22  c\n 3",
     "ßẞ ﬁ Ⓐ \U0001d518\U0001d52b 𓀀",
     "\x00\x01\x7f",
+    "\r\n\r\nc\rd\n",
+    " " * 40 + "x trailing" + " " * 17,
+    "\n" * 40 + "\t" * 35,
+    '\t\tif (a[0]->b != NULL) { printf("%d\\n", x); } // done\r\n',
+    "camelCaseWORDSand_snake_case kebab-case XMLHttpRequest",
+    "e\u0301 a\u0308 n\u0303 \u0301x A\u0300\u0301\u0302 \u1100\u1161\u11a8",
+    "தமிழ் తెలుగు ಕನ್ನಡ മലയാളം বাংলা ქართული հայերեն አማርኛ ភាសាខ្មែរ",
+    '…“curly” ‘it’s’ «x» – — ```"""!!!???---===',
+    "<bos><start_of_turn>user\nHi<end_of_turn>\n<s>[INST] Hi [/INST]</s> <unk> <pad>",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><｜User｜>Hi<think>\n",
+    "▁▁x ▁ Ġ Ċ <0x41>",
+    "https://example.com/a/b?c=d&e=f#g v1.2.3-rc4 100% 12:34:56\n/path/\n//\n!\r\n?\n",
+    "0" * 20 + "a" * 40 + "!" * 30 + "한" * 10,
 ]
 
 
@@ -133,6 +147,16 @@ def test_every_splitter_keeps_the_text(pre: str) -> None:
         ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("llama-bpe", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
         ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("dbrx", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("gpt-4o", ["I'll", " pay", " ", "123", "45", "€", "  ", " NOW'VE", "\n\n"]),
+        ("seed-coder", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("deepseek-v3", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
+        (
+            "deepseek-llm",
+            ["I", "'", "ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'", "VE", "\n", "\n"],
+        ),
+        ("command-r", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'", "VE", "\n\n"]),
+        ("falcon", ["I", "'", "ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
     ],
 )
@@ -351,3 +375,26 @@ def test_what_is_no_text() -> None:
         tokenizer.encode("\ud800")
     with pytest.raises(InvalidPrompt, match="token ids"):
         tokenizer.decode([-1])
+
+
+def with_token(fields: dict[str, Any], token: str, kind: int) -> dict[str, Any]:
+    more = (("tokens", token), ("scores", -1000.0), ("token_type", kind))
+    return fields | {f"tokenizer.ggml.{key}": [*fields[f"tokenizer.ggml.{key}"], value] for key, value in more}
+
+
+def test_phi3_swallows_the_space_after_its_tokens() -> None:
+    fields = with_token(sentencepiece(), "<|end|>", 3)
+    plain, phi3 = (Tokenizer.from_gguf(fields | more) for more in ({}, {"general.architecture": "phi3"}))
+    assert phi3.encode("<|end|> \n hello", special=False) == phi3.encode("<|end|>hello", special=False)
+    assert phi3.encode("<s> hello", special=False) == plain.encode("<s> hello", special=False)
+    assert plain.encode("<|end|>\nhello", special=False) != plain.encode("<|end|>hello", special=False)
+
+
+def test_user_defined_runs_of_spaces() -> None:
+    """Gemma's: they come before any other merge, and stand for "▁▁" where the text spells that."""
+    fields = with_token(sentencepiece(add_space_prefix=False), "  ", 4)
+    tokenizer = Tokenizer.from_gguf(fields)
+    spaces, hello = len(fields["tokenizer.ggml.tokens"]) - 1, tokenizer.vocabulary["hello"]
+    for text in ("  hello", "▁▁hello"):
+        assert tokenizer.encode(text, special=False) == [spaces, hello]
+    assert tokenizer.decode([spaces, hello]) == "  hello"

@@ -1,217 +1,282 @@
-"""GGUF files in Hugging Face's terms: config, tensor names, tensor layout.
+"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; the tokenizer: `gguf_tokenizer`.)
 
-To add a family: one entry in `ARCHITECTURES`, and its tensor names in `_LAYER` where they are new.
+To add a family: one entry in `ARCHITECTURES`, and one in `gguf_tensors.LAYOUTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from paceline.models.gguf_file import GGUFFile, read_gguf
+from paceline.models.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
 
 Fields = Mapping[str, Any]
-Fix = Callable[[Tensor], Tensor]
+Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """What is peculiar to one GGUF architecture.
+class Metadata:
+    """A file's metadata by the keys' last parts: what every architecture spells with its own name in front."""
 
-    `model_type`: Hugging Face's name. `paired`: query and key rows are stored with the two halves of each rotary
-    pair side by side, while Hugging Face keeps all first halves before all second ones. `extra`: config entries
-    that the metadata does not hold.
-    """
+    file: GGUFFile
+    architecture: str
 
-    model_type: str
-    paired: bool = False
-    extra: tuple[tuple[str, Any], ...] = ()
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.file.fields.get(f"{self.architecture}.{key}", default)
+        # Stored as float32; the shortest decimal that rounds to it is what config.json says.
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise KeyError(f"{self.architecture}.{key}")
+        return value
 
-ARCHITECTURES = {
-    "llama": Architecture("llama", paired=True),
-    "qwen2": Architecture("qwen2", extra=(("attention_bias", True),)),
-}
-
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-_FACTORS = "rope_freqs.weight"
+    def factors(self, name: str) -> list[float] | None:
+        """One of `ROPE_FACTORS`."""
+        tensor = self.file.tensors.get(name)
+        return None if tensor is None else tensor.read().to(torch.float64).flatten().tolist()
 
 
-class GGUFTensors(Mapping[str, Tensor]):
-    """The tensors of a file by Hugging Face name; each access reads and dequantises anew (quantised: float32)."""
-
-    def __init__(self, tensors: dict[str, GGUFTensor], fixes: dict[str, Fix]) -> None:
-        self._tensors, self._fixes = tensors, fixes
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name].read()
-        fix = self._fixes.get(".".join(name.split(".")[3:5]))
-        return fix(tensor) if fix else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def open_gguf(path: Path) -> tuple[dict[str, Any], GGUFTensors, Fields]:
+def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     """Config in Hugging Face terms, lazily read tensors, and the raw metadata (the tokenizer's source).
 
     Raises `ModelNotFound`, `CorruptModel`, and `UnsupportedModel` for architectures, layouts or tensor types that
     are not read.
     """
     file = read_gguf(path)
-    if int(file.fields.get("split.count", 1)) > 1:
-        raise UnsupportedModel(f"{path} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
-    architecture = _architecture(file)
+    name = _architecture(file)
     try:
-        config = _config(file, architecture)
+        config = _config(Metadata(file, name))
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CorruptModel(f"the metadata of {path} makes no model ({error})", "Fetch the file again") from error
-    tensors = _named(file)
-    for tensor in {tensor.kind: tensor for tensor in tensors.values()}.values():
-        tensor.check()
-    return config, GGUFTensors(tensors, _fixes(architecture, config)), file.fields
+    return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
 
 
-def _architecture(file: GGUFFile) -> Architecture:
-    name = str(file.fields.get("general.architecture", "?"))
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"GGUF architecture {name!r} of {file.path.name} is not supported",
-            f"Paceline reads {', '.join(sorted(ARCHITECTURES))} (Mistral models are stored as llama)",
-        )
-    if int(file.fields.get(f"{name}.expert_count", 0)) > 0:
-        raise UnsupportedModel(f"{file.path.name} is a mixture of experts", "Use a dense model of the same family")
-    return ARCHITECTURES[name]
+_OTHER_KINDS = (
+    (
+        (
+            *("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2"),
+            *("qwen3next", "qwen35", "kimi-linear"),
+        ),
+        "is a recurrent model, whose state cannot drop rejected tokens",
+        "Use an attention-only model",
+    ),
+    (
+        ("clip", "vl", "gemma3n", "chameleon", "ocr", "glm4v", "mllama", "wavtokenizer"),
+        "is a multimodal model or a part of one",
+        "Use a text-only model of the same family",
+    ),
+    (
+        ("bert", "t5", "gemma-embedding", "llama-embed"),
+        "is an encoder, which writes no text",
+        "Use a decoder-only model",
+    ),
+)
 
 
-def _named(file: GGUFFile) -> dict[str, GGUFTensor]:
-    found = {_hf_name(name): tensor for name, tensor in file.tensors.items() if name != _FACTORS}
-    if unknown := [name for name in found if not name.startswith(("model.", "lm_head."))]:
-        raise UnsupportedModel(
-            f"{file.path.name} holds {len(unknown)} tensors this architecture does not know ({unknown[0]}, ...)",
-            "It is a variant of the architecture that Paceline does not run",
-        )
-    return found
-
-
-def _hf_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; a name that is not known stays as it is."""
-    if name in _TOP:
-        return _TOP[name]
-    block, _, rest = name.partition(".")
-    index, _, rest = rest.partition(".")
-    part, _, kind = rest.rpartition(".")
-    if block != "blk" or part not in _LAYER:
+def _architecture(file: GGUFFile) -> str:
+    """The architecture's name. Raises `UnsupportedModel` for what the file is instead of such a model."""
+    name, title = str(file.fields.get("general.architecture", "?")), file.path.name
+    if int(file.fields.get("split.count", 1)) > 1:
+        raise UnsupportedModel(f"{title} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
+    if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
+        raise UnsupportedModel(f"{title} is no model but a GGUF of type {kind!r}", "Name the model's own file")
+    if name in ARCHITECTURES:
         return name
-    return f"model.layers.{index}.{_LAYER[part]}.{kind}"
+    for words, what, fix in _OTHER_KINDS:
+        if any(word in name for word in words):
+            raise UnsupportedModel(f"{title} ({name}) {what}", fix)
+    raise UnsupportedModel(
+        f"GGUF architecture {name!r} of {title} is not supported",
+        f"Paceline reads {', '.join(sorted(ARCHITECTURES))} (Mistral and Mixtral models are stored as llama)",
+    )
 
 
-def _fixes(architecture: Architecture, config: dict[str, Any]) -> dict[str, Fix]:
-    if not architecture.paired:
-        return {}
-    return {
-        "self_attn.q_proj": partial(unpair, heads=config["num_attention_heads"]),
-        "self_attn.k_proj": partial(unpair, heads=config["num_key_value_heads"]),
-    }
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 
 
-def unpair(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads * D, ...] ordered (pair, half) within each head, to the order (half, pair)."""
-    if weight.shape[0] % (2 * heads):
-        raise CorruptModel(f"a projection of {weight.shape[0]} rows does not fit {heads} heads", "Fetch the file again")
-    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
-
-
-def _config(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
-    fields, prefix = file.fields, str(file.fields["general.architecture"])
-
-    def field(key: str, default: Any = None) -> Any:
-        return fields.get(f"{prefix}.{key}", default)
-
-    heads, hidden = fields[f"{prefix}.attention.head_count"], fields[f"{prefix}.embedding_length"]
-    if any(isinstance(field(key), list) for key in _PER_LAYER):
-        raise UnsupportedModel(f"{file.path.name} has layers of different widths", "Use a uniform model")
-    head_dim = field("attention.key_length") or hidden // heads
-    if field("rope.dimension_count", head_dim) != head_dim or field("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{file.path.name} rotates or keeps only part of each head", "Use another model")
+def _config(meta: Metadata) -> Config:
+    title = meta.file.path.name
+    if any(isinstance(meta.get(key), list) for key in _PER_LAYER):
+        raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
+    heads, hidden = meta["attention.head_count"], meta["embedding_length"]
+    head_dim = meta.get("attention.key_length") or hidden // heads
+    if meta.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{title} has values of another size than its keys", "Use another model")
     config = {
-        "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": fields[f"{prefix}.block_count"],
+        "num_hidden_layers": meta["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": fields[f"{prefix}.feed_forward_length"],
-        "rms_norm_eps": fields[f"{prefix}.attention.layer_norm_rms_epsilon"],
-        "rope_theta": field("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(field),
-        "max_position_embeddings": fields[f"{prefix}.context_length"],
-        "vocab_size": _vocab_size(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "intermediate_size": meta["feed_forward_length"],
+        "rms_norm_eps": meta["attention.layer_norm_rms_epsilon"],
+        "rope_theta": meta.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(meta),
+        "rope_freqs": meta.factors(ROPE_FACTORS[0]),
+        "max_position_embeddings": meta["context_length"],
+        # The tokenizer's count, or more where the vocabulary is padded.
+        "vocab_size": meta.file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in meta.file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
         "hidden_act": "silu",
-        "sliding_window": field("attention.sliding_window"),
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos(fields),
-        **dict(architecture.extra),
+        "sliding_window": meta.get("attention.sliding_window") or None,
+        "bos_token_id": meta.file.fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos(meta.file.fields),
     }
-    if _FACTORS in file.tensors:
-        config["rope_freqs"] = file.tensors[_FACTORS].read().to(torch.float64).flatten().tolist()
+    config |= ARCHITECTURES[meta.architecture](meta, config)
+    rotated = meta.get("rope.dimension_count", head_dim)
+    if rotated != head_dim * config.get("partial_rotary_factor", 1):
+        raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _vocab_size(file: GGUFFile) -> int:
-    """The rows of the embedding: the tokenizer's count, or more where the vocabulary is padded."""
-    return file.tensors["token_embd.weight"].shape[0]
+def _llama(meta: Metadata, config: Config) -> Config:
+    """Mistral and Mixtral are stored under this name too: windows and experts tell them apart."""
+    if meta.get("expert_count", 0):
+        return {
+            "model_type": "mixtral",
+            "num_local_experts": meta["expert_count"],
+            "num_experts_per_tok": meta["expert_used_count"],
+        }
+    return {"model_type": "mistral" if config["sliding_window"] else "llama"}
 
 
-def _rope_scaling(field: Callable[..., Any]) -> dict[str, Any] | None:
-    kind = field("rope.scaling.type") or "linear"
-    factor = field("rope.scaling.factor") or field("rope.scale_linear")
+def _smollm3(meta: Metadata, config: Config) -> Config:
+    """The metadata does not say which layers go without rotary embedding: every fourth."""
+    every = 4
+    return {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": every,
+        "no_rope_layers": [int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])],
+    }
+
+
+def _qwen3moe(meta: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "moe_intermediate_size": meta["expert_feed_forward_length"],
+        # Not in the metadata; llama.cpp always does so.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _phi3(meta: Metadata, config: Config) -> Config:
+    original = meta.get("rope.scaling.original_context_length")
+    return {
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(meta: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "gemma2",
+        **_GELU,
+        "sliding_window": meta.get("attention.sliding_window", 4096),
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "query_pre_attn_scalar": _query_scalar(config, 46),
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(meta: Metadata, config: Config) -> Config:
+    pattern = 6 if config["sliding_window"] else 1
+    return {
+        "model_type": "gemma3_text",
+        **_GELU,
+        "rope_theta": meta.get("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], pattern),
+        "query_pre_attn_scalar": _query_scalar(config, 62),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+    }
+
+
+def _layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
+    """Full attention in each `every`-th layer, unless the metadata has another period or a list (True: a window)."""
+    pattern = meta.get("attention.sliding_window_pattern", every)
+    windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windowed]
+
+
+def _query_scalar(config: Config, layers_of_27b: int) -> int:
+    """Not in the metadata: the head's size, except in the 27B models, which llama.cpp too tells by their depth."""
+    if config["num_hidden_layers"] == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _named(model_type: str, **more: Any) -> Callable[[Metadata, Config], Config]:
+    return lambda meta, config: {"model_type": model_type, **more}
+
+
+ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _named("qwen2", attention_bias=True),
+    "qwen3": _named("qwen3"),
+    "qwen3moe": _qwen3moe,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}
+"""GGUF architecture -> what it changes in the config: Hugging Face's model type, and what the metadata lacks."""
+
+
+def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
+    original = meta.get("rope.scaling.original_context_length")
+    long, short = meta.factors(ROPE_FACTORS[1]), meta.factors(ROPE_FACTORS[2])
+    if long and short:
+        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        return {**scaling, "original_max_position_embeddings": original or meta["context_length"]}
+    kind = meta.get("rope.scaling.type") or "linear"
+    factor = meta.get("rope.scaling.factor") or meta.get("rope.scale_linear")
     if kind == "none" or not factor or (kind == "linear" and factor == 1.0):
         return None
-    scaling = {
+    entries = {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": field("rope.scaling.original_context_length"),
-        "beta_fast": field("rope.scaling.yarn_beta_fast"),
-        "beta_slow": field("rope.scaling.yarn_beta_slow"),
-        "attention_factor": field("rope.scaling.attn_factor"),
+        "original_max_position_embeddings": original,
+        "beta_fast": meta.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": meta.get("rope.scaling.yarn_beta_slow"),
+        "attention_factor": meta.get("rope.scaling.yarn_attn_factor"),
     }
-    return {key: value for key, value in scaling.items() if value is not None}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
+    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+}
 
 
 def _eos(fields: Fields) -> list[int] | None:
-    """End of sequence, of turn and of message: any of them ends a reply."""
+    """Every id that ends a reply: end of sequence, turn and message, then tokens that are spelled as one.
+
+    Converters write one id where config.json lists several, so llama.cpp too goes by the spelling.
+    """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]
-    return list(dict.fromkeys(ids)) or None
+    tokens = fields.get("tokenizer.ggml.tokens") or ()
+    spelled = [index for index, token in enumerate(tokens) if token in _ENDS]
+    return list(dict.fromkeys(ids + spelled)) or None

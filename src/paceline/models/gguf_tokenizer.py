@@ -1,16 +1,17 @@
 """A `tokenizers` backend from a GGUF's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `SPLITTERS` says what the
-words mean. The patterns are those of the models' own tokenizer.json files.
+GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `gguf_splitters` says what the
+words mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.gguf_splitters import SPLITTERS, Splitter
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,60 +19,8 @@ if TYPE_CHECKING:
 Fields = Mapping[str, Any]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Splitter:
-    """How a byte-level BPE cuts text before its merges apply.
-
-    `patterns`: each cuts the pieces of the one before, matches and gaps alike. `digits`: numbers fall into single
-    digits. `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token stays whole, whatever the
-    merges say. `nfc`: text is normalised first. `bos`: whether a text begins with BOS where the metadata is silent.
-    """
-
-    patterns: tuple[str, ...] = ()
-    digits: bool = False
-    gpt2: bool = False
-    whole: bool = False
-    nfc: bool = False
-    bos: bool = False
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CJK = "[一-\u9fa5\u0800-一\uac00-\ud7ff]+"
-
-_llama3 = Splitter((_LLAMA3,), whole=True, bos=True)
-_gpt2 = Splitter(gpt2=True)
-_single_digits = Splitter(digits=True, gpt2=True)
-
-SPLITTERS: dict[str, Splitter] = {
-    "smollm": _single_digits,
-    "starcoder": _single_digits,
-    "refact": _single_digits,
-    "minerva-7b": _single_digits,
-    "gpt-2": _gpt2,
-    "trillion": _gpt2,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "smaug-bpe": Splitter((_LLAMA3,)),
-    "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez": Splitter((_QWEN2,)),
-    "deepseek-r1-qwen": Splitter((_QWEN2,)),
-    "tekken": Splitter((_TEKKEN,), whole=True, bos=True),
-    "deepseek-coder": Splitter(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
-    # What llama.cpp does with files from before the field existed.
-    "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-}
+# Phi-3's other added tokens take the white space that follows them.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
@@ -88,8 +37,12 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
         )
     tokens, kinds = _vocabulary(fields)
     splitter = _splitter(fields) if model == "gpt2" else None
-    backend = _byte_level(fields, tokens, splitter) if splitter else _sentencepiece(fields, tokens, kinds)
-    _add_tokens(backend, tokens, kinds)
+    if splitter:
+        backend = _byte_level(fields, tokens, splitter)
+    else:
+        tokens = _original_spelling(tokens, kinds)
+        backend = _sentencepiece(fields, tokens, kinds)
+    _add_tokens(backend, fields, tokens, kinds)
     defaults = (splitter.bos if splitter else True, False)
     _frame(backend, fields, tokens, defaults)
     return backend
@@ -108,6 +61,16 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
+def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
+    """SentencePiece spells a space "▁"; converters write it as a space in user-defined tokens."""
+    taken = set(tokens)
+    spelled = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        new = token.replace(" ", "▁") if kind == _USER_DEFINED else token
+        spelled.append(token if new in taken else new)
+    return spelled
+
+
 def _splitter(fields: Fields) -> Splitter:
     name = fields.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITTERS:
@@ -119,16 +82,12 @@ def _splitter(fields: Fields) -> Splitter:
 
 
 def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
     model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
     backend = Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitter.patterns]
-    if splitter.digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.gpt2))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = splitter.build()
     backend.decoder = decoders.ByteLevel()
     if splitter.nfc:
         backend.normalizer = normalizers.NFC()
@@ -166,26 +125,33 @@ def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE, best first: it joins whichever neighbours make the token of highest score.
 
-    Every way to cut a token into two others is a merge of that token's rank.
+    Every way to cut a token into two others is a merge of that token's score; among equals the longer token and then
+    the longer left part is first, so that runs grow from the left. User-defined runs of spaces come before all others:
+    SentencePiece takes those out of the text beforehand.
     """
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
-    order = sorted(range(len(tokens)), key=lambda index: -scores[index])
+    order = sorted(
+        (-score if kind == 1 else -math.inf, -len(token), token)
+        for token, kind, score in zip(tokens, kinds, scores, strict=True)
+        if kind == 1 or (kind == _USER_DEFINED and not token.strip("▁"))
+    )
     return [
-        (tokens[index][:cut], tokens[index][cut:])
-        for index in order
-        if kinds[index] == 1
-        for cut in range(1, len(tokens[index]))
-        if tokens[index][:cut] in known and tokens[index][cut:] in known
+        (token[:cut], token[cut:])
+        for _, size, token in order
+        for cut in range(-size - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
     ]
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
     """Control tokens are found in text and vanish in decoded text; user-defined ones are found, and stay."""
     from tokenizers import AddedToken
 
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    # A GGUF does not say so; llama.cpp goes by the name of the model.
+    swallows = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
     found = [
-        AddedToken(token, special=added[kind], normalized=False)
+        AddedToken(token, special=added[kind], normalized=False, rstrip=swallows and token not in _PHI3_KEEPS_SPACE)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in added
     ]

@@ -1,0 +1,120 @@
+# ruff: noqa: RUF001 (patterns name characters of many scripts)
+"""Text splitters of byte-level BPE tokenizers, by the one word GGUF has for them (`tokenizer.ggml.pre`).
+
+The patterns are those of the models' own tokenizer.json files, or llama.cpp's where it stands for no one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import pre_tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """How a byte-level BPE cuts text before its merges apply.
+
+    `patterns`: each cuts the pieces of the one before, matches and gaps alike. `digits`: numbers fall into single
+    digits. `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token stays whole, whatever the
+    merges say. `nfc`: text is normalised first. `bos`: whether a text begins with BOS where the metadata is silent.
+    """
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    whole: bool = False
+    nfc: bool = False
+    bos: bool = False
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        from tokenizers import Regex, pre_tokenizers
+
+        steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        if self.digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2))
+        return pre_tokenizers.Sequence(steps)
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}"
+_SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased(after: str, digits: str) -> str:
+    """Words cut where a small letter meets a capital; `after` may follow each."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{start}{_UPPER}*{_LOWER}+{after}|{start}{_UPPER}+{_LOWER}*{after}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CJK = "[一-\u9fa5\u0800-一\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+# Cased letters as of an early Unicode, without the mathematical ones.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
+    "\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+
+_llama3 = Splitter((_LLAMA3,), whole=True, bos=True)
+_gpt2 = Splitter(gpt2=True)
+_neox = Splitter(gpt2=True, nfc=True)
+_single_digits = Splitter(digits=True, gpt2=True)
+_gpt4o = Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))
+
+SPLITTERS: dict[str, Splitter] = {
+    "smollm": _single_digits,
+    "starcoder": _single_digits,
+    "refact": _single_digits,
+    "minerva-7b": _single_digits,
+    "command-r": Splitter(digits=True, gpt2=True, nfc=True),
+    "gpt-2": _gpt2,
+    "phi-2": _gpt2,
+    "trillion": _gpt2,
+    "olmo": _neox,
+    "mpt": _neox,
+    "llama-bpe": _llama3,
+    "llama3": _llama3,
+    "llama-v3": _llama3,
+    "falcon3": _llama3,
+    "pixtral": _llama3,
+    "midm-2.0": _llama3,
+    "smaug-bpe": Splitter((_LLAMA3,)),
+    "dbrx": Splitter((_LLAMA3,)),
+    "qwen2": Splitter((_QWEN2,), nfc=True),
+    "megrez": Splitter((_QWEN2,)),
+    "deepseek-r1-qwen": Splitter((_QWEN2,)),
+    "seed-coder": Splitter((_SEED,)),
+    "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
+    "gpt-4o": _gpt4o,
+    "llama4": _gpt4o,
+    "deepseek-llm": Splitter(
+        ("[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK), digits=True
+    ),
+    "deepseek-coder": Splitter(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
+    "deepseek-v3": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "viking": Splitter((r" ?[^(\s|.,!?…。，、।۔،)]+",), digits=True),
+    "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    # What llama.cpp does with files from before the field existed.
+    "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
