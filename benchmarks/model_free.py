@@ -87,6 +87,7 @@ class Sample:
 def transformers_systems(loaded: Loaded, tokens: int) -> dict[str, Write]:
     """Plain generate and prompt lookup (10 draft tokens, as in its documentation)."""
     peer = Transformers(model_file(loaded), torch.bfloat16)
+    peer.eos = set(loaded.eos)
 
     def system(lookup: int | None) -> Write:
         def write_reply(text: str) -> Reply:

@@ -29,12 +29,9 @@ class Transformers:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **dense).eval()
         _check_dense(self.model, dtype)
         self._config = transformers.GenerationConfig
-
-    @property
-    def eos(self) -> set[int]:
-        """End-of-sequence ids as transformers has them."""
         ids = self.model.generation_config.eos_token_id
-        return set(ids) if isinstance(ids, list) else {ids}
+        self.eos: set[int] = set(ids) if isinstance(ids, list) else {ids}
+        """Tokens that end a reply: those that transformers read from the file, until told otherwise."""
 
     def encode(self, text: str) -> list[int]:
         """A user's message through transformers' own rendering of the chat template."""
