@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM, Completion, Stream, load
     from paceline.protocols import Ask, Drafter
     from paceline.sampling import Sampling
+    from paceline.session import Session, Snapshot
     from paceline.stats import Stats
     from paceline.stream import Chunk
     from paceline.types import Draft, Tree, Verdict
@@ -32,6 +33,8 @@ _HOME = {
     "Drafter": "protocols",
     "PacelineError": "errors",
     "Sampling": "sampling",
+    "Session": "session",
+    "Snapshot": "session",
     "Stats": "stats",
     "Chunk": "stream",
     "Draft": "types",
@@ -48,6 +51,8 @@ __all__ = [
     "Drafter",
     "PacelineError",
     "Sampling",
+    "Session",
+    "Snapshot",
     "Stats",
     "Stream",
     "Tree",

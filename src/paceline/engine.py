@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.accept import RULES
-from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
+from paceline.errors import InvalidOption, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
@@ -146,15 +146,9 @@ class Engine:
                 self.drafter.observe(request.slot, verdict, {tap: states[i] for tap, states in out.taps.items()})
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
-        try:
+        cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
+        with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
             return self.target.forward(rows, self.cache, want)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows",
-                "Use a shorter prompt, a smaller draft or a smaller dtype",
-            ) from error
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:

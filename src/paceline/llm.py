@@ -16,6 +16,7 @@ from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
+from paceline.session import Session
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
 from paceline.types import FinishReason, Tree
@@ -169,6 +170,10 @@ class LLM:
         sampler = sampling.sampler(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         return Stream(self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact)))
+
+    def session(self) -> Session:
+        """The target in your own hands, for a decoding loop of your own (docs/session.md)."""
+        return Session(self)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
