@@ -257,7 +257,7 @@ steps = st.lists(
         st.tuples(st.just("chain"), st.lists(st.integers(0, 4), max_size=4)),
         st.tuples(st.just("tree"), drafts(most=7)),
         st.tuples(st.sampled_from(["next", "hidden", "snapshot", "restore"]), st.integers(0, 3)),
-        st.tuples(st.just("rollback"), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["rollback", "follow"]), st.integers(0, 5)),
     ),
     min_size=4,
     max_size=14,
@@ -271,9 +271,11 @@ steps = st.lists(
 def test_any_order_of_operations_gives_the_logits_of_a_fresh_session(kind: str, start: int, ops: list[Any]) -> None:
     s, _ = session(kind)
     s.observe(text(start))
-    history, moments = text(start), [s.snapshot()]
+    history, moments, last = text(start), [s.snapshot()], Draft()
     for name, value in ops:
-        if name == "observe":
+        if name in ("observe", "follow"):
+            if name == "follow":
+                value = [last.tokens[r - 1] for r in path_to(last, min(value, len(last.tokens)))[-2::-1]]
             s.observe(value)
             history += value
         elif name == "rollback":
@@ -291,6 +293,7 @@ def test_any_order_of_operations_gives_the_logits_of_a_fresh_session(kind: str, 
             if name == "hidden":
                 close(logits[0], fresh(history, kind))
                 continue
+            last = draft
             for row, line in enumerate(logits):
                 close(line, fresh([*history, *[draft.tokens[r - 1] for r in path_to(draft, row)[-2::-1]]], kind))
         assert s.history == history
