@@ -218,6 +218,17 @@ def test_a_snapshot_brings_back_text_and_results() -> None:
     close(s.next_logits(), fresh([*text(9), 1, 3]))
 
 
+def test_a_snapshot_may_come_back_while_later_rows_are_at_hand() -> None:
+    s, _ = session()
+    s.observe(text(9))
+    s.logits_after([1, 2])
+    s.observe([1])
+    moment = s.snapshot()
+    s.logits_after([5])
+    s.restore(moment)
+    close(s.logits_after([6])[1], fresh([*text(9), 1, 6]))
+
+
 @pytest.mark.parametrize("length", [503, 508, 511, 512])
 def test_drafts_over_the_end_of_a_block_take_more_passes_and_stay_right(length: int) -> None:
     s, passes = session()
