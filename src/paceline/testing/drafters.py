@@ -6,12 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.engine import Engine
 from paceline.protocols import Ask, Drafter, Target
+from paceline.sampler import Prefix
 from paceline.sampling import Sampling
-from paceline.testing.tiny import run, tiny_target
+from paceline.testing.tiny import run, run_together, tiny_target
 from paceline.tree import check, depths
 from paceline.types import Draft, Tap, Tree, Verdict
 
@@ -61,8 +63,9 @@ class Oracle(Drafter):
 def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
     """What every drafter must keep to, tried on a toy target; raises `AssertionError` saying what broke.
 
-    Lossless text, drafts that are trees within their budget, slots that do not disturb each other, a life that may
-    end at any moment. `make` makes a fresh drafter for a target of 37 tokens (or for the `target` given).
+    Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget; slots that do
+    not disturb each other; a life that may end at any moment. `make` makes a fresh drafter for a target of 37 tokens
+    (or for the `target` given).
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -74,7 +77,28 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
+    _check_company(make(), target, prompt)
     _check_lives(make(), prompt)
+
+
+def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+    """Requests of all kinds share rounds, and each writes what it would write alone."""
+    prompts = [prompt, prompt[3:], [2, *prompt[::-1]]]
+    samplings = [
+        Sampling(max_new_tokens=24),
+        Sampling(max_new_tokens=12, temperature=0.8, top_k=9, seed=3),
+        Sampling(max_new_tokens=18, temperature=1.1, top_p=0.9, seed=4, processors=[_no_repeat]),
+    ]
+    plain = [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
+    engine = Engine(target, _Checked(drafter), Tree(8, 4, 2))
+    together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
+    assert together == plain, "requests that share rounds change each other's text"
+
+
+def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
+    """A processor that looks at the prefix: no token twice in a row."""
+    logits[prefix.tokens[-1]] = -torch.inf
+    return logits
 
 
 def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
