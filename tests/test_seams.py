@@ -69,10 +69,10 @@ class Uniform(NGram):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (Endless, "budget"),
+        (Endless, "nodes"),
         (Forgetful, "changes a draft"),
         (Short, "one draft per ask"),
-        (Uniform, "more nodes than the budget"),
+        (Uniform, "deeper than"),
     ],
 )
 def test_the_check_notices_drafters_that_do_not(broken: type[Drafter], said: str) -> None:

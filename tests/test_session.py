@@ -229,6 +229,19 @@ def test_a_snapshot_may_come_back_while_later_rows_are_at_hand() -> None:
     close(s.logits_after([6])[1], fresh([*text(9), 1, 6]))
 
 
+def test_a_loop_may_take_back_its_last_token_and_write_another() -> None:
+    s, _ = session()
+    s.observe(text(9))
+    s.logits_after([1])
+    s.rollback_to(8)
+    close(s.next_logits(), fresh(text(8)))
+    s.observe([30])
+    close(s.next_logits(), fresh([*text(8), 30]))
+    s.rollback_to(8)
+    s.observe([31])
+    close(s.next_logits(), fresh([*text(8), 31]))
+
+
 @pytest.mark.parametrize("length", [503, 508, 511, 512])
 def test_drafts_over_the_end_of_a_block_take_more_passes_and_stay_right(length: int) -> None:
     s, passes = session()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from paceline.layout import NONE
-from paceline.protocols import KVCache, Target
+from paceline.protocols import Target
 from paceline.sampling import Sampling
 from paceline.testing.drafters import Oracle
+from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
 from paceline.testing.tiny import run
 from paceline.tree import depths, pack, pack_prefix
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
-
-SHAPES = (Tree.chain(0), Tree.chain(1), Tree.chain(6), Tree(8, 3, 2))
-BUSHY, SMALL = SHAPES[-1], Tree(3, 2, 2)
+from paceline.types import Draft, Rows, Tap, Tree, Want
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
@@ -28,10 +24,10 @@ def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: S
     of one row may lie apart, absolutely. `taps`: the hidden states that it can bring, to be checked too.
     """
     for clause in CLAUSES:
-        _hold(clause, _Probe(make(), tolerance, tuple(taps)))
+        _hold(clause, Probe(make(), tolerance, tuple(taps)))
 
 
-def _hold(clause: Callable[[_Probe], None], probe: _Probe) -> None:
+def _hold(clause: Callable[[Probe], None], probe: Probe) -> None:
     try:
         clause(probe)
     except AssertionError:
@@ -40,138 +36,7 @@ def _hold(clause: Callable[[_Probe], None], probe: _Probe) -> None:
         raise AssertionError(f"{clause.__doc__} It raised {error!r}") from error
 
 
-class _Probe:
-    """A target under test, a cache of it, and what plain feeding gives."""
-
-    def __init__(self, target: Target, tolerance: float, taps: tuple[Tap, ...]) -> None:
-        self.target, self.tolerance, self.taps = target, tolerance, taps
-        self.cache: KVCache = target.new_cache()
-        self._plain: dict[tuple[int, ...], tuple[Tensor, dict[Tap, Tensor]]] = {}
-
-    def tokens(self, count: int, seed: int = 0) -> list[int]:
-        return [(i * i + 5 * i + 3 * seed + 1) % self.target.vocab_size for i in range(count)]
-
-    def text(self, count: int, seed: int = 0, cache: KVCache | None = None) -> _Text:
-        """A slot that holds `count` tokens, the last one pending, fed plainly."""
-        cache = cache or self.cache
-        text = _Text(self, cache, cache.acquire())
-        assert text.length == 0, f"a new slot holds {text.length} tokens"
-        text.add(*self.tokens(count, seed))
-        return text
-
-    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        before = [cache.lengths[slot] for slot in rows.slots]
-        out = self.target.forward(rows, cache, want)
-        assert [cache.lengths[slot] for slot in rows.slots] == before, "a pass advanced a slot; only commit may"
-        return out
-
-    def plain(self, tokens: Sequence[int]) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """Logits [V] after the tokens and taps {tap: [H]} of the last, from a cache that saw nothing else."""
-        if tuple(tokens) not in self._plain:
-            cache = self.target.new_cache()
-            slot = cache.acquire()
-            for i, token in enumerate(tokens):
-                rows = pack([token], [Draft()], [slot], [i], self.target.device)
-                out = self.forward(rows, cache, Want(taps=self.taps))
-                cache.commit(slot, ())
-                taps = {tap: x[0, 0] for tap, x in out.taps.items()}
-                self._plain[tuple(tokens[: i + 1])] = out.logits[0, 0], taps
-        return self._plain[tuple(tokens)]
-
-    def compare(self, said: str, tokens: Sequence[int], logits: Tensor, taps: dict[Tap, Tensor]) -> None:
-        """One row [V] and its taps [H] against plain feeding."""
-        plain, states = self.plain(tokens)
-        self.close(f"{said}: not the logits of plain feeding", logits, plain)
-        for tap in self.taps:
-            self.close(f"{said}: not the tap {tap!r} of plain feeding", taps[tap], states[tap])
-
-    def close(self, said: str, ours: Tensor, theirs: Tensor) -> None:
-        off = float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0
-        assert off <= self.tolerance, f"{said} (off by {off:.2g})"
-
-
-@dataclass
-class _Text:
-    """A slot and the text it stands for: all but the last token are committed, that one is pending."""
-
-    probe: _Probe
-    cache: KVCache
-    slot: int
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return self.cache.lengths[self.slot]
-
-    def add(self, *tokens: int) -> None:
-        """Go on plainly."""
-        for token in tokens:
-            if self.tokens:
-                self.verify(Draft())
-                self.commit(Draft(), ())
-            self.tokens.append(token)
-
-    def verify(self, draft: Draft, want: Want | None = None) -> Forward:
-        rows = pack([self.tokens[-1]], [draft], [self.slot], [self.length], self.probe.target.device)
-        return self.probe.forward(rows, self.cache, want or Want(taps=self.probe.taps))
-
-    def commit(self, draft: Draft, path: Sequence[int]) -> None:
-        """Keep the pending token and the path; its last token stays in the cache, and the text has no pending one."""
-        length = self.length
-        self.cache.commit(self.slot, path)
-        assert self.length == length + 1 + len(path), f"commit of {1 + len(path)} rows: {length} became {self.length}"
-        self.tokens += [draft.tokens[row - 1] for row in path]
-
-    def draft(self, shape: Tree, seed: int = 0) -> Draft:
-        """As much of the shape as the cache can verify, level by level."""
-        budget = self.cache.fit(self.slot, shape)
-        assert budget.nodes <= shape.nodes, "fit gave more nodes than the budget"
-        assert budget.depth <= shape.depth, "fit gave more depth than the budget"
-        assert budget.branch <= shape.branch, "fit gave more branches than the budget"
-        return _fill(budget, self.probe.target.vocab_size, seed)
-
-    def expect(self, said: str, draft: Draft | None = None, out: Forward | None = None, line: int = 0) -> None:
-        """Every row of the draft is what plain feeding of its path gives."""
-        draft = self.draft(SMALL) if draft is None else draft
-        out = out or self.verify(draft)
-        # The longest first: plain feeding then gives its prefixes too.
-        for row, path in sorted(_paths(draft).items(), key=lambda item: -len(item[1])):
-            tokens = [*self.tokens, *(draft.tokens[r - 1] for r in path)]
-            self.probe.compare(said, tokens, out.logits[line, row], {tap: x[line, row] for tap, x in out.taps.items()})
-
-
-def _fill(budget: Tree, vocab: int, seed: int = 0) -> Draft:
-    """A tree of this budget: level by level, siblings different, one row with fewer children than the others."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    level = [0]
-    for depth in range(budget.depth):
-        edges = [(row, branch) for row in level for branch in range(budget.branch)][: budget.nodes - len(tokens)]
-        level = []
-        for row, branch in edges:
-            tokens.append((3 * row + depth + branch + seed + 2) % vocab)
-            parents.append(row)
-            level.append(len(tokens))
-    return Draft(tuple(tokens), tuple(parents))
-
-
-def _deep_first(draft: Draft) -> Draft:
-    """The same tree with its nodes numbered down every branch first."""
-    paths = sorted(_paths(draft).values())
-    row = {path[-1] if path else 0: i for i, path in enumerate(paths)}
-    nodes = [path[-1] for path in paths if path]
-    return Draft(tuple(draft.tokens[n - 1] for n in nodes), tuple(row[draft.parents[n - 1]] for n in nodes))
-
-
-def _paths(draft: Draft) -> dict[int, list[int]]:
-    """Row -> the rows that lead to it from below row 0, itself included."""
-    paths: dict[int, list[int]] = {0: []}
-    for row, parent in enumerate(draft.parents, 1):
-        paths[row] = [*paths[parent], row]
-    return paths
-
-
-def _drafts(probe: _Probe) -> None:
+def _drafts(probe: Probe) -> None:
     """Logits of chains and trees are those of their paths."""
     for length in (1, 6, 11):
         text = probe.text(length)
@@ -180,10 +45,10 @@ def _drafts(probe: _Probe) -> None:
             kind = "a tree" if shape.branch > 1 else "a chain"
             text.expect(f"{kind} of {len(draft.tokens)} after {length} tokens", draft)
             if shape.branch > 1:
-                text.expect("a tree numbered depth first", _deep_first(draft))
+                text.expect("a tree numbered depth first", depth_first(draft))
 
 
-def _wanted(probe: _Probe) -> None:
+def _wanted(probe: Probe) -> None:
     """A pass gives the logits and taps that were wanted, float32 or float64."""
     text = probe.text(9)
     draft = text.draft(Tree.chain(4))
@@ -201,7 +66,7 @@ def _wanted(probe: _Probe) -> None:
             probe.close(f"Want({want!r}) gives another tap {tap!r}", out.taps[tap], full.taps[tap])
 
 
-def _chunks(probe: _Probe) -> None:
+def _chunks(probe: Probe) -> None:
     """Prefill chunks of any size leave what plain feeding leaves."""
     text = probe.text(1)
     tokens = probe.tokens(20, seed=1)
@@ -216,7 +81,7 @@ def _chunks(probe: _Probe) -> None:
     text.expect("after prefill chunks")
 
 
-def _ragged(probe: _Probe) -> None:
+def _ragged(probe: Probe) -> None:
     """Slots of different lengths and drafts share a pass and stay alone."""
     texts = [probe.text(length, seed) for seed, length in enumerate((3, 14, 8))]
     for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
@@ -233,11 +98,11 @@ def _ragged(probe: _Probe) -> None:
         for line, (text, draft) in enumerate(zip(group, drafts, strict=True)):
             text.expect(f"line {line} of a batch of {len(group)}", draft, out, line)
         for text, draft in zip(group, drafts, strict=True):
-            text.commit(draft, max(_paths(draft).values()))
+            text.commit(draft, max(paths_of(draft).values()))
             text.tokens.append(5)
 
 
-def _traces(probe: _Probe) -> None:
+def _traces(probe: Probe) -> None:
     """What was fed and not committed leaves no trace."""
     text = probe.text(8)
     rows = pack_prefix(probe.tokens(6, seed=3), text.slot, text.length, probe.target.device)
@@ -249,21 +114,21 @@ def _traces(probe: _Probe) -> None:
     text.expect("going on after rows that nobody committed")
 
 
-def _commits(probe: _Probe) -> None:
+def _commits(probe: Probe) -> None:
     """Any path of a draft can be committed, and the text goes on from there."""
     for shape in (Tree.chain(3), BUSHY):
         for length in (4, 5):
             for node in range(shape.nodes + 1):
                 text = probe.text(length, cache=probe.target.new_cache())
-                draft = _deep_first(text.draft(shape))
-                path = _paths(draft).get(node, [])
+                draft = depth_first(text.draft(shape))
+                path = paths_of(draft).get(node, [])
                 text.verify(draft)
                 text.commit(draft, path)
                 text.tokens.append(3)
                 text.expect(f"after commit of the path {path} of {draft.parents}")
 
 
-def _truncation(probe: _Probe) -> None:
+def _truncation(probe: Probe) -> None:
     """A slot can go back, and what it says that it kept is there."""
     text = probe.text(14)
     for seed, length in enumerate((13, 12, 7, 6, 2, 0)):
@@ -281,11 +146,11 @@ def _truncation(probe: _Probe) -> None:
         text.tokens = [*text.tokens[: text.length], 1]
 
 
-def _forks(probe: _Probe) -> None:
+def _forks(probe: Probe) -> None:
     """A fork begins with what was committed, and then goes its own way."""
     text = probe.text(9)
     text.verify(text.draft(BUSHY))
-    fork = _Text(probe, probe.cache, probe.cache.fork(text.slot), list(text.tokens))
+    fork = Text(probe, probe.cache, probe.cache.fork(text.slot), list(text.tokens))
     assert fork.slot != text.slot, "fork gave the same slot"
     assert fork.length == text.length, f"a fork of {text.length} tokens has {fork.length}"
     fork.expect("a fork")
@@ -298,7 +163,7 @@ def _forks(probe: _Probe) -> None:
     fork.expect("a fork whose origin was released")
 
 
-def _lives(probe: _Probe) -> None:
+def _lives(probe: Probe) -> None:
     """Slots come and go in any order, none disturbs another, and a slot that was used is as new."""
     texts = [probe.text(length, seed) for seed, length in enumerate((12, 5, 8))]
     assert len({text.slot for text in texts}) == 3, "one slot was given twice"
@@ -315,13 +180,13 @@ def _lives(probe: _Probe) -> None:
         held = [probe.cache.lengths[slot] for slot in slots]
         assert held == [0, 0], f"a new slot holds {max(held)} tokens"
         probe.cache.release(slots[0])
-        texts.append(_Text(probe, probe.cache, slots[1]))
+        texts.append(Text(probe, probe.cache, slots[1]))
         texts[-1].add(*probe.tokens(seed, seed))
         for text in texts:
             text.expect("after a slot came back")
 
 
-def _caches(probe: _Probe) -> None:
+def _caches(probe: Probe) -> None:
     """Two caches of one target know nothing of each other."""
     ours, theirs = probe.text(9), probe.text(6, seed=1, cache=probe.target.new_cache())
     for _ in range(2):
@@ -330,13 +195,13 @@ def _caches(probe: _Probe) -> None:
         ours.add(3)
 
 
-def _growing(probe: _Probe) -> None:
+def _growing(probe: Probe) -> None:
     """A tree may grow over several passes (`Rows.start`), on top of rows that nothing has committed."""
     text = probe.text(7)
     text.verify(Draft())
     text.commit(Draft(), ())
     budget = probe.cache.fit(text.slot, BUSHY)
-    draft = _fill(budget, probe.target.vocab_size)
+    draft = fill(budget, probe.target.vocab_size)
     deep, first = depths(draft.parents)[1:], 0
     for depth in range(1, budget.depth + 1):
         level = [i for i, d in enumerate(deep) if d == depth]
@@ -351,13 +216,13 @@ def _growing(probe: _Probe) -> None:
         )
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         for line, i in enumerate(level):
-            tokens = [*text.tokens, *(draft.tokens[r - 1] for r in _paths(draft)[i + 1])]
+            tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths_of(draft)[i + 1])]
             states = {tap: x[0, line] for tap, x in out.taps.items()}
             probe.compare(f"level {depth} of a tree that grows", tokens, out.logits[0, line], states)
         first = end
 
 
-def _fits(probe: _Probe) -> None:
+def _fits(probe: Probe) -> None:
     """`fit` stays within the budget, leaves room for a draft now and then, and what it allows is verified exactly."""
     most = 0
     text = probe.text(1)
@@ -370,14 +235,14 @@ def _fits(probe: _Probe) -> None:
     assert most > 0, "fit never allows a draft"
 
 
-def _ends(probe: _Probe) -> None:
+def _ends(probe: Probe) -> None:
     """The context can be used to its last token."""
     room = probe.target.context_length
     assert room > 0, f"context_length is {room}"
     if room > 1024:
         return
     tokens = probe.tokens(room)
-    text = _Text(probe, probe.cache, probe.cache.acquire(), tokens[:1])
+    text = Text(probe, probe.cache, probe.cache.acquire(), tokens[:1])
     while text.length < room - 4:
         chunk = tokens[text.length : min(text.length + 16, room - 4)]
         rows = pack_prefix(chunk, text.slot, text.length, probe.target.device)
@@ -389,7 +254,7 @@ def _ends(probe: _Probe) -> None:
     text.expect("the last token of the context", Draft())
 
 
-def _texts(probe: _Probe) -> None:
+def _texts(probe: Probe) -> None:
     """Decoding with drafts, right or wrong, writes the text of plain decoding."""
     target, prompt = probe.target, probe.tokens(10)
     for temperature in (0.0, 0.9):
@@ -403,7 +268,7 @@ def _texts(probe: _Probe) -> None:
                 assert accuracy < 1 or stats.accepted or not stats.drafted, "right drafts are never accepted"
 
 
-CLAUSES: tuple[Callable[[_Probe], None], ...] = (
+CLAUSES: tuple[Callable[[Probe], None], ...] = (
     _wanted,
     _drafts,
     _chunks,
