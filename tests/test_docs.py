@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.llm import LLM
+from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
-from paceline.testing import run, tiny_target
+from paceline.session import Session
+from paceline.testing import ToyTarget, check_drafter, run, tiny_target
 from paceline.types import Tree
+from tests.toys import toy_llm, toy_tokenizer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
+def blocks(name: str) -> list[str]:
+    """The Python code of a document."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
 def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "extend.md").read_text(), re.DOTALL)
+    code, *_ = blocks("extend.md")
     source = code[: code.index("llm = paceline.load")]
     lines = [line for line in source[source.index("class") :].splitlines() if line.strip()]
     assert len(lines) < 40
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(source, "extend.md", "exec"), names)
     make = names["Bigram"]
-    assert isinstance(make, type)
     assert issubclass(make, Drafter)
+    check_drafter(make)
     target = tiny_target()
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     for temperature in (0.0, 0.7):
@@ -45,3 +60,115 @@ def test_the_loop_of_functional_md_decodes_what_greedy_decoding_does() -> None:
         assert length >= 20
         assert text[prompt : length + 1] == [likeliest[token] for token in text[prompt - 1 : length]]
     assert names["accepted"].tokens.shape == (2, 5)
+
+
+def test_the_target_of_extend_md_is_the_one_that_is_shipped_and_keeps_its_contract() -> None:
+    _, target, use = blocks("extend.md")
+    assert target.strip() == inspect.getsource(ToyTarget).strip()
+    exec(compile(use, "extend.md", "exec"), {})
+
+
+def test_the_loop_of_session_md_writes_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm()
+    monkeypatch.setattr("paceline.load", lambda name: llm)
+    names: dict[str, Any] = {}
+    exec(compile(blocks("session.md")[0], "session.md", "exec"), names)
+    prompt = llm.encode("Why is the sky blue?")
+    plain = llm.generate("Why is the sky blue?", Sampling(max_new_tokens=100 - len(prompt))).token_ids
+    assert names["s"].history[len(prompt) :] == [token for token in plain if token != 36]
+
+
+class Dice:
+    """Stands in for torch's random numbers and goes through every outcome, with its probability."""
+
+    def every(self, play: Callable[[], list[int]]) -> list[tuple[list[int], float]]:
+        outcomes: list[tuple[list[int], float]] = []
+        scripts: list[list[int]] = [[]]
+        while scripts:
+            self._script, self._thrown, self._chance = scripts.pop(), 0, 1.0
+            self._others = scripts
+            outcomes.append((play(), self._chance))
+        return outcomes
+
+    def throw(self, chances: list[float]) -> int:
+        options = [i for i, chance in enumerate(chances) if chance > 0]
+        if self._thrown == len(self._script):
+            self._others += [[*self._script, other] for other in options[1:]]
+            self._script.append(options[0])
+        side = self._script[self._thrown]
+        self._thrown += 1
+        self._chance *= chances[side] / sum(chances)
+        return side
+
+    def multinomial(self, weights: Tensor, count: int) -> int:
+        return self.throw(weights.tolist())
+
+    def rand(self, shape: tuple[int, ...]) -> Uniform:
+        return Uniform(self)
+
+
+class Uniform:
+    """u * q < p holds with probability min(1, p / q)."""
+
+    def __init__(self, dice: Dice, scale: float = 1.0) -> None:
+        self._dice, self._scale = dice, scale
+
+    def __mul__(self, scale: Tensor) -> Uniform:
+        return Uniform(self._dice, self._scale * float(scale))
+
+    def __lt__(self, other: Tensor) -> bool:
+        chance = min(1.0, float(other) / self._scale)
+        return self._dice.throw([1 - chance, chance]) == 1
+
+
+def small_session(seed: int, vocab: int) -> Session:
+    target = tiny_target(seed, vocab_size=vocab)
+    return LLM(Loaded(target, toy_tokenizer(), (), {}, Path("toy"))).session()
+
+
+def speculation(source: str, **names: Any) -> Callable[..., list[int]]:
+    exec(compile(source, "session.md", "exec"), names)
+    if "dice" in names:
+        names["torch"] = names["dice"]
+    return names["speculate"]  # type: ignore[no-any-return]
+
+
+def farthest(source: str, count: int, length: int) -> float:
+    """How far the example's distribution of `count` tokens is from the target's own, over every outcome."""
+    dice, target, drafter, vocab, prompt = Dice(), small_session(0, 3), small_session(5, 3), 3, [1, 2, 0]
+    speculate = speculation(source, dice=dice)
+
+    def play() -> list[int]:
+        target.reset()
+        drafter.reset()
+        return speculate(target, drafter, prompt, count, length, 8.0)
+
+    ours = torch.zeros([vocab] * count, dtype=torch.float64)
+    for tokens, chance in dice.every(play):
+        ours[tuple(tokens[:count])] += chance
+    target.reset()
+    target.observe(prompt)
+    plain = (target.next_logits() / 8.0).softmax(-1)
+    if count == 2:
+        plain = torch.stack([(target.logits_after([t])[1] / 8.0).softmax(-1) * plain[t] for t in range(vocab)])
+    return float((ours - plain).abs().max())
+
+
+def test_the_speculation_of_session_md_has_the_targets_distribution_in_thirty_lines() -> None:
+    source = blocks("session.md")[1]
+    body = source[source.index("def speculate") :]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 30
+    for count, length in ((1, 2), (2, 1)):
+        assert farthest(source, count, length) < 1e-12
+        no_residual = source.replace("(p[kept] - q[kept]).clamp(min=0)", "p[kept]")
+        assert farthest(no_residual, count, length) > 1e-3
+
+
+def test_the_speculation_of_session_md_writes_greedy_text_in_few_passes() -> None:
+    llm = toy_llm()
+    prompt = [1, 5, 9]
+    plain = llm.generate(prompt, Sampling(max_new_tokens=30, ignore_eos=True)).token_ids
+    speculate = speculation(blocks("session.md")[1])
+    for drafter in (toy_llm(), LLM(Loaded(tiny_target(9), toy_tokenizer(), (), {}, Path("toy")))):
+        tokens = speculate(llm.session(), drafter.session(), prompt, 30, temperature=1e-7)
+        assert tokens[:30] == plain

@@ -1,20 +1,24 @@
-"""Every drafter keeps the contract, and the contract's check notices those that do not."""
+"""Every drafter and target keeps its contract, and the contract's check notices those that do not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from paceline.attention import LayerAttention
+from paceline.cache import SlabCache
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.engine import Engine
-from paceline.protocols import Ask, Drafter
+from paceline.models.decoder import Decoder
+from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
-from paceline.testing import check_drafter, run, tiny_target
+from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, Tap, Tree, Verdict
 
 OTHER = tiny_target(seed=9)
@@ -55,8 +59,21 @@ class Short(NGram):
         return []
 
 
+class Uniform(NGram):
+    """Gives each request of a batch what the first one asked for."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [Draft.chain([1] * asks[0].budget.depth) for _ in asks]
+
+
 @pytest.mark.parametrize(
-    ("broken", "said"), [(Endless, "budget"), (Forgetful, "changes a draft"), (Short, "one draft per ask")]
+    ("broken", "said"),
+    [
+        (Endless, "nodes"),
+        (Forgetful, "changes a draft"),
+        (Short, "one draft per ask"),
+        (Uniform, "deeper than"),
+    ],
 )
 def test_the_check_notices_drafters_that_do_not(broken: type[Drafter], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
@@ -106,3 +123,33 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
     run(target, drafter.heard, Sampling(max_new_tokens=1), engine=Engine(target, again))
     states = torch.cat(again.states)
     torch.testing.assert_close(torch.cat(drafter.states)[: len(states)], states, rtol=0, atol=1e-9)
+
+
+class Windowed(Decoder):
+    """One layer sees five positions, the other all."""
+
+    def new_cache(self) -> SlabCache:
+        layers = [LayerAttention(8**-0.5, window=5), LayerAttention(8**-0.5)]
+        return SlabCache(layers, 2, 8, 48, self.dtype, self.device)
+
+
+def windowed() -> Decoder:
+    config = replace(TINY, context_length=48)
+    return Windowed(config, random_tensors(config), torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [windowed, ToyTarget])
+def test_targets_keep_the_contract(make: Callable[[], Target]) -> None:
+    check_target(make, tolerance=1e-9, taps=(0, "final"))
+
+
+def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
+    class Plain(Decoder):
+        def new_cache(self) -> ListCache:
+            return ListCache()
+
+    plain = Plain(TINY, random_tensors(TINY), torch.float64, torch.device("cpu"))
+    prompt = [1, 5, 9, 5, 9, 5, 2]
+    sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
+    ours = run(plain, prompt, sampling, Suffix(), Tree(8, 4, 2))[0]
+    assert ours == run(tiny_target(), prompt, sampling)[0]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.protocols import Ask, Drafter
     from paceline.reply import Batch, Completion, Stream
     from paceline.sampling import Sampling
+    from paceline.session import Session, Snapshot
     from paceline.stats import Stats
     from paceline.stream import Chunk
     from paceline.types import Draft, Tree, Verdict
@@ -34,6 +35,8 @@ _HOME = {
     "Drafter": "protocols",
     "PacelineError": "errors",
     "Sampling": "sampling",
+    "Session": "session",
+    "Snapshot": "session",
     "Stats": "stats",
     "Chunk": "stream",
     "Draft": "types",
@@ -51,6 +54,8 @@ __all__ = [
     "Drafter",
     "PacelineError",
     "Sampling",
+    "Session",
+    "Snapshot",
     "Stats",
     "Stream",
     "Tree",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.accept import RULES
-from paceline.errors import InvalidOption, OutOfMemory, PacelineError, is_out_of_memory
+from paceline.errors import InvalidOption, PacelineError, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.runner import free_rows
 from paceline.sampler import Sampler
@@ -165,15 +165,9 @@ class Engine:
                 self.drafter.observe(request.slot, verdict, {tap: states[i] for tap, states in out.taps.items()})
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
-        try:
+        cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
+        with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
             return self.target.forward(rows, self.cache, want)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows",
-                "Use a shorter prompt, a smaller draft or a smaller dtype",
-            ) from error
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +59,10 @@ class OutOfMemory(PacelineError, MemoryError):
     """The device cannot hold what was asked of it."""
 
 
+class SessionError(PacelineError, ValueError):
+    """A session was asked for what it cannot do in the state it is in. It is as it was before."""
+
+
 class NonFiniteLogits(PacelineError, ArithmeticError):
     """The model produced NaN or infinity where a token had to be chosen."""
 
@@ -65,3 +71,14 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether a bare error of Python or torch means that no memory was left."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
+
+
+@contextmanager
+def memory_named(cause: str, fix: str) -> Iterator[None]:
+    """Turns a bare error that means "no memory left" into an `OutOfMemory` with this cause and fix."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(cause, fix) from error

@@ -16,6 +16,7 @@ from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.reply import Batch, Completion, Job, Stream
 from paceline.sampling import Sampling
+from paceline.session import Session
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
 from paceline.types import Tree
@@ -161,6 +162,10 @@ class LLM:
                 "Shorten the prompt",
             )
         return tokens
+
+    def session(self) -> Session:
+        """The target in your own hands, for a decoding loop of your own (docs/session.md)."""
+        return Session(self)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""

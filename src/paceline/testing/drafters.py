@@ -1,91 +1,21 @@
-"""Toy targets and drafters, for tests of your own: small enough to compare token by token, real enough to fail."""
+"""Drafters for tests, and what every drafter must keep to."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.engine import Engine
-from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, Drafter, Target
+from paceline.sampler import Prefix
 from paceline.sampling import Sampling
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.testing.tiny import run, run_together, tiny_target
 from paceline.tree import check, depths
-from paceline.types import Draft, FinishReason, Tap, Tree, Verdict
-
-TINY = ModelConfig(
-    family="llama",
-    vocab_size=37,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn=48,
-    context_length=256,
-    tied=True,
-)
-
-
-def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Normal weights for `config` by Hugging Face name, float32, norms at one."""
-    generator = torch.Generator().manual_seed(seed)
-    width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
-    for i in range(config.layers):
-        attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        shapes |= {attn + "q_proj.weight": (width, config.hidden), attn + "o_proj.weight": (config.hidden, width)}
-        shapes |= {attn + f"{x}_proj.weight": (kv, config.hidden) for x in "kv"}
-        shapes |= {mlp + f"{x}_proj.weight": (config.ffn, config.hidden) for x in ("gate", "up")}
-        shapes |= {mlp + "down_proj.weight": (config.hidden, config.ffn)}
-    if not config.tied:
-        shapes |= {"lm_head.weight": (config.vocab_size, config.hidden)}
-    tensors = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
-    norms = ["model.norm"] + [
-        f"model.layers.{i}.{n}_layernorm" for i in range(config.layers) for n in ("input", "post_attention")
-    ]
-    return tensors | {name + ".weight": torch.ones(config.hidden) for name in norms}
-
-
-def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: int | bool) -> Decoder:
-    """A random decoder of a few thousand weights, float64 so that rounding decides nothing."""
-    config = replace(TINY, **changes)  # type: ignore[arg-type]
-    return Decoder(config, random_tensors(config, seed), dtype, torch.device("cpu"))
-
-
-def run(
-    target: Target,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    drafter: Drafter | None = None,
-    draft: Tree | None = None,
-    *,
-    eos: Sequence[int] = (),
-    engine: Engine | None = None,
-) -> tuple[list[int], FinishReason | None, Stats]:
-    """Decode with an engine alone: (token ids of the reply, why it ended, statistics). Token 65 reads as "A"."""
-    engine = engine or Engine(target, drafter, draft)
-    sampler = sampling.sampler(prompt)
-    room = target.context_length - len(prompt)
-    stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
-    request = engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
-    try:
-        engine.prefill(request)
-        while request.finish is None:
-            engine.step([request])
-        if request.error:
-            raise request.error
-    finally:
-        engine.finish(request)
-    request.stats.close()
-    return request.text[len(prompt) :], request.finish, request.stats
+from paceline.types import Draft, Tap, Tree, Verdict
 
 
 class Oracle(Drafter):
@@ -133,8 +63,9 @@ class Oracle(Drafter):
 def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
     """What every drafter must keep to, tried on a toy target; raises `AssertionError` saying what broke.
 
-    Lossless text, drafts that are trees within their budget, slots that do not disturb each other, a life that may
-    end at any moment. `make` makes a fresh drafter for a target of 37 tokens (or for the `target` given).
+    Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget; slots that do
+    not disturb each other; a life that may end at any moment. `make` makes a fresh drafter for a target of 37 tokens
+    (or for the `target` given).
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -146,7 +77,28 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
+    _check_company(make(), target, prompt)
     _check_lives(make(), prompt)
+
+
+def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+    """Requests of all kinds share rounds, and each writes what it would write alone."""
+    prompts = [prompt, prompt[3:], [2, *prompt[::-1]]]
+    samplings = [
+        Sampling(max_new_tokens=24),
+        Sampling(max_new_tokens=12, temperature=0.8, top_k=9, seed=3),
+        Sampling(max_new_tokens=18, temperature=1.1, top_p=0.9, seed=4, processors=[_no_repeat]),
+    ]
+    plain = [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
+    engine = Engine(target, _Checked(drafter), Tree(8, 4, 2))
+    together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
+    assert together == plain, "requests that share rounds change each other's text"
+
+
+def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
+    """A processor that looks at the prefix: no token twice in a row."""
+    logits[prefix.tokens[-1]] = -torch.inf
+    return logits
 
 
 def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:

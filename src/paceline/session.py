@@ -1,0 +1,378 @@
+"""A target in your own hands: feed tokens, score drafts, take back. For loops that Paceline does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.errors import SessionError, memory_named
+from paceline.protocols import KVCache
+from paceline.tree import CHUNK, check, depths, pack, pack_prefix
+from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM, Prompt
+
+
+_Results = tuple[Tensor, dict[Tap, Tensor]]
+"""Logits and taps, of several rows or of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Rows that were scored: row 0 is token `start` of the history, the rest a draft after it.
+
+    `logits` [T, V], `taps` each [T, H].
+    """
+
+    draft: Draft
+    start: int
+    logits: Tensor
+    taps: dict[Tap, Tensor]
+
+    def child(self, row: int, token: int) -> int | None:
+        """The row of this token after `row`, if it was scored."""
+        edges = zip(self.draft.parents, self.draft.tokens, strict=True)
+        return next((node for node, edge in enumerate(edges, 1) if edge == (row, token)), None)
+
+    def find(self, row: int, draft: Draft) -> list[int] | None:
+        """The rows of another draft, which follows `row`, if all of them were scored."""
+        rows = [row]
+        for parent, token in zip(draft.parents, draft.tokens, strict=True):
+            child = self.child(rows[parent], token)
+            if child is None:
+                return None
+            rows.append(child)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A moment of a session, for `Session.restore`. Holds tokens and the results at hand, no keys and values."""
+
+    history: tuple[int, ...]
+    _owner: object = field(repr=False)
+    _scored: _Scored | None = field(repr=False)
+    _path: tuple[int, ...] = field(repr=False)
+
+
+class Session:
+    """One text over a target, advanced by what you observe and by nothing else. Make one with `LLM.session()`.
+
+    The last token of the history is the pending one: row 0 of the next pass. What was scored stays at hand until the
+    history leaves it: logits of a token that was drafted and then observed cost no pass, and its keys and values stay.
+    Each session has a cache of its own; close it, leave its `with` block or drop it, and the memory is free. Whatever
+    raises a `SessionError` has changed nothing. Not for several threads at once.
+    """
+
+    _cache: KVCache | None = None
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._target = llm, llm.model.target
+        cache = self._target.new_cache()
+        self._slot = cache.acquire()
+        self._cache = cache
+        self._text: list[int] = []
+        self._scored: _Scored | None = None
+        self._path: list[int] = []
+        """The scored rows below row 0 that the history has taken."""
+        self._live = False
+        """Whether the scored rows lie in the cache, not yet committed."""
+        self._asked = Draft()
+        self._taps: tuple[Tap, ...] = ()
+        self._key = object()
+
+    # What is known
+
+    @property
+    def history(self) -> list[int]:
+        """All tokens observed so far (a copy)."""
+        return list(self._text)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._target.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that the history may have."""
+        return self._target.context_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a reply of this model."""
+        return self._llm.model.eos
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of text or chat messages, through the chat template unless `raw`. Raises `InvalidPrompt`."""
+        return self._llm.encode(prompt, raw=raw)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._llm.tokenizer.decode(list(ids))
+
+    # What moves the history
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """These tokens continue the history. Computes nothing; what was not scored is fed when logits are asked for.
+
+        Raises `SessionError` for ids out of range or a history longer than the context.
+        """
+        self._kv()
+        self._check_ids(ids)
+        self._check_room(len(ids))
+        for token in ids:
+            row = self._row()
+            child = self._scored.child(row, token) if self._scored and row is not None else None
+            self._text.append(token)
+            if child is not None:
+                self._path.append(child)
+        self._asked = Draft()
+
+    def rollback_to(self, length: int) -> None:
+        """Forget all but the first `length` tokens. Raises `SessionError` where there are not as many."""
+        self._kv()
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._text):
+            raise SessionError(
+                f"cannot roll back to {length!r} of {len(self._text)} tokens", f"Give 0 to {len(self._text)}"
+            )
+        del self._text[length:]
+        if self._scored and length <= self._scored.start:
+            self._forget()
+        elif self._scored:
+            del self._path[length - 1 - self._scored.start :]
+        self._trim()
+        self._asked = Draft()
+
+    def reset(self) -> None:
+        """An empty history, as new."""
+        self.rollback_to(0)
+
+    def snapshot(self) -> Snapshot:
+        """This moment, to come back to. Costs a copy of the history's token ids."""
+        self._kv()
+        return Snapshot(tuple(self._text), self._key, self._scored, tuple(self._path))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Back (or forth) to a snapshot of this session: its history, and the logits that it had at hand.
+
+        What the cache holds of that history stays; the rest is fed again when logits are asked for. Raises
+        `SessionError` for a snapshot of another session.
+        """
+        self._kv()
+        if snapshot._owner is not self._key:
+            raise SessionError("this snapshot is of another session", "Restore it there, or observe its `history` here")
+        self.rollback_to(_common(self._text, snapshot.history))
+        self.observe(snapshot.history[len(self._text) :])
+        if snapshot._scored is not None and snapshot._scored is not self._scored:
+            self._commit()
+            self._scored, self._path = snapshot._scored, list(snapshot._path)
+
+    # What is asked of the model
+
+    def next_logits(self) -> Tensor:
+        """Logits [V] after the history, float32 (float64 of a float64 model).
+
+        No pass where the last token was scored already. Raises `SessionError` for an empty history.
+        """
+        return self.logits_after(())[0]
+
+    def logits_after(self, drafts: Sequence[int]) -> Tensor:
+        """Logits [k + 1, V] from one pass: row 0 after the history, row i after the history and i drafts.
+
+        The history stays; observing these very tokens reuses the pass. Raises `SessionError`.
+        """
+        return self.tree_logits(Draft.chain(list(drafts)))
+
+    def tree_logits(self, tree: Draft) -> Tensor:
+        """Logits [N + 1, V] from one pass: row 0 after the history, row i + 1 after node i and its ancestors.
+
+        The history stays; observing any path of the tree reuses the pass. A draft beyond what the cache verifies
+        exactly in one pass (`KVCache.fit`) takes more of them and leaves no keys and values. Raises `SessionError`,
+        and `InvalidOption` for what is no tree.
+        """
+        scored, rows = self._score(tree, ())
+        return scored.logits[rows]
+
+    def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
+        """Hidden states {tap: [R, H]} of the rows whose logits were asked for last, in their order.
+
+        That is one row for `next_logits`, k + 1 or N + 1 for drafts; once the history has changed (or before anything
+        was asked) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
+        output. Taps asked for once come along with every later pass; the first time costs a pass of its own.
+        """
+        scored, rows = self._score(self._asked, tuple(taps))
+        return {tap: scored.taps[tap][rows] for tap in taps}
+
+    # Life
+
+    def close(self) -> None:
+        """Give the cache back. Closing twice does nothing."""
+        if self._cache is not None:
+            self._cache.release(self._slot)
+        self._cache = None
+        self._forget()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Session({len(self._text)} tokens{', closed' if self._cache is None else ''})"
+
+    # Passes
+
+    def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_Scored, list[int]]:
+        """What was scored, and the rows of the pending token and the draft in it. A pass only where rows are new."""
+        self._kv()
+        check(draft)
+        self._check_ids(draft.tokens)
+        if not self._text:
+            raise SessionError("the history is empty", "Observe at least one token first")
+        self._check_room(max(depths(draft.parents)))
+        row = self._row()
+        rows = self._scored.find(row, draft) if self._scored and row is not None else None
+        if self._scored is None or rows is None or not self._scored.taps.keys() >= set(taps):
+            rows = list(range(len(draft.tokens) + 1))
+            self._scored = self._pass(draft, tuple(dict.fromkeys((*self._taps, *taps))))
+            self._listen(taps, self._scored)
+        self._asked = draft
+        return self._scored, rows
+
+    def _listen(self, taps: tuple[Tap, ...], scored: _Scored) -> None:
+        missing = [tap for tap in taps if tap not in scored.taps]
+        if missing:
+            raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
+        self._taps = tuple(scored.taps)
+
+    def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> _Scored:
+        self._commit()
+        self._catch_up()
+        start = len(self._text) - 1
+        if not self._fits(draft):
+            return _Scored(draft, start, *self._path_by_path(draft, taps))
+        logits, states = self._feed(self._text[-1], draft, taps)
+        self._live = True
+        return _Scored(draft, start, logits, states)
+
+    def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
+        """Each path as a chain in as many passes as the cache needs, taken back at its end."""
+        results: dict[int, _Results] = {}
+        for path in _paths(draft):
+            self._catch_up()
+            try:
+                results |= zip(path, self._chain([draft.tokens[row - 1] for row in path[1:]], taps), strict=True)
+            finally:
+                self._trim()
+        logits, states = zip(*(results[row] for row in sorted(results)), strict=True)
+        return torch.stack(logits), {tap: torch.stack([x[tap] for x in states]) for tap in states[0]}
+
+    def _chain(self, drafts: list[int], taps: tuple[Tap, ...]) -> list[_Results]:
+        """Feed and commit the pending token and drafts in pieces that fit: the results of each row."""
+        tokens, cache = [self._text[-1], *drafts], self._kv()
+        results: list[_Results] = []
+        while left := len(tokens) - len(results):
+            nodes = cache.fit(self._slot, Tree.chain(min(left, CHUNK) - 1)).nodes
+            first, *rest = tokens[len(results) :][: nodes + 1]
+            logits, states = self._feed(first, Draft.chain(rest), taps)
+            cache.commit(self._slot, range(1, nodes + 1))
+            results += [(row, {tap: x[i] for tap, x in states.items()}) for i, row in enumerate(logits)]
+        return results
+
+    def _feed(self, last: int, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
+        """One pass over what follows the cache: logits [T, V] and taps [T, H]."""
+        length, count = self._kv().lengths[self._slot], len(draft.tokens) + 1
+        rows = pack([last], [draft], [self._slot], [length], self._target.device)
+        out = self._forward(rows, Want(taps=taps))
+        return out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()}
+
+    def _catch_up(self) -> None:
+        """Feed what the history has and the cache has not, all but the pending token."""
+        cache, before = self._kv(), len(self._text) - 1
+        while (done := cache.lengths[self._slot]) < before:
+            chunk = self._text[done : min(done + CHUNK, before)]
+            self._forward(pack_prefix(chunk, self._slot, done, self._target.device), Want("none"))
+            cache.commit(self._slot, range(1, len(chunk)))
+
+    def _commit(self) -> None:
+        """Keep the scored rows that the history has taken, but for the pending one; forget the rest."""
+        scored, path, live = self._scored, self._path, self._live
+        self._forget()
+        if scored and live:
+            keep = min(len(path) + 1, len(self._text) - 1 - scored.start)
+            if keep > 0:
+                self._kv().commit(self._slot, path[: keep - 1])
+
+    def _trim(self) -> None:
+        """Take from the cache what is not history, or pending. It may forget more than that."""
+        before = max(0, len(self._text) - 1)
+        if self._kv().lengths[self._slot] > before:
+            self._kv().truncate(self._slot, before)
+
+    def _forget(self) -> None:
+        self._scored, self._path, self._live = None, [], False
+
+    def _row(self) -> int | None:
+        """The scored row of the pending token, if it was scored."""
+        if self._scored and len(self._text) - 1 == self._scored.start + len(self._path):
+            return self._path[-1] if self._path else 0
+        return None
+
+    def _fits(self, draft: Draft) -> bool:
+        """Whether one pass can verify it exactly."""
+        nodes, depth = len(draft.tokens), max(depths(draft.parents))
+        if nodes >= CHUNK:
+            return False
+        branch = 1 if depth == nodes else max(draft.parents.count(row) for row in set(draft.parents))
+        return self._kv().fit(self._slot, Tree(nodes, depth, branch)).nodes >= nodes
+
+    def _forward(self, rows: Rows, want: Want) -> Forward:
+        cause = f"no memory on {self._target.device} for a pass of {rows.tokens.numel()} rows"
+        with memory_named(cause, "Use a shorter history, a smaller draft or a smaller dtype"):
+            return self._target.forward(rows, self._kv(), want)
+
+    # Misuse
+
+    def _kv(self) -> KVCache:
+        if self._cache is None:
+            raise SessionError("this session is closed", "Open another with `llm.session()`")
+        return self._cache
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise SessionError(
+                    f"{token!r} is not a token id", f"Ids are whole numbers from 0 to {self.vocab_size - 1}"
+                )
+
+    def _check_room(self, more: int) -> None:
+        if len(self._text) + more > self.context_length:
+            raise SessionError(
+                f"{more} tokens after {len(self._text)} pass the model's context of {self.context_length}",
+                "Draft or observe fewer, or roll back",
+            )
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _paths(draft: Draft) -> list[list[int]]:
+    """The rows from 0 down to every leaf."""
+    paths = {0: [0]}
+    for row, parent in enumerate(draft.parents, 1):
+        paths[row] = [*paths[parent], row]
+    return [paths[row] for row in paths if row not in draft.parents]

@@ -1,0 +1,24 @@
+"""Toy targets and drafters, and what targets and drafters of your own must keep to (docs/extend.md).
+
+Small enough to compare token by token, real enough to fail.
+"""
+
+from __future__ import annotations
+
+from paceline.testing.drafters import Oracle, check_drafter
+from paceline.testing.targets import check_target
+from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
+from paceline.testing.toy import ListCache, ToyTarget
+
+__all__ = [
+    "TINY",
+    "ListCache",
+    "Oracle",
+    "ToyTarget",
+    "check_drafter",
+    "check_target",
+    "random_tensors",
+    "run",
+    "run_together",
+    "tiny_target",
+]

@@ -1,0 +1,286 @@
+"""What every target and its cache must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.layout import NONE
+from paceline.protocols import Target
+from paceline.sampling import Sampling
+from paceline.testing.drafters import Oracle
+from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
+from paceline.testing.tiny import run
+from paceline.tree import depths, pack, pack_prefix
+from paceline.types import Draft, Rows, Tap, Tree, Want
+
+
+def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
+    """What `protocols.Target` and `KVCache` promise, tried; raises `AssertionError` saying what broke.
+
+    Everything is compared with plain feeding, one token per pass, each committed. `make` makes the target, which needs
+    8 tokens of vocabulary and a context of 48; one of up to 1024 is walked to its end. `tolerance`: how far two logits
+    of one row may lie apart, absolutely. `taps`: the hidden states that it can bring, to be checked too.
+    """
+    for clause in CLAUSES:
+        _hold(clause, Probe(make(), tolerance, tuple(taps)))
+
+
+def _hold(clause: Callable[[Probe], None], probe: Probe) -> None:
+    try:
+        clause(probe)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{clause.__doc__} It raised {error!r}") from error
+
+
+def _drafts(probe: Probe) -> None:
+    """Logits of chains and trees are those of their paths."""
+    for length in (1, 6, 11):
+        text = probe.text(length)
+        for shape in SHAPES:
+            draft = text.draft(shape)
+            kind = "a tree" if shape.branch > 1 else "a chain"
+            text.expect(f"{kind} of {len(draft.tokens)} after {length} tokens", draft)
+            if shape.branch > 1:
+                text.expect("a tree numbered depth first", depth_first(draft))
+
+
+def _wanted(probe: Probe) -> None:
+    """A pass gives the logits and taps that were wanted, float32 or float64."""
+    text = probe.text(9)
+    draft = text.draft(Tree.chain(4))
+    rows = max(4, len(draft.tokens) + 1)
+    full = text.verify(draft)
+    assert full.logits.dtype in (torch.float32, torch.float64), f"logits are {full.logits.dtype}, not float32"
+    for want, count in (("all", rows), ("last", 1), ("none", 0)):
+        out = text.verify(draft, Want(want, probe.taps))  # type: ignore[arg-type]
+        shape = (1, count, probe.target.vocab_size)
+        assert tuple(out.logits.shape) == shape, f"Want({want!r}): logits {tuple(out.logits.shape)}, not {shape}"
+        probe.close(f"Want({want!r}) gives other logits", out.logits, full.logits[:, rows - count :])
+        for tap in probe.taps:
+            assert tap in out.taps, f"Want({want!r}): no tap {tap!r}"
+            assert out.taps[tap].shape[:2] == (1, rows), f"tap {tap!r} has shape {tuple(out.taps[tap].shape)}"
+            probe.close(f"Want({want!r}) gives another tap {tap!r}", out.taps[tap], full.taps[tap])
+
+
+def _chunks(probe: Probe) -> None:
+    """Prefill chunks of any size leave what plain feeding leaves."""
+    text = probe.text(1)
+    tokens = probe.tokens(20, seed=1)
+    text.tokens = tokens
+    for first, end in ((0, 7), (7, 8), (8, 10), (10, 19)):
+        rows = pack_prefix(tokens[first:end], text.slot, first, probe.target.device)
+        out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
+        probe.cache.commit(text.slot, range(1, end - first))
+        for i in range(end - first):
+            states = {tap: x[0, i] for tap, x in out.taps.items()}
+            probe.compare("a prefill chunk", tokens[: first + i + 1], out.logits[0, i], states)
+    text.expect("after prefill chunks")
+
+
+def _ragged(probe: Probe) -> None:
+    """Slots of different lengths and drafts share a pass and stay alone."""
+    texts = [probe.text(length, seed) for seed, length in enumerate((3, 14, 8))]
+    for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
+        group = [texts[i] for i in order]
+        drafts = [text.draft(SHAPES[i + 1]) for i, text in zip(order, group, strict=True)]
+        rows = pack(
+            [text.tokens[-1] for text in group],
+            drafts,
+            [text.slot for text in group],
+            [text.length for text in group],
+            probe.target.device,
+        )
+        out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
+        for line, (text, draft) in enumerate(zip(group, drafts, strict=True)):
+            text.expect(f"line {line} of a batch of {len(group)}", draft, out, line)
+        for text, draft in zip(group, drafts, strict=True):
+            text.commit(draft, max(paths_of(draft).values()))
+            text.tokens.append(5)
+
+
+def _traces(probe: Probe) -> None:
+    """What was fed and not committed leaves no trace."""
+    text = probe.text(8)
+    rows = pack_prefix(probe.tokens(6, seed=3), text.slot, text.length, probe.target.device)
+    for shape in (*SHAPES, *SHAPES[::-1]):
+        text.verify(text.draft(shape, seed=1))
+        probe.forward(rows, probe.cache, Want("none"))
+        text.expect("after rows that nobody committed", text.draft(shape))
+    text.add(*probe.tokens(3, seed=2))
+    text.expect("going on after rows that nobody committed")
+
+
+def _commits(probe: Probe) -> None:
+    """Any path of a draft can be committed, and the text goes on from there."""
+    for shape in (Tree.chain(3), BUSHY):
+        for length in (4, 5):
+            for node in range(shape.nodes + 1):
+                text = probe.text(length, cache=probe.target.new_cache())
+                draft = depth_first(text.draft(shape))
+                path = paths_of(draft).get(node, [])
+                text.verify(draft)
+                text.commit(draft, path)
+                text.tokens.append(3)
+                text.expect(f"after commit of the path {path} of {draft.parents}")
+
+
+def _truncation(probe: Probe) -> None:
+    """A slot can go back, and what it says that it kept is there."""
+    text = probe.text(14)
+    for seed, length in enumerate((13, 12, 7, 6, 2, 0)):
+        text.verify(text.draft(BUSHY))
+        before = text.length
+        probe.cache.truncate(text.slot, length)
+        kept = text.length
+        allowed = (length,) if length == before else (0, length)
+        assert kept in allowed, f"truncation of {before} tokens to {length} kept {kept}"
+        text.tokens = [*text.tokens[:kept], 6 + seed % 2]
+        text.expect(f"after truncation to {length}")
+        text.add(*probe.tokens(length - kept, seed), 4)
+        text.expect(f"going on after truncation to {length}")
+        probe.cache.truncate(text.slot, min(length, text.length))
+        text.tokens = [*text.tokens[: text.length], 1]
+
+
+def _forks(probe: Probe) -> None:
+    """A fork begins with what was committed, and then goes its own way."""
+    text = probe.text(9)
+    text.verify(text.draft(BUSHY))
+    fork = Text(probe, probe.cache, probe.cache.fork(text.slot), list(text.tokens))
+    assert fork.slot != text.slot, "fork gave the same slot"
+    assert fork.length == text.length, f"a fork of {text.length} tokens has {fork.length}"
+    fork.expect("a fork")
+    fork.add(2, 3)
+    text.add(4)
+    fork.expect("a fork that went on")
+    text.expect("a text that was forked")
+    probe.cache.release(text.slot)
+    fork.add(5)
+    fork.expect("a fork whose origin was released")
+
+
+def _lives(probe: Probe) -> None:
+    """Slots come and go in any order, none disturbs another, and a slot that was used is as new."""
+    texts = [probe.text(length, seed) for seed, length in enumerate((12, 5, 8))]
+    assert len({text.slot for text in texts}) == 3, "one slot was given twice"
+    for seed in range(3, 7):
+        gone = texts.pop(0)
+        gone.verify(gone.draft(BUSHY))
+        probe.cache.release(gone.slot)
+        probe.cache.release(gone.slot)
+        for text in texts:
+            text.expect("after another slot was released")
+            text.add(seed)
+        slots = [probe.cache.acquire(), probe.cache.acquire()]
+        assert len({*slots, *(text.slot for text in texts)}) == 4, "one slot was given twice"
+        held = [probe.cache.lengths[slot] for slot in slots]
+        assert held == [0, 0], f"a new slot holds {max(held)} tokens"
+        probe.cache.release(slots[0])
+        texts.append(Text(probe, probe.cache, slots[1]))
+        texts[-1].add(*probe.tokens(seed, seed))
+        for text in texts:
+            text.expect("after a slot came back")
+
+
+def _caches(probe: Probe) -> None:
+    """Two caches of one target know nothing of each other."""
+    ours, theirs = probe.text(9), probe.text(6, seed=1, cache=probe.target.new_cache())
+    for _ in range(2):
+        ours.expect("beside another cache")
+        theirs.expect("beside another cache")
+        ours.add(3)
+
+
+def _growing(probe: Probe) -> None:
+    """A tree may grow over several passes (`Rows.start`), on top of rows that nothing has committed."""
+    text = probe.text(7)
+    text.verify(Draft())
+    text.commit(Draft(), ())
+    budget = probe.cache.fit(text.slot, BUSHY)
+    draft = fill(budget, probe.target.vocab_size)
+    deep, first = depths(draft.parents)[1:], 0
+    for depth in range(1, budget.depth + 1):
+        level = [i for i, d in enumerate(deep) if d == depth]
+        end = first + len(level)
+        rows = Rows(
+            tokens=torch.tensor([[draft.tokens[i] for i in level]], device=probe.target.device),
+            positions=torch.tensor([[text.length - 1 + depth] * len(level)], device=probe.target.device),
+            slots=(text.slot,),
+            lengths=(text.length,),
+            parents=(tuple(parent - 1 if parent else NONE for parent in draft.parents[:end]),),
+            start=first,
+        )
+        out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
+        for line, i in enumerate(level):
+            tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths_of(draft)[i + 1])]
+            states = {tap: x[0, line] for tap, x in out.taps.items()}
+            probe.compare(f"level {depth} of a tree that grows", tokens, out.logits[0, line], states)
+        first = end
+
+
+def _fits(probe: Probe) -> None:
+    """`fit` stays within the budget, leaves room for a draft now and then, and what it allows is verified exactly."""
+    most = 0
+    text = probe.text(1)
+    for step in (1, 2, 3):
+        for shape in (Tree.chain(12), Tree(14, 4, 3), Tree(1, 1, 1), Tree(3, 9, 1)):
+            draft = text.draft(shape)
+            most = max(most, len(draft.tokens))
+            text.expect(f"all that fit allows after {step} tokens", draft)
+        text.add(step)
+    assert most > 0, "fit never allows a draft"
+
+
+def _ends(probe: Probe) -> None:
+    """The context can be used to its last token."""
+    room = probe.target.context_length
+    assert room > 0, f"context_length is {room}"
+    if room > 1024:
+        return
+    tokens = probe.tokens(room)
+    text = Text(probe, probe.cache, probe.cache.acquire(), tokens[:1])
+    while text.length < room - 4:
+        chunk = tokens[text.length : min(text.length + 16, room - 4)]
+        rows = pack_prefix(chunk, text.slot, text.length, probe.target.device)
+        probe.forward(rows, probe.cache, Want("none"))
+        probe.cache.commit(text.slot, range(1, len(chunk)))
+    text.tokens = tokens[: room - 3]
+    text.expect("a draft to the end of the context", text.draft(Tree.chain(3)))
+    text.add(*tokens[room - 3 :])
+    text.expect("the last token of the context", Draft())
+
+
+def _texts(probe: Probe) -> None:
+    """Decoding with drafts, right or wrong, writes the text of plain decoding."""
+    target, prompt = probe.target, probe.tokens(10)
+    for temperature in (0.0, 0.9):
+        sampling = Sampling(max_new_tokens=24, temperature=temperature, seed=7)
+        plain = run(target, prompt, sampling)[0]
+        for accuracy in (0.0, 0.6, 1.0):
+            for shape in (Tree.chain(4), Tree(10, 4, 3)):
+                oracle = Oracle([*prompt, *plain], accuracy, target.vocab_size)
+                text, _, stats = run(target, prompt, sampling, oracle, shape)
+                assert text == plain, f"the text depends on the draft ({shape}, accuracy {accuracy:g})"
+                assert accuracy < 1 or stats.accepted or not stats.drafted, "right drafts are never accepted"
+
+
+CLAUSES: tuple[Callable[[Probe], None], ...] = (
+    _wanted,
+    _drafts,
+    _chunks,
+    _traces,
+    _commits,
+    _truncation,
+    _forks,
+    _lives,
+    _caches,
+    _ragged,
+    _growing,
+    _fits,
+    _ends,
+    _texts,
+)

@@ -1,0 +1,102 @@
+"""A random decoder of a few thousand weights, and engines run by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.engine import Engine, Request
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.protocols import Drafter, Target
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import TextStream
+from paceline.types import FinishReason, Tree
+
+TINY = ModelConfig(
+    family="llama",
+    vocab_size=37,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    context_length=256,
+    tied=True,
+)
+
+
+def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
+    """Normal weights for `config` by Hugging Face name, float32, norms at one."""
+    generator = torch.Generator().manual_seed(seed)
+    width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
+    for i in range(config.layers):
+        attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        shapes |= {attn + "q_proj.weight": (width, config.hidden), attn + "o_proj.weight": (config.hidden, width)}
+        shapes |= {attn + f"{x}_proj.weight": (kv, config.hidden) for x in "kv"}
+        shapes |= {mlp + f"{x}_proj.weight": (config.ffn, config.hidden) for x in ("gate", "up")}
+        shapes |= {mlp + "down_proj.weight": (config.hidden, config.ffn)}
+    if not config.tied:
+        shapes |= {"lm_head.weight": (config.vocab_size, config.hidden)}
+    tensors = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
+    norms = ["model.norm"] + [
+        f"model.layers.{i}.{n}_layernorm" for i in range(config.layers) for n in ("input", "post_attention")
+    ]
+    return tensors | {name + ".weight": torch.ones(config.hidden) for name in norms}
+
+
+def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: int | bool) -> Decoder:
+    """A random decoder of a few thousand weights, float64 so that rounding decides nothing."""
+    config = replace(TINY, **changes)  # type: ignore[arg-type]
+    return Decoder(config, random_tensors(config, seed), dtype, torch.device("cpu"))
+
+
+def run(
+    target: Target,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    drafter: Drafter | None = None,
+    draft: Tree | None = None,
+    *,
+    eos: Sequence[int] = (),
+    engine: Engine | None = None,
+) -> tuple[list[int], FinishReason | None, Stats]:
+    """Decode with an engine alone: (token ids of the reply, why it ended, statistics). Token 65 reads as "A"."""
+    (reply,) = run_together(engine or Engine(target, drafter, draft), [prompt], [sampling], eos=eos)
+    return reply
+
+
+def run_together(
+    engine: Engine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, eos: Sequence[int] = ()
+) -> list[tuple[list[int], FinishReason | None, Stats]]:
+    """Decode several prompts in shared passes; each leaves when it is done. What `run` gives, of each."""
+    requests: list[Request] = []
+    try:
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            requests.append(_start(engine, prompt, sampling, eos))
+            engine.prefill(requests[-1])
+        while active := [request for request in requests if request.finish is None]:
+            engine.step(active)
+            for request in active:
+                if request.error:
+                    raise request.error
+                if request.finish:
+                    engine.finish(request)
+    finally:
+        for request in requests:
+            engine.finish(request)
+            request.stats.close()
+    return [(r.text[r.sampler.prompt :], r.finish, r.stats) for r in requests]
+
+
+def _start(engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int]) -> Request:
+    sampler = sampling.sampler(prompt)
+    room = engine.target.context_length - len(prompt)
+    stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
+    return engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))

@@ -1,0 +1,115 @@
+"""The smallest target there is, over the plainest cache there is. Read them before you write your own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.layout import NONE
+from paceline.protocols import KVCache
+from paceline.types import Forward, Rows, Tap, Tree, Want
+
+Entry = dict[int, tuple[Tensor, Tensor]]
+"""What one token left behind: layer -> (key, value), each [kv_heads, D]."""
+
+
+class ListCache:
+    """A `KVCache` of lists: per slot the entries of its text, one after the other. Slow, and easy to see through."""
+
+    def __init__(self) -> None:
+        self._kept: list[list[Entry]] = []  # slot -> its committed tokens
+        self._fed: dict[int, list[Entry]] = {}  # slot -> the rows fed since, none of them committed
+        self._free: list[int] = []
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [len(entries) for entries in self._kept]
+
+    def acquire(self) -> int:
+        if not self._free:
+            self._free.append(len(self._kept))
+            self._kept.append([])
+        return self._free.pop()
+
+    def begin(self, rows: Rows) -> ListPass:
+        for slot in rows.slots:
+            earlier = self._fed.get(slot, [])[: rows.start]
+            self._fed[slot] = earlier + [{} for _ in range(rows.tokens.shape[1])]
+        return ListPass(rows, [self._kept[slot] for slot in rows.slots], [self._fed[slot] for slot in rows.slots])
+
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        return budget
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        fed = self._fed.pop(slot)
+        self._kept[slot] += [fed[row] for row in (0, *path)]
+
+    def truncate(self, slot: int, length: int) -> None:
+        del self._kept[slot][length:]
+
+    def fork(self, slot: int) -> int:
+        new = self.acquire()
+        self._kept[new] = list(self._kept[slot])
+        return new
+
+    def release(self, slot: int) -> None:
+        if slot not in self._free:
+            self._kept[slot] = []
+            self._free.append(slot)
+
+
+class ListPass:
+    """One pass over a `ListCache`."""
+
+    def __init__(self, rows: Rows, kept: list[list[Entry]], fed: list[list[Entry]]) -> None:
+        self._rows, self._kept, self._fed = rows, kept, fed
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `protocols.Pass.attend`."""
+        slots = range(len(q))
+        for b in slots:
+            for entry, key, value in zip(self._fed[b][self._rows.start :], k[b], v[b], strict=True):
+                entry[layer] = key, value
+        return torch.stack([torch.stack([self._row(b, t, layer, x) for t, x in enumerate(q[b])]) for b in slots])
+
+    def _row(self, b: int, t: int, layer: int, q: Tensor) -> Tensor:
+        """One row, q [heads, D], looks at all that it sees: [heads * D]."""
+        entries = self.seen(b, self._rows.start + t)
+        keys, values = (torch.stack(x, 1) for x in zip(*(entry[layer] for entry in entries), strict=True))
+        return F.scaled_dot_product_attention(q[:, None], keys, values, enable_gqa=True).flatten()
+
+    def seen(self, b: int, row: int) -> list[Entry]:
+        """The committed tokens, then the row's ancestors from the root down, then the row itself."""
+        path: list[Entry] = []
+        while row != NONE:
+            path.append(self._fed[b][row])
+            row = self._rows.parents[b][row]
+        return self._kept[b] + path[::-1]
+
+
+class ToyTarget:
+    """A `Target` of random vectors with one head of attention: each logit depends on all tokens before and their
+    places."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size: int = 37, context_length: int = 64, width: int = 16, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.vocab_size, self.context_length = vocab_size, context_length
+        self._words = torch.randn(vocab_size, width, generator=draw, dtype=torch.float64)
+        self._places = torch.randn(context_length, width, generator=draw, dtype=torch.float64)
+        self._weights = torch.randn(3, width, width, generator=draw, dtype=torch.float64) / width**0.5
+
+    def new_cache(self) -> ListCache:
+        return ListCache()
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        x = self._words[rows.tokens] + self._places[rows.positions]  # [B, T, H]
+        q, k, v = ((x @ weight)[:, :, None] for weight in self._weights)  # one head: [B, T, 1, H]
+        final = x + cache.begin(rows).attend(0, q, k, v)
+        wanted = {"all": final, "last": final[:, -1:], "none": final[:, :0]}[want.logits]
+        states: dict[Tap, Tensor] = {0: x, "final": final}
+        return Forward(wanted @ self._words.T, {tap: states[tap] for tap in want.taps if tap in states})

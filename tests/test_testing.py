@@ -1,0 +1,265 @@
+"""The contract's check notices each target and cache that breaks a clause of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from paceline.protocols import KVCache
+from paceline.testing import ListCache, ToyTarget, check_target
+from paceline.testing.toy import Entry, ListPass
+from paceline.types import Forward, Rows, Tree, Want
+
+
+class CommitsInOrder(ListCache):
+    """Does not move the rows of a path."""
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        super().commit(slot, range(1, len(path) + 1))
+
+
+class CommitsTwice(ListCache):
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        super().commit(slot, (0, *path))
+
+
+class OneSlot(ListCache):
+    def acquire(self) -> int:
+        return super().acquire() if not self._kept else 0
+
+
+class GivesTwice(ListCache):
+    """Believes a release of what was released before."""
+
+    def release(self, slot: int) -> None:
+        self._kept[slot] = []
+        self._free.append(slot)
+
+
+class KeepsTooMuch(ListCache):
+    def truncate(self, slot: int, length: int) -> None:
+        super().truncate(slot, length + 1)
+
+
+class KeepsTheEnd(ListCache):
+    def truncate(self, slot: int, length: int) -> None:
+        self._kept[slot] = self._kept[slot][len(self._kept[slot]) - length :]
+
+
+class SharesForks(ListCache):
+    def fork(self, slot: int) -> int:
+        new = super().fork(slot)
+        self._kept[new] = self._kept[slot]
+        return new
+
+
+class ForksRows(ListCache):
+    """A fork begins with rows that nobody committed."""
+
+    def fork(self, slot: int) -> int:
+        new = super().fork(slot)
+        self._kept[new] += self._fed[slot][:1]
+        return new
+
+
+class NeverEmpty(ListCache):
+    def release(self, slot: int) -> None:
+        if slot not in self._free:
+            self._free.append(slot)
+
+
+class ReleasesNeighbours(ListCache):
+    """Moves its last slot to the place of a released one, and forgets to tell."""
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._kept[slot], self._kept[-1] = self._kept[-1], self._kept[slot]
+
+
+class SharedByAll(ListCache):
+    """All caches are one, but each counts its own slots."""
+
+    pool: ClassVar[list[list[Entry]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = 0
+        self._kept = self.pool
+
+    def acquire(self) -> int:
+        self._own += 1
+        if self._own > len(self._kept):
+            self._kept.append([])
+        return self._own - 1
+
+
+class Ghosts(ListCache):
+    """Rows of earlier passes that were not committed are still seen."""
+
+    def begin(self, rows: Rows) -> ListPass:
+        before = [self._fed.get(slot, []) for slot in rows.slots]
+        now = super().begin(rows)
+        now._kept = [kept + old for kept, old in zip(now._kept, before, strict=True)]
+        return now
+
+
+class NeverGrows(ListCache):
+    """Sees no rows of earlier passes of the same tree."""
+
+    def begin(self, rows: Rows) -> ListPass:
+        parents = tuple(tuple(max(p - rows.start, -1) for p in line[rows.start :]) for line in rows.parents)
+        return super().begin(replace(rows, parents=parents, start=0))
+
+
+class FirstOfBatch(ListCache):
+    """Every slot of a pass sees the first one's text."""
+
+    def begin(self, rows: Rows) -> ListPass:
+        now = super().begin(rows)
+        now._kept = [now._kept[0]] * len(now._kept)
+        return now
+
+
+class Generous(ListCache):
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        return Tree(budget.nodes + 1, budget.depth + 1, budget.branch)
+
+
+class Stingy(ListCache):
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        return budget.within(0)
+
+
+class SiblingsSee(ListCache):
+    """A row sees the rows before it, ancestors or not."""
+
+    def begin(self, rows: Rows) -> ListPass:
+        class Leaky(ListPass):
+            def seen(self, b: int, row: int) -> list[Entry]:
+                return self._kept[b] + self._fed[b][: row + 1]
+
+        now = super().begin(rows)
+        return Leaky(now._rows, now._kept, now._fed)
+
+
+class Altered(ToyTarget):
+    """Changes what goes in, or what comes out."""
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        out = super().forward(self.into(rows), cache, want)
+        return self.out_of(out, rows, cache, want)
+
+    def into(self, rows: Rows) -> Rows:
+        return rows
+
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        return out
+
+
+class CountsRows(Altered):
+    """Takes a row's number for its depth."""
+
+    def into(self, rows: Rows) -> Rows:
+        steps = torch.arange(rows.tokens.shape[1]) + rows.start
+        return replace(rows, positions=torch.tensor(rows.lengths)[:, None] + steps)
+
+
+class ShiftsPrefill(Altered):
+    def into(self, rows: Rows) -> Rows:
+        return replace(rows, positions=rows.positions + 1) if rows.prefill else rows
+
+
+class FirstForLast(Altered):
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        return super().forward(rows, cache, Want()) if want.logits == "last" else out  # type: ignore[return-value]
+
+
+class Halves(Altered):
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        return Forward(out.logits.bfloat16(), out.taps)
+
+
+class Deaf(Altered):
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        return Forward(out.logits)
+
+
+class Eager(Altered):
+    """Commits by itself."""
+
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        for slot in rows.slots:
+            cache.commit(slot, ())
+        return out
+
+
+class Crowded(Altered):
+    """A row's logits depend on how many travel with it."""
+
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        return Forward(out.logits + 1e-6 * rows.tokens.shape[1] * torch.arange(self.vocab_size), out.taps)
+
+
+class ShortSighted(ToyTarget):
+    """Has no place for the last token of its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places = self._places[:-1]
+
+
+class Moody(Altered):
+    """Another answer each time, by a hair."""
+
+    calls = 0
+
+    def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        self.calls += 1
+        return Forward(out.logits * (1 + 1e-5 * (self.calls % 3)), out.taps)
+
+
+BROKEN: dict[type[ListCache] | type[ToyTarget], str] = {
+    CommitsInOrder: "after commit of the path",
+    CommitsTwice: "commit of 1 rows: 0 became 2",
+    OneSlot: "a new slot holds 5 tokens",
+    GivesTwice: "one slot was given twice",
+    KeepsTooMuch: "truncation of 14 tokens to 12 kept 13",
+    KeepsTheEnd: "after truncation to 12",
+    SharesForks: "a fork that went on",
+    ForksRows: "a fork of 8 tokens has 9",
+    NeverEmpty: "a new slot holds 11 tokens",
+    ReleasesNeighbours: "a fork whose origin was released",
+    SharedByAll: "a new slot holds 8 tokens",
+    Ghosts: r"Want\('all'\) gives other logits",
+    NeverGrows: "level 2 of a tree that grows",
+    FirstOfBatch: "line 1 of a batch",
+    Generous: "fit gave more",
+    Stingy: "fit never allows",
+    SiblingsSee: "a tree of 8",
+    CountsRows: "a tree of 8",
+    ShiftsPrefill: "a prefill chunk",
+    FirstForLast: r"Want\('last'\)",
+    Halves: "not float32",
+    Deaf: "no tap",
+    Eager: "only commit may",
+    Crowded: "a chain of 6",
+    ShortSighted: "context can be used to its last token. It raised",
+    Moody: "gives other logits",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_check_notices_targets_that_do_not(broken: Any) -> None:
+    def make() -> ToyTarget:
+        if issubclass(broken, ToyTarget):
+            return broken()
+        target = ToyTarget()
+        target.new_cache = broken  # type: ignore[method-assign]
+        return target
+
+    with pytest.raises(AssertionError, match=BROKEN[broken]):
+        check_target(make, tolerance=1e-9, taps=(0, "final"))
