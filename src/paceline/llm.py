@@ -13,7 +13,7 @@ from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
 from paceline.exact import exactness
-from paceline.models.loader import Device, DType, Loaded, load_model
+from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
 from paceline.stats import Exact, Stats
@@ -21,6 +21,8 @@ from paceline.stream import Chunk, TextStream
 from paceline.types import FinishReason, Tree
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
     from paceline.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -194,8 +196,9 @@ class LLM:
 
 
 def load(
-    model: str | Path = "demo",
+    model: str | Path | PreTrainedModel = "demo",
     *,
+    tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
     drafter: str | Drafter | None = "auto",
     draft: int | Tree | Literal["auto"] = "auto",
     dtype: DType = "auto",
@@ -207,7 +210,9 @@ def load(
 ) -> LLM:
     """Load a target model and a drafter.
 
-    model: "demo", a folder in Hugging Face layout, a GGUF file, or a hub id (with `revision` and `token`).
+    model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a causal
+    model of transformers that you hold, with its `tokenizer`: it stays where it is, in its own dtype, and is set to
+    eval().
     drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model of
     the same vocabulary), several joined by "+" (the first with something to say drafts), or a `Drafter`.
     draft: how much to draft per round: a length, a `Tree`, or "auto".
@@ -219,15 +224,18 @@ def load(
     """
     budget = to_tree(draft)
     check_spec(drafter)
-    loaded = load_model(
-        model,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        token=token,
-        allow_pickle=allow_pickle,
-        progress=progress,
-    )
+    if isinstance(model, (str, Path)):
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            token=token,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+    else:
+        loaded = wrap(model, tokenizer)
 
     def load_draft(reference: str) -> Loaded:
         return load_model(reference, dtype=dtype, device=device, token=token, progress=progress)
