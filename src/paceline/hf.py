@@ -45,7 +45,8 @@ def speculate(
     processor and stopping criterion of the call applies to every token; they must be functions of their arguments.
     (`stop_strings` needs a tokenizer, which transformers does not hand on either: give a `StopStringCriteria`.)
 
-    The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for what cannot be drafted.
+    The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for what
+    cannot be drafted.
     """
     check_spec(drafter)
     if isinstance(drafter, str) and "model:" in drafter and tokenizer is None:

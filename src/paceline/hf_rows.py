@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
 
+_SHAPING = ("Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta")
+_BANS = ("NoBadWords", "NoRepeatNGram", "MinLength", "MinNewTokensLength", "SuppressTokens", "SuppressTokensAtBegin")
+_BY_ROW = {f"{name}LogitsWarper" for name in _SHAPING} | {f"{name}LogitsProcessor" for name in _BANS}
+"""Processors of transformers that treat every sequence of a batch alike."""
+
+
 class Row:
     """Sequence `index` of a batch of `count`. `prompt`: its tokens without the padding.
 
     Processors and criteria may hold something per sequence (a padding length, a function that asks for the batch
-    index). So they are shown a whole batch, in which every sequence is this one, and only its own row is read.
+    index). Those are shown a whole batch, in which every sequence is this one, and only its own row is read.
     """
 
     def __init__(
@@ -37,6 +43,8 @@ class Row:
         """`input_ids`: this sequence [T], of which the first `padding` are not text."""
         self.index, self._count, self._padding = index, count, padding
         self._processors, self._criteria = processors, criteria
+        alike = all(_treats_rows_alike(processor) for processor in processors)
+        self._place, self._shown = (0, 1) if alike else (index, count)
         self.prompt: list[int] = input_ids[padding:].tolist()
         self._ids, self._known = input_ids.clone(), len(self.prompt)
 
@@ -51,22 +59,27 @@ class Row:
         logits = logits.to(self._ids.device, torch.float32)
         if not self._processors:
             return logits
-        scores = self._processors(self._batch(prefix.text, prefix.path), logits.repeat(self._count, 1))
-        return scores[self.index]  # type: ignore[no-any-return]
+        ids = self._ids_after(prefix.text, prefix.path).repeat(self._shown, 1)
+        return self._processors(ids, logits.repeat(self._shown, 1))[self._place]  # type: ignore[no-any-return]
 
     def ended(self, text: Sequence[int], path: Sequence[int]) -> bool:
         """Whether a criterion ends the sequence after `text` and `path`."""
-        return bool(self._criteria(self._batch(text, path), None)[self.index])
+        return bool(self._criteria(self._ids_after(text, path).repeat(self._count, 1), None)[self.index])
 
-    def _batch(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
-        """The padded sequence [count, length]. What `text` was at the last call is not copied again."""
+    def _ids_after(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
+        """The padded sequence [length]. What `text` was at the last call is not copied again."""
         end = self._padding + len(text) + len(path)
         if end > len(self._ids):
             self._ids = torch.cat([self._ids, self._ids.new_zeros(max(256, end))])
         new = [*text[self._known :], *path]
         self._ids[end - len(new) : end] = self._ids.new_tensor(new)
         self._known = len(text)
-        return self._ids[:end].repeat(self._count, 1)
+        return self._ids[:end]
+
+
+def _treats_rows_alike(processor: object) -> bool:
+    kind = type(processor)
+    return kind.__module__ == "transformers.generation.logits_process" and kind.__name__ in _BY_ROW
 
 
 class Stops(TextStream):

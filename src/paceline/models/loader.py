@@ -98,8 +98,8 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     if find_spec("transformers") is None or not _is_pretrained(model):
         raise InvalidOption(
             f"model is a {type(model).__name__}",
-            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head (a PEFT model: its "
-            "merge_and_unload())",
+            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
+            "(of a PEFT model, what merge_and_unload() returns)",
         )
     if tokenizer is None:
         raise InvalidOption(

@@ -44,7 +44,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states))
         if self.keys.shape[0] < self._window.places or self.keys.shape[2] < self._window.end:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            self.keys, self.values = self.grown(self.keys), self.grown(self.values)
         count = key_states.shape[2]
         for row, (slot, start) in enumerate(zip(self._window.slots, self._window.starts, strict=True)):
             self.keys[slot, :, start : start + count] = key_states[row]
@@ -55,7 +55,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         """What models see that place their rows by the cache's length: they are run one slot at a time."""
         return max(self._window.starts, default=0)
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_FIRST, 2 * capacity, self._window.end)
         # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
@@ -108,7 +108,7 @@ class SlotCache:
         self._window.places = len(self._lengths)
         for layer in self._layers():
             if layer.keys.shape[0] <= new:
-                layer.keys, layer.values = layer._grown(layer.keys), layer._grown(layer.values)
+                layer.keys, layer.values = layer.grown(layer.keys), layer.grown(layer.values)
             for side in (layer.keys, layer.values):
                 side[new, :, :length] = side[slot, :, :length]
         self._lengths[new] = length
