@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption
 from paceline.hf import Speculation, speculate
-from paceline.testing import Oracle
+from paceline.testing import Oracle, tiny_target
 from paceline.types import Tree
 from tests.test_transformers import BASE, CHAINS, TREES, model_of
 from tests.toys import ALPHABET, toy_tokenizer
@@ -64,7 +64,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.4},
     "n-grams and bad words": {"no_repeat_ngram_size": 2, "bad_words_ids": [[9], [5, 8]], "suppress_tokens": [3]},
     "penalty of the prompt": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
-    "lengths": {"min_new_tokens": 15, "eos_token_id": [1, 5, 9, 12], "exponential_decay_length_penalty": (3, 1.1)},
+    "lengths": {"min_new_tokens": 15, "eos_token_id": [1, 5, 9, 12], "exponential_decay_length_penalty": (15, 1.1)},
     "one's own": {"logits_processor": transformers.LogitsProcessorList([ByPrefix()])},
     "allowed tokens by sequence": {"prefix_allowed_tokens_fn": lambda row, ids: [row, 9 + row, 20, int(ids[-1])]},
 }
@@ -75,6 +75,12 @@ PROCESSING: dict[str, dict[str, Any]] = {
 def test_greedy_text_is_generates_own(model: str, processing: str) -> None:
     for inputs, how in ((ONE, speculate("suffix", draft=Tree(8, 4, 2))), (BATCH, drafting_itself(MODELS[model]))):
         agree(MODELS[model], inputs, how, **PROCESSING[processing])
+
+
+def test_a_drafter_that_looks_down_other_branches_leaves_no_trace() -> None:
+    """It ranks by the same processors, and shows them prefixes that never come to be."""
+    how = speculate(DraftModel(tiny_target(seed=9), 37), draft=Tree(12, 4, 3))
+    agree(LLAMA, BATCH, how, logits_processor=transformers.LogitsProcessorList([ByPrefix()]))
 
 
 def test_drafts_are_accepted_all_the_same() -> None:
@@ -201,6 +207,7 @@ CANNOT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ONE, {"guidance_scale": 1.5}, "UnbatchedClassifierFree"),
     (ONE, {"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
     (ONE, {"past_key_values": transformers.DynamicCache()}, "DynamicCache"),
+    (ONE, {"past_key_values": LLAMA(torch.tensor([[1, 5]])).past_key_values}, "a cache of one's own"),
     (ONE, {"cache_implementation": "static"}, "StaticCache"),
     (ONE, {"position_ids": torch.arange(10)[None] + 3}, "position_ids"),
     (RIGHT_PADDED, {}, "left"),

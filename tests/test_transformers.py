@@ -46,7 +46,7 @@ OLD = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions":
 FULL = BASE | {"num_key_value_heads": 4}
 # Experts are multiplied in groups, which torch does in up to 32 bits only.
 MOE = HEADS | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
-WINDOW = HEADS | {"sliding_window": 8}
+WINDOW = HEADS | {"sliding_window": 3}  # less than a draft's depth
 
 TREES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", OLD),
@@ -55,9 +55,9 @@ TREES: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT": ("OPT", FULL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "Falcon": ("Falcon", FULL),
     "Phi": ("Phi", FULL),
-    "Phi-3 with a window": ("Phi3", BASE | {"sliding_window": 8}),
+    "Phi-3 with a window": ("Phi3", BASE | {"sliding_window": 3}),
     "StableLM": ("StableLm", BASE),
-    "StarCoder2 with a window": ("Starcoder2", BASE | {"sliding_window": 8}),
+    "StarCoder2 with a window": ("Starcoder2", BASE | {"sliding_window": 3}),
     "Cohere": ("Cohere", BASE),
     "OLMo 2": ("Olmo2", BASE),
     "Granite": ("Granite", BASE),
@@ -93,6 +93,8 @@ def model_of(kind: str, sizes: dict[str, Any], seed: int = 0, dtype: torch.dtype
     return model.to(dtype).eval()
 
 
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+
 _ADAPTERS: dict[str, CausalLM] = {}
 
 
@@ -119,7 +121,7 @@ def some_draft(nodes: int, trees: bool, seed: int) -> Draft:
     if not trees:
         return Draft.chain([(7 * i + seed) % 37 for i in range(nodes)])
     generator = random.Random(seed)
-    parents = [generator.randint(0, i) for i in range(nodes)]
+    parents = [generator.randint(max(0, i - 1), i) for i in range(nodes)]
     return Draft(tuple(range(1, nodes + 1)), tuple(parents))
 
 
@@ -181,6 +183,21 @@ def test_slots_are_cut_forked_and_taken_again(name: str) -> None:
     assert same(after(again, 6), plain(target, [6]))
 
 
+def test_a_slot_that_held_nan_harms_no_later_request() -> None:
+    target = adapter("GPT-2")
+    cache = target.new_cache()
+    slots = [cache.acquire(), cache.acquire()]
+    broken = target.model.transformer.wte.register_forward_hook(lambda module, args, out: out * torch.nan)
+    target.forward(pack_prefix(PROMPT, slots[1], 0, target.device), cache, Want("none"))
+    broken.remove()
+    cache.release(slots[1])
+    assert cache.acquire() == slots[1]
+    target.forward(pack_prefix(PROMPT, slots[0], 0, target.device), cache, Want("none"))
+    cache.commit(slots[0], range(1, len(PROMPT)))
+    rows = pack([3, 4], [Draft()] * 2, slots, list(cache.lengths), target.device)
+    assert same(target.forward(rows, cache, Want()).logits[1, 0], plain(target, [4]))
+
+
 def test_hidden_states_are_tapped_where_layers_begin() -> None:
     target = adapter("GPT-NeoX")
     tokens = list(range(9))
@@ -190,9 +207,6 @@ def test_hidden_states_are_tapped_where_layers_begin() -> None:
     taps = target.forward(rows, cache, Want("last", taps=(0, 1, "final"))).taps
     for tap, state in zip((0, 1, "final"), theirs, strict=True):
         torch.testing.assert_close(taps[tap], state)  # type: ignore[index]
-
-
-PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -272,7 +286,12 @@ def test_rotary_factors_that_change_end_the_context() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_of_any_dtype_verify(dtype: torch.dtype) -> None:
-    for name, trees in (("GPT-2", True), ("Gemma 2, every other layer a window", True), ("Bloom", False)):
+    for name, trees in (
+        ("GPT-2", True),
+        ("GPT-J", True),
+        ("Gemma 2, every other layer a window", True),
+        ("Bloom", False),
+    ):
         target = CausalLM(model_of(*ALL[name], dtype=dtype))
         assert target.trees is trees
         cache = target.new_cache()
@@ -370,6 +389,8 @@ def test_what_is_no_model_or_lacks_a_tokenizer_says_what_is_needed() -> None:
         paceline.load(model)
     with pytest.raises(InvalidOption, match="str is not a fast tokenizer"):
         paceline.load(model, tokenizer="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="model object only"):
+        paceline.load("demo", tokenizer=toy_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def speculate(
     """A `custom_generate` that writes what `generate` writes, with drafts.
 
     drafter, draft: as in `paceline.load`; "model:REF" also needs the target's `tokenizer`, to compare vocabularies.
-    streamer: transformers 5.23 does not hand `generate(streamer=...)` on to a callable, so give it here.
+    streamer: give it here and not to `generate`, which (in 5.23) hands it on to no callable.
 
     Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal. Sampled text has the same
     distribution and is a function of a seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits
@@ -242,7 +242,9 @@ def refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwar
     if config.output_attentions or config.output_hidden_states:
         raise InvalidOption("drafted generation returns no attentions or hidden states", "Ask the model for them")
     past = model_kwargs.get("past_key_values")
-    if past is not None and (type(past) is not DynamicCache or getattr(past, "_is_user_defined", False)):
+    # generate() makes an empty cache itself; newer versions mark the one that a user gave.
+    own = past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length() > 0)
+    if own or type(past) not in (DynamicCache, type(None)):
         raise InvalidOption(
             f"a cache of one's own ({type(past).__name__}) is neither read nor filled", "Leave past_key_values out"
         )

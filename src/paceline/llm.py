@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
-from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
+from paceline.errors import InvalidOption, InvalidPrompt, PacelineError, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.protocols import Drafter
@@ -225,6 +225,8 @@ def load(
     budget = to_tree(draft)
     check_spec(drafter)
     if isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         loaded = load_model(
             model,
             dtype=dtype,
