@@ -191,9 +191,11 @@ def _context_length(config: Any) -> int:
     settings = config.to_dict()
     limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)
     rope = settings.get("rope_parameters") or {}
-    if rope.get("rope_type") == "longrope":
-        short = rope.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-        return min(limit, int(short or limit))
+    # One set, or one for each kind of layer.
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            short = part.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+            limit = min(limit, int(short or limit))
     return limit
 
 
