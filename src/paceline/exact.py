@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.protocols import KVCache, Target
 from paceline.stats import Exact
 from paceline.tree import pack, pack_prefix
-from paceline.types import Draft, Want
+from paceline.types import Draft, Tree, Want
 
 _PREFIX, _ROWS = 61, 5
 
@@ -27,7 +27,8 @@ def exactness(target: Target) -> Exact:
         plain.append(_logits(target, cache, slot, token, Draft())[0])
         cache.commit(slot, ())
     alone = torch.stack(plain)
-    for draft, rows in _other_ways(path):
+    trees = cache.fit(slot, Tree(nodes=8, depth=4, branch=2)).branch > 1
+    for draft, rows in _other_ways(path, trees):
         cache.truncate(slot, _PREFIX)
         if not torch.equal(_logits(target, cache, slot, path[0], draft)[rows], alone):
             return "rounding"
@@ -59,12 +60,12 @@ def _filled(target: Target, prefix: list[int]) -> tuple[KVCache, int]:
     return cache, slot
 
 
-def _other_ways(path: list[int]) -> list[tuple[Draft, list[int]]]:
-    """Drafts that hold the path, and the rows where it lies."""
+def _other_ways(path: list[int], trees: bool) -> list[tuple[Draft, list[int]]]:
+    """Drafts that hold the path, and the rows where it lies. `trees`: whether the target takes any."""
     # At every level another sibling first, so that the path has gaps everywhere.
     tree = Draft(tuple(t for token in path[1:] for t in (path[0], token)), (0, 0, 2, 2, 4, 4, 6, 6))
     return [
         (Draft.chain(path[1:]), [0, 1, 2, 3, 4]),
-        (tree, [0, 2, 4, 6, 8]),
         (Draft.chain(path[1:] + path * 5), [0, 1, 2, 3, 4]),
+        *([(tree, [0, 2, 4, 6, 8])] if trees else []),
     ]

@@ -11,7 +11,7 @@ from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
-from paceline.models.loader import Device, DType, Loaded, load_model
+from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.reply import Batch, Completion, Job, Stream
@@ -22,6 +22,8 @@ from paceline.stream import Chunk, TextStream
 from paceline.types import Tree
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
     from paceline.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -196,9 +198,10 @@ def _is_batch(prompt: Any) -> bool:
 
 
 def load(
-    model: str | Path = "demo",
+    model: str | Path | PreTrainedModel = "demo",
     *,
     adapter: str | Path | None = None,
+    tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
     drafter: str | Drafter | None = "auto",
     draft: int | Tree | Literal["auto"] = "auto",
     dtype: DType = "auto",
@@ -210,8 +213,9 @@ def load(
 ) -> LLM:
     """Load a target model and a drafter.
 
-    model: "demo", a folder in Hugging Face layout, a GGUF file, or a hub id (with `revision` and `token`); or a LoRA
-    adapter in PEFT's layout, which names its base model itself.
+    model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
+    adapter in PEFT's layout, which names its base model itself; or a causal model of transformers that you hold, with
+    its `tokenizer`: it stays where it is, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
     drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model of
     the same vocabulary; with an adapter "model:REF@ADAPTER"), several joined by "+" (the first with something to say
@@ -225,16 +229,23 @@ def load(
     """
     budget = to_tree(draft)
     check_spec(drafter)
-    loaded = load_model(
-        model,
-        adapter=adapter,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        token=token,
-        allow_pickle=allow_pickle,
-        progress=progress,
-    )
+    if isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
+        loaded = load_model(
+            model,
+            adapter=adapter,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            token=token,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+    else:
+        if adapter is not None:
+            raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
+        loaded = wrap(model, tokenizer)
 
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,8 +45,11 @@ class KVCache(Protocol):
         """A free slot, of length 0. Raises `OutOfMemory`."""
         ...
 
-    def begin(self, rows: Rows) -> Pass:
-        """Make room for the rows and prepare their attention. Raises `OutOfMemory`."""
+    def begin(self, rows: Rows) -> Any:
+        """Make room for the rows. Raises `OutOfMemory`.
+
+        What it returns is between a cache and the model that made it: a `Pass`, or what a model of transformers takes.
+        """
         ...
 
     def fit(self, slot: int, budget: Tree) -> Tree:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CorruptModel, InvalidPrompt, UnsupportedModel
+from paceline.errors import CorruptModel, InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.models.files import read_json
 
 if TYPE_CHECKING:
@@ -53,6 +53,23 @@ class Tokenizer:
             if index is not None and index < len(tokens):
                 special[f"{role}_token"] = tokens[index]
         return Tokenizer(backend, special, fields.get("tokenizer.chat_template"))
+
+    @staticmethod
+    def from_transformers(tokenizer: Any) -> Tokenizer:
+        """From a fast tokenizer of transformers, which is left as it is. Raises `InvalidOption` for anything else."""
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise InvalidOption(
+                f"{type(tokenizer).__name__} is not a fast tokenizer of transformers",
+                "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...), or a paceline Tokenizer",
+            )
+        backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        special = {key: text for key in _NAMED if (text := _text(getattr(tokenizer, key))) is not None}
+        return Tokenizer(backend, special, _one_template(tokenizer.chat_template))
 
     @property
     def vocab_size(self) -> int:
@@ -178,8 +195,14 @@ def _template(path: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("default", next(iter(named.values()), None))
+        found = {entry["name"]: entry["template"] for entry in found}
+    return _one_template(found)
+
+
+def _one_template(found: Any) -> str | None:
+    """A template, or of several by name "default", else the first."""
+    if isinstance(found, Mapping):
+        found = found.get("default", next(iter(found.values()), None))
     return found if isinstance(found, str) else None
 
 

@@ -45,20 +45,22 @@ def info(
 
 def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
     from paceline.models.checkpoint import eos_token_ids, open_checkpoint
-    from paceline.models.config import read_config
     from paceline.models.files import resolve
     from paceline.models.gguf_file import read_gguf
+    from paceline.models.loader import native
 
     path = resolve(model, revision=revision, token=token, quiet=not progress_wanted(False), allow_pickle=allow_pickle)
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
-    config = read_config(checkpoint.config)
+    config = native(checkpoint)
     header = read_gguf(path) if path.is_file() else None
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return {
         "path": str(path),
-        **_architecture(checkpoint.config, config),
+        **_name(checkpoint.config),
+        "runs": "natively" if config else "through transformers",
+        **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
-        "vocab_size": config.vocab_size,
+        "vocab_size": checkpoint.config["vocab_size"],
         "tokens": checkpoint.tokenizer.vocab_size,
         "tokenizer": _tokenizer_kind(path, header),
         "eos": [{"id": i, "token": checkpoint.tokenizer.decode([i], skip_special=False)} for i in eos],
@@ -67,10 +69,13 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
     }
 
 
-def _architecture(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+def _name(raw: dict[str, Any]) -> dict[str, Any]:
+    family = raw["model_type"]
+    return {"architecture": (raw.get("architectures") or [family])[0], "family": family}
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
     return {
-        "architecture": (raw.get("architectures") or [config.family])[0],
-        "family": config.family,
         "layers": config.layers,
         "hidden": config.hidden,
         "ffn": config.ffn,
@@ -142,20 +147,28 @@ def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("path", f["path"]),
         ("architecture", f["architecture"] + ("" if f["architecture"] == f["family"] else f" ({f['family']})")),
+        ("runs", f["runs"]),
         ("parameters", f"{f['parameters']:,}"),
         ("weights", f"{f['format']}: {shares}"),
-        ("layers", str(f["layers"])),
-        ("hidden size", f"{f['hidden']:,}, feed-forward {f['ffn']:,}"),
-        ("heads", f"{f['heads']} of size {f['head_dim']}, {f['kv_heads']} for keys and values"),
         ("vocabulary", f"{f['vocab_size']:,} rows, {f['tokens']:,} tokens"),
-        ("tied head", _yes(f["tied_head"])),
-        ("context", f"{f['context_length']:,} tokens"),
-        ("rope", _rope_line(f["rope"])),
-        ("cache", f"{f['cache_bytes_per_token']:,} bytes per token (at 2 bytes an element)"),
+        *(_architecture_lines(f) if "layers" in f else []),
         ("tokenizer", f["tokenizer"]),
         ("end of sequence", ", ".join(f"{eos['id']} {eos['token']!r}" for eos in f["eos"]) or "none"),
         ("chat template", _yes(f["chat_template"])),
         ("generation", ", ".join(f"{key} {value}" for key, value in f["generation"].items()) or "no recommendations"),
+    ]
+
+
+def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
+    """What only the native decoder reads from a config."""
+    return [
+        ("layers", str(f["layers"])),
+        ("hidden size", f"{f['hidden']:,}, feed-forward {f['ffn']:,}"),
+        ("heads", f"{f['heads']} of size {f['head_dim']}, {f['kv_heads']} for keys and values"),
+        ("tied head", _yes(f["tied_head"])),
+        ("context", f"{f['context_length']:,} tokens"),
+        ("rope", _rope_line(f["rope"])),
+        ("cache", f"{f['cache_bytes_per_token']:,} bytes per token (at 2 bytes an element)"),
     ]
 
 

@@ -13,7 +13,7 @@ from paceline.cache import SlabCache
 from paceline.errors import CorruptModel
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Attention, Layer, RMSNorm, Rotary
-from paceline.protocols import KVCache
+from paceline.protocols import KVCache, Pass
 from paceline.runner import Activation, Linear, gated, linear
 from paceline.types import Forward, Rows, Tap, Want
 
@@ -67,7 +67,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target`. One embedding, L layers, one norm, and the head for the rows that want it."""
-        attention = cache.begin(rows)
+        attention: Pass = cache.begin(rows)
         rope = self._rotary(rows.positions, max(rows.lengths) + rows.start + rows.tokens.shape[1])
         x = F.embedding(rows.tokens, self._embed)
         taps: dict[Tap, Tensor] = {}

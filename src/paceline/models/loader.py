@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
-from paceline.models.checkpoint import eos_token_ids
-from paceline.models.config import read_config
+from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, is_out_of_memory
+from paceline.models.checkpoint import Checkpoint, eos_token_ids
+from paceline.models.config import ModelConfig, read_config, refuse_other_kinds
 from paceline.models.decoder import Decoder, Progress
-from paceline.models.lora import open_model
+from paceline.models.lora import Merged, open_model
 from paceline.protocols import Target
 from paceline.runner import fast_bfloat16
 
@@ -53,10 +54,14 @@ def load_model(
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
-    config = read_config(checkpoint.config)
+    config = native(checkpoint)
     with _bar(f"loading {reference}", progress) as advance:
         try:
-            target = Decoder(config, checkpoint.tensors, kind, where, advance)
+            target = (
+                Decoder(config, checkpoint.tensors, kind, where, advance)
+                if config
+                else _through_transformers(checkpoint, kind, where)
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -65,6 +70,64 @@ def load_model(
             ) from error
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path)
+
+
+def native(checkpoint: Checkpoint) -> ModelConfig | None:
+    """What the native decoder runs the model by; None: it goes through transformers. Raises `UnsupportedModel` where
+    neither can."""
+    refuse_other_kinds(checkpoint.config)
+    try:
+        return read_config(checkpoint.config)
+    except UnsupportedModel as error:
+        if checkpoint.path.is_file():
+            raise
+        if find_spec("transformers") is None:
+            raise UnsupportedModel(
+                error.cause + " by Paceline's own decoder",
+                'Run it through transformers: pip install "paceline[transformers]"',
+            ) from error
+        return None
+
+
+def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
+    from paceline.models.transformers import from_pretrained
+
+    if isinstance(checkpoint.tensors, Merged):
+        raise UnsupportedModel(
+            f"{checkpoint.path} runs through transformers, where a LoRA adapter is not merged at load",
+            "Merge it with peft's merge_and_unload, and load the result",
+        )
+    return from_pretrained(checkpoint.path, dtype, device)
+
+
+def wrap(model: Any, tokenizer: Any) -> Loaded:
+    """A model object of transformers that the user holds, with its tokenizer; see `paceline.load`."""
+    from paceline.tokenizer import Tokenizer
+
+    if find_spec("transformers") is None or not _is_pretrained(model):
+        raise InvalidOption(
+            f"model is a {type(model).__name__}",
+            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
+            "(of a PEFT model, what merge_and_unload() returns)",
+        )
+    if tokenizer is None:
+        raise InvalidOption(
+            f"{type(model).__name__} comes without a tokenizer",
+            "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...)",
+        )
+    from paceline.models.transformers import CausalLM
+
+    words = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
+    generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
+    eos = eos_token_ids(model.config.to_dict(), generation, words)
+    return Loaded(CausalLM(model), words, eos, generation, Path(model.name_or_path))
+
+
+def _is_pretrained(model: object) -> bool:
+    from transformers import PreTrainedModel
+    from transformers.generation import GenerationMixin
+
+    return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
 
 
 def pick_device(device: Device) -> torch.device:

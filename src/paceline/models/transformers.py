@@ -1,0 +1,247 @@
+"""Any causal language model of transformers as a target: its own forward, masks of ours, a cache that takes drafts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.layout import NONE, ancestors
+from paceline.models.config import refuse_other_kinds
+from paceline.models.transformers_cache import SlotCache
+from paceline.models.transformers_check import verifies
+from paceline.protocols import KVCache
+from paceline.tree import MIN_ROWS
+from paceline.types import Forward, Rows, Tap, Want
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""What configs call the context length."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Kinds of layers. `window`: of those that slide, None if none does. `named`: masks go by the kind's name."""
+
+    window: int | None
+    named: bool
+
+
+_SETTLED: WeakKeyDictionary[PreTrainedModel, dict[Any, bool]] = WeakKeyDictionary()
+"""Models that were tried, in each way they run, and whether they verify trees."""
+
+
+class CausalLM:
+    """A `PreTrainedModel` with a causal head as a `Target`, in its own dtype and on its own devices.
+
+    `trees`: whether its attention takes the mask of a tree. Models that take none (ALiBi of Bloom and MPT) are run one
+    slot at a time and verify chains. Both are tried at the start, against the model's plain forward.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Sets the model to `eval()`. Raises `UnsupportedModel` for a model whose cache cannot drop rejected tokens, or
+        that otherwise does not verify."""
+        refuse(model)
+        self.model = model.eval()
+        accepted = inspect.signature(model.forward).parameters
+        self._positions = "position_ids" in accepted
+        self._keeps = "logits_to_keep" in accepted
+        self._config = model.config.get_text_config(decoder=True)
+        self._kinds = _kinds(self._config)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = self._config.vocab_size
+        key = (self.dtype, self.device, self._config._attn_implementation)
+        known = _SETTLED.setdefault(model, {})
+        if key not in known:
+            known[key] = self._settle()
+        self.trees = known[key]
+        # Where trees are not possible, the padding of a pass stands behind its chain.
+        self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
+
+    def _settle(self) -> bool:
+        """Whether it verifies trees; if not, chains. Raises `UnsupportedModel` if not even those."""
+        self.trees = self._positions and self._kinds is not None
+        if self.trees and verifies(self, self._plain) is None:
+            return True
+        self.trees = False
+        if reason := verifies(self, self._plain):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use it without Paceline"
+            )
+        return False
+
+    def new_cache(self) -> KVCache:
+        return SlotCache(self.trees)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        """See `protocols.Target`."""
+        if self.trees and self._kinds:
+            return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._kinds)})
+        return _join([self._pass(one, cache, want, {}) for one in _chains(rows)])
+
+    def _pass(self, rows: Rows, cache: KVCache, want: Want, mask: dict[str, Any]) -> Forward:
+        if self._positions:
+            mask["position_ids"] = rows.positions
+        if self._keeps and want.logits != "all":
+            mask["logits_to_keep"] = 1
+        past = cache.begin(rows)
+        taps = bool(want.taps)
+        out = self.model(
+            input_ids=rows.tokens,
+            past_key_values=past,
+            use_cache=True,
+            return_dict=True,
+            output_hidden_states=taps,
+            **mask,
+        )
+        states: dict[Tap, Tensor] = {}
+        if taps:
+            states = {tap: out.hidden_states[-1 if tap == "final" else tap] for tap in want.taps}
+        count = {"all": out.logits.shape[1], "last": 1, "none": 0}[want.logits]
+        logits = out.logits[:, out.logits.shape[1] - count :]
+        return Forward(logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32), states)
+
+    @torch.inference_mode()
+    def _plain(self, tokens: list[int]) -> Tensor:
+        """Logits [T, V] of a whole text in one pass, by nothing but the model."""
+        ids = torch.tensor([tokens], device=self.device)
+        return self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
+
+    def _masks(self, rows: Rows, kinds: _Kinds) -> Tensor | dict[str, Tensor]:
+        """4D masks as transformers makes them: [B, 1, T, columns], one per kind of layer where kinds differ."""
+        visible, distance = (x.to(self.device) for x in _visible(rows))
+        if kinds.window is None:
+            return self._mask(visible)
+        near = self._mask(visible & (distance < kinds.window))
+        return {"full_attention": self._mask(visible), "sliding_attention": near} if kinds.named else near
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        """Bool for torch's attention; what is added to the scores for the eager one."""
+        if self._config._attn_implementation == "sdpa":
+            return visible[:, None]
+        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return zeros.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
+
+
+def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModel(f"transformers does not load {path} ({reason})", "Use another model") from error
+    return CausalLM(model.to(device))
+
+
+def refuse(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModel` for models that speculation cannot run on, named for what they are."""
+    name = type(model).__name__
+    config = model.config
+    refuse_other_kinds({**config.to_dict(), "architectures": [name]})
+    text = config.get_text_config(decoder=True)
+    if model._is_stateful:
+        raise UnsupportedModel(
+            f"{name} keeps a recurrent state, which cannot drop rejected tokens", "Use an attention-only model"
+        )
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        named = ", ".join(sorted(kind.__name__ for kind in others))
+        raise UnsupportedModel(
+            f"{name} keeps its past in {named}, which cannot drop rejected tokens", "Use an attention-only model"
+        )
+    if any(getattr(part, "is_causal", True) is False for part in model.modules()):
+        raise UnsupportedModel(
+            f"{name} attends in both directions", "Use a causal model (is_decoder=True in its config)"
+        )
+    if text._attn_implementation not in ("sdpa", "eager"):
+        raise UnsupportedModel(
+            f"{name} runs {text._attn_implementation}, which takes no mask of a tree",
+            'Load it with attn_implementation="sdpa"',
+        )
+    if model.get_input_embeddings().weight.device.type == "meta":
+        raise UnsupportedModel(f"the embedding of {name} is offloaded", "Load the model onto a device")
+
+
+def _kinds(config: Any) -> _Kinds | None:
+    """None where the model makes masks of its own that a tree's cannot stand in for."""
+    layers = DynamicCache(config=config).layers
+    windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
+    settings = config.to_dict()
+    own = any(name.endswith("window_size") for name in settings)  # GPT-Neo counts columns, not positions
+    named = set(settings.get("layer_types") or ())
+    if own or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
+        return None
+    return _Kinds(windows.pop() if windows else None, bool(named))
+
+
+def _context_length(config: Any) -> int:
+    """The config's, and without one no bound. Rotary factors that change with a text's length end it where they would
+    change, since they would change for what the cache already holds."""
+    settings = config.to_dict()
+    limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)
+    rope = settings.get("rope_parameters") or {}
+    # One set, or one for each kind of layer.
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            short = part.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+            limit = min(limit, int(short or limit))
+    return limit
+
+
+@lru_cache(maxsize=256)
+def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(ancestors bool [T, T], depths [T]) of the rows of a tree."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent == NONE else depths[parent] + 1)
+    return ancestors(parents), torch.tensor(depths)
+
+
+def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
+    """(which columns each row sees, how far back each lies in the text), both [B, T, columns]."""
+    count = rows.tokens.shape[1]
+    end = max(rows.lengths) + rows.start + count
+    visible = torch.zeros(len(rows.slots), count, end, dtype=torch.bool)
+    columns = torch.arange(end).repeat(len(rows.slots), 1)
+    for slot, (length, parents) in enumerate(zip(rows.lengths, rows.parents, strict=True)):
+        seen, depths = _tree(parents)
+        visible[slot, :, :length] = True
+        visible[slot, :, length : length + len(parents)] = seen[rows.start :]
+        columns[slot, length : length + len(parents)] = length + depths
+    own = torch.stack([n + _tree(p)[1][rows.start :] for n, p in zip(rows.lengths, rows.parents, strict=True)])
+    return visible, own[:, :, None] - columns[:, None]
+
+
+def _chains(rows: Rows) -> Iterator[Rows]:
+    """One pass per slot. Raises `InvalidOption` for a tree."""
+    for i, parents in enumerate(rows.parents):
+        chain = next((r for r in range(1, len(parents)) if parents[r] == NONE), len(parents))
+        if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
+            raise InvalidOption("this model verifies and drafts chains, and was given a tree", "Set draft to a length")
+        yield replace(
+            rows,
+            tokens=rows.tokens[i : i + 1],
+            positions=rows.positions[i : i + 1],
+            slots=rows.slots[i : i + 1],
+            lengths=rows.lengths[i : i + 1],
+            parents=(parents,),
+        )
+
+
+def _join(parts: list[Forward]) -> Forward:
+    """The slots of a batch, side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    taps = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in parts[0].taps}
+    return Forward(torch.cat([part.logits for part in parts]), taps)

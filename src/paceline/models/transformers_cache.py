@@ -1,0 +1,149 @@
+"""Keys and values for models of transformers: slots over which their own attention runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from paceline.types import Rows, Tree
+
+_FIRST = 128
+"""Positions that a layer first makes room for. It doubles when a text outgrows it."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """Where the present pass writes and reads: slot `slots[b]` from position `starts[b]` on, up to `end`. `places`:
+    slots that exist."""
+
+    slots: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    end: int = 0
+    places: int = 0
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """One layer of every slot, `keys` and `values` each [places, kv_heads, capacity, D].
+
+    The model writes through `update` and gets back what the pass may see. Columns past a slot's end may hold anything
+    that was once written: the mask hides them.
+    """
+
+    def __init__(self, window: _Window) -> None:
+        super().__init__()
+        self._window = window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states))
+        if self.keys.shape[0] < self._window.places or self.keys.shape[2] < self._window.end:
+            self.keys, self.values = self.grown(self.keys), self.grown(self.values)
+        count = key_states.shape[2]
+        for row, (slot, start) in enumerate(zip(self._window.slots, self._window.starts, strict=True)):
+            self.keys[slot, :, start : start + count] = key_states[row]
+            self.values[slot, :, start : start + count] = value_states[row]
+        return self._seen(self.keys), self._seen(self.values)
+
+    def get_seq_length(self) -> int:
+        """What models see that place their rows by the cache's length: they are run one slot at a time."""
+        return max(self._window.starts, default=0)
+
+    def grown(self, old: Tensor) -> Tensor:
+        places, heads, capacity, size = old.shape
+        room = capacity if capacity >= self._window.end else max(_FIRST, 2 * capacity, self._window.end)
+        # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
+        new = old.new_zeros(self._window.places, heads, room, size)
+        new[:places, :, :capacity] = old
+        return new
+
+    def _seen(self, all_slots: Tensor) -> Tensor:
+        slots, end = self._window.slots, self._window.end
+        if slots == tuple(range(slots[0], slots[0] + len(slots))):
+            return all_slots[slots[0] : slots[0] + len(slots), :, :end]
+        return all_slots[:, :, :end][list(slots)]
+
+
+class SlotCache:
+    """A `KVCache` whose rows lie by their number: row r of a slot's pass at position `length + r`.
+
+    Every layer keeps all positions, those with a sliding window too (the mask hides what has left it), so that any
+    rejected row is simply overwritten.
+    """
+
+    def __init__(self, trees: bool) -> None:
+        """`trees`: whether the model can verify more than a chain."""
+        self._trees = trees
+        self._window = _Window()
+        self._model_cache = Cache(layer_class_to_replicate=partial(_Layer, self._window))
+        self._lengths: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._lengths
+
+    @torch.inference_mode()
+    def acquire(self) -> int:
+        if not self._free:
+            self._free.append(len(self._lengths))
+            self._lengths.append(0)
+        slot = self._free.pop()
+        for layer in self._layers():
+            if slot < layer.keys.shape[0]:
+                # A request that failed may have left NaN, which a longer neighbour's pass would read.
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()
+        return slot
+
+    @torch.inference_mode()
+    def fork(self, slot: int) -> int:
+        new, length = self.acquire(), self._lengths[slot]
+        self._window.places = len(self._lengths)
+        for layer in self._layers():
+            if layer.keys.shape[0] <= new:
+                layer.keys, layer.values = layer.grown(layer.keys), layer.grown(layer.values)
+            for side in (layer.keys, layer.values):
+                side[new, :, :length] = side[slot, :, :length]
+        self._lengths[new] = length
+        return new
+
+    def release(self, slot: int) -> None:
+        if slot not in self._free:
+            self._lengths[slot] = 0
+            self._free.append(slot)
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        """All of it, or a chain where the model's attention takes no tree."""
+        return budget if self._trees else Tree.chain(budget.depth)
+
+    def begin(self, rows: Rows) -> Cache:
+        """The cache to hand to the model as `past_key_values`."""
+        self._window.slots = rows.slots
+        self._window.starts = tuple(length + rows.start for length in rows.lengths)
+        self._window.end = max(self._window.starts) + rows.tokens.shape[1]
+        self._window.places = len(self._lengths)
+        return self._model_cache
+
+    @torch.inference_mode()
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        length = self._lengths[slot]
+        moves = [(length + row, length + to) for to, row in enumerate(path, 1) if row != to]
+        if moves:
+            source, target = map(list, zip(*moves, strict=True))
+            for layer in self._layers():
+                for side in (layer.keys, layer.values):
+                    side[slot][:, target] = side[slot][:, source]
+        self._lengths[slot] = length + 1 + len(path)
+
+    def _layers(self) -> list[_Layer]:
+        return [layer for layer in self._model_cache.layers if layer.is_initialized]
