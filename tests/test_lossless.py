@@ -170,8 +170,8 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_noise_that_moves_with_the_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh noise per draw, as ordinary samplers have it, makes the text depend on the draft."""
     plain = run(TOY, PROMPT, SAMPLINGS["warm"])[0]
-    honest, draws = Noise.gumbel, itertools.count()
-    monkeypatch.setattr(Noise, "gumbel", lambda self, position, tokens: honest(self, next(draws) // 2, tokens))
+    honest, draws = Noise.best, itertools.count()
+    monkeypatch.setattr(Noise, "best", lambda self, position, *row: honest(self, next(draws) // 2, *row))
     assert run(TOY, PROMPT, SAMPLINGS["warm"], Oracle(PROMPT + plain, 0.7, 37), SHAPES["chain"])[0] != plain
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ def replies(
     for size in blocks:
         part = tuple(tokens[at : at + size])
         verdict = stream.trim(Verdict(tuple(range(1, len(part))), part))
-        chunks = stream.emit(verdict)
+        chunks = stream.emit(verdict, torch.empty(0))
         text += "".join(c.text for c in chunks)
         ids += [c.token_id for c in chunks]
         assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)

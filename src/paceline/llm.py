@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +15,9 @@ from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.loader import Device, DType, Loaded, load_model
 from paceline.protocols import Drafter
-from paceline.sampling import Sampling
+from paceline.sampling import Sampling, Vocabulary
 from paceline.stats import Exact, Stats
-from paceline.stream import Chunk, TextStream
+from paceline.stream import Chunk, Logprobs, TextStream
 from paceline.types import FinishReason, Tree
 
 if TYPE_CHECKING:
@@ -32,20 +32,24 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string."""
+    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string.
+    `logprobs`: one per token id, if asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
     prompt_tokens: int
+    logprobs: list[Logprobs] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        logprobs = {} if self.logprobs is None else {"logprobs": [asdict(token) for token in self.logprobs]}
         return {
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
+            **logprobs,
             "stats": self.stats.as_dict(),
         }
 
@@ -60,7 +64,7 @@ class Stream(Iterator[Chunk]):
         self._engine, self._request = engine, request
         self._prompt_tokens = len(request.text)
         self._ready: list[Chunk] = []
-        self._texts: list[str] = []
+        self._shown: list[Chunk] = []
         self._prefilled = False
         self._cut = False
 
@@ -77,7 +81,7 @@ class Stream(Iterator[Chunk]):
                 error.partial = self.completion
             raise
         chunk = self._ready.pop(0)
-        self._texts.append(chunk.text)
+        self._shown.append(chunk)
         return chunk
 
     def _advance(self) -> None:
@@ -108,9 +112,16 @@ class Stream(Iterator[Chunk]):
     @property
     def completion(self) -> Completion:
         """What has been handed out so far, as a completion."""
-        shown = self._request.text[self._prompt_tokens :][: len(self._texts)]
         ended = None if self._ready or self._cut else self._request.finish
-        return Completion("".join(self._texts), shown, ended or "cancelled", self._request.stats, self._prompt_tokens)
+        logprobs = [chunk.logprobs for chunk in self._shown if chunk.logprobs]
+        return Completion(
+            "".join(chunk.text for chunk in self._shown),
+            [chunk.token_id for chunk in self._shown],
+            ended or "cancelled",
+            self._request.stats,
+            self._prompt_tokens,
+            logprobs if self._request.stream.logprobs is not None else None,
+        )
 
 
 class LLM:
@@ -130,9 +141,15 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What sampling parameters must know of the model."""
+        size = self.model.target.vocab_size
+        return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False))
+
     def sampling(self, **changes: Any) -> Sampling:
         """The sampling that the model's own `generation_config` recommends, with changes."""
-        known = ("temperature", "top_k", "top_p", "min_p")
+        known = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
         own = {key: self.model.generation[key] for key in known if self.model.generation.get(key) is not None}
         if not self.model.generation.get("do_sample", bool(own.get("temperature"))):
             own = {}
@@ -166,7 +183,7 @@ class LLM:
                 f"the prompt has {len(tokens)} tokens and the model's context {self.model.target.context_length}",
                 "Shorten the prompt",
             )
-        sampler = sampling.sampler(tokens)
+        sampler = sampling.sampler(tokens, vocabulary=self.vocabulary)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         return Stream(self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact)))
 

@@ -14,7 +14,7 @@ from paceline.engine import Engine
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, Drafter, Target
-from paceline.sampling import Sampling
+from paceline.sampling import Sampling, Vocabulary
 from paceline.stats import Stats
 from paceline.stream import TextStream
 from paceline.tree import check, depths
@@ -72,7 +72,7 @@ def run(
 ) -> tuple[list[int], FinishReason | None, Stats]:
     """Decode with an engine alone: (token ids of the reply, why it ended, statistics). Token 65 reads as "A"."""
     engine = engine or Engine(target, drafter, draft)
-    sampler = sampling.sampler(prompt)
+    sampler = sampling.sampler(prompt, vocabulary=Vocabulary(target.vocab_size, eos))
     room = target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
     request = engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
