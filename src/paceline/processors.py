@@ -2,7 +2,7 @@
 
 Each is a `LogitsProcessor` made for one reply. What it has counted in the text it keeps, since the text only grows;
 the drafted path of a row is added for that row alone. So a row's cost does not depend on how long the text is. Target
-and draft model share them, so rows may come from two devices, and a draft model's may be narrower than the target's.
+and draft model share them, so rows may come from two devices, in two dtypes, and a draft model's may be narrower.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ class LogitBias:
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self._bias = sorted(bias.items())
-        self._ready: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._ready: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        key = logits.device, len(logits)
+        key = logits.device, logits.dtype, len(logits)
         if key not in self._ready:
             fitting = [(token, by) for token, by in self._bias if token < len(logits)]
             ids = torch.tensor([token for token, _ in fitting], dtype=torch.long, device=logits.device)
-            self._ready[key] = ids, logits.new_tensor([by for _, by in fitting])
+            values = torch.tensor([by for _, by in fitting], dtype=logits.dtype, device=logits.device)
+            self._ready[key] = ids, values
         return logits.index_add_(0, *self._ready[key])
 
 
