@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
-from paceline.testing import run, tiny_target
+from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Tree
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -33,3 +33,13 @@ def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
         assert tokens == plain
         assert stats.drafted > 0
     assert stats.accepted + run(target, prompt, Sampling(max_new_tokens=40), make())[2].accepted > 0
+
+
+def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)
+    target, names = tiny_target(), {"CAPITALS": [3, 5, 9, 12]}
+    exec(compile(code, "sampling.md", "exec"), names)
+    sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
+    plain = run(target, [1, 2, 3], sampling)[0]
+    assert plain != run(target, [1, 2, 3], Sampling(max_new_tokens=40))[0]
+    assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), Tree(9, 3, 3))[0] == plain

@@ -8,6 +8,7 @@ and draft model share them, so rows may come from two devices, in two dtypes, an
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from paceline.sampler import Prefix
 
 
 class _Counts:
-    """How often each token stands in the text from position `first` on, per device."""
+    """How often each token stands in the text, per device."""
 
     def __init__(self) -> None:
         self._known: dict[torch.device, tuple[int, Tensor]] = {}
 
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
-        """Counts [V] of the prefix for a row [V], in its dtype; not to be changed."""
+        """Counts [V] of the prefix from position `first` on for a row [V], in its dtype; not to be changed."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
         if done < len(prefix.text) or len(counts) < len(row):
             counts = _add(counts, prefix.text[done:], len(row))
@@ -41,18 +42,41 @@ def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
     return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
 
 
+class _Seen:
+    """Which tokens stand in the text, each once, per device."""
+
+    def __init__(self) -> None:
+        self._read = self._highest = 0
+        self._order: dict[int, None] = {}
+        self._known: dict[torch.device, Tensor] = {}
+
+    def at(self, prefix: Prefix, row: Tensor) -> Tensor:
+        """Ids of the prefix that a row [V] has; those of the path may come twice."""
+        for token in prefix.text[self._read :]:
+            self._order[token] = None
+            self._highest = max(self._highest, token)
+        self._read = len(prefix.text)
+        known = self._known.get(row.device, torch.empty(0, dtype=torch.long, device=row.device))
+        if len(known) < len(self._order):
+            known = torch.cat([known, known.new_tensor(list(islice(self._order, len(known), None)))])
+            self._known[row.device] = known
+        ids = torch.cat([known, known.new_tensor(prefix.path)]) if prefix.path else known
+        return ids if max([self._highest, *prefix.path]) < len(row) else ids[ids < len(row)]
+
+
 class RepetitionPenalty:
     """Divides positive logits of tokens in prompt or reply by `penalty` and multiplies negative ones (CTRL, arXiv
     1909.05858), as transformers does."""
 
     def __init__(self, penalty: float) -> None:
         self._penalty = penalty
-        self._counts = _Counts()
+        self._seen = _Seen()
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        seen = self._counts.at(prefix, logits) > 0
-        punished = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
-        return torch.where(seen, punished, logits)
+        ids = self._seen.at(prefix, logits)
+        scores = logits[ids]
+        logits[ids] = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return logits
 
 
 class CountPenalty:
