@@ -95,10 +95,13 @@ class Noise:
 
     def _hash(self, position: int, tokens: Ids) -> npt.NDArray[np.uint32]:
         """32 random bits per token."""
-        key = _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)
+        key = self._key(position)
         mixed = _mix32_(_mix32_(tokens.astype(np.uint32) ^ np.uint32(key & _MASK32)) ^ np.uint32(key >> 32))
         # The sign bit: seeds keep the meaning that they had when the hash was a signed number.
         return mixed ^ np.uint32(1 << 31)
+
+    def _key(self, position: int) -> int:
+        return _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)
 
 
 def _gumbel(hashed: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
