@@ -157,6 +157,32 @@ def test_options_reach_the_library(shop: Shop) -> None:
     ]
 
 
+def test_penalties_and_bans_reach_the_reply(shop: Shop) -> None:
+    def text(*args: str) -> str:
+        return json.loads(generate("abcabc", "--json", "-q", *args).stdout)["text"]
+
+    plain = text()
+    letter = max(set(plain), key=plain.count)
+    assert letter not in text("--bad-word", letter)
+    assert letter not in text("--logit-bias", f"{LETTERS.index(letter)}=-inf")
+    often = text("--repetition-penalty", "8", "--frequency-penalty", "2", "--presence-penalty", "2")
+    assert len(set(often)) > len(set(plain))
+    once = text("--no-repeat-ngram-size", "1")
+    assert len(set(once)) == len(once) == 24
+    assert text("-t", "1", "-s", "3", "--typical-p", "0.01") != text("-t", "1", "-s", "3")
+    assert len(text("--stop-token-id", str(LETTERS.index(letter)))) < 15
+    assert len(text("--stop-token-id", str(LETTERS.index(letter)), "--min-new-tokens", "15")) >= 15
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_logprobs_in_json(shop: Shop, drafter: str) -> None:
+    reply = json.loads(generate("hello", "--json", "--logprobs", "2", "--drafter", drafter).stdout)
+    assert len(reply["logprobs"]) == len(reply["token_ids"]) == 24
+    for token, entry in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert entry["top"][0] == [token, entry["chosen"]], "greedy text takes the likeliest"
+        assert entry["top"][1][1] <= entry["chosen"] < 0
+
+
 def test_raw_skips_the_template(shop: Shop) -> None:
     def ids(*args: str) -> list[int]:
         return list(json.loads(generate(*args, "--json").stdout)["token_ids"])
@@ -213,6 +239,17 @@ def test_threads(shop: Shop) -> None:
         (["x", "--stop", ""], "stop="),
         (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),
         (["x", "-n", "0"], "max_new_tokens=0"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty is 0"),
+        (["x", "--frequency-penalty", "3"], "frequency_penalty=3.0"),
+        (["x", "--presence-penalty", "-3"], "presence_penalty=-3.0"),
+        (["x", "--typical-p", "2"], "typical_p=2.0"),
+        (["x", "--no-repeat-ngram-size", "-1"], "no_repeat_ngram_size=-1"),
+        (["x", "--min-new-tokens", "99"], "min_new_tokens=99"),
+        (["x", "--logit-bias", "a=1"], "--logit-bias 'a=1' is not possible"),
+        (["x", "--logit-bias", "3=nan"], "logit_bias[3]=nan"),
+        (["x", "--bad-word", ""], "bad_words holds an empty word"),
+        (["x", "--logprobs", "1"], "Give --json too"),
+        (["x", "--json", "--logprobs", "-1"], "logprobs=-1"),
         (["x", "--draft", "5x5"], "--draft '5x5' is not possible"),
         (["x", "--draft", "-3"], "--draft '-3' is not possible"),
         (["x", "--draft", "8x4x0"], "branch 0"),

@@ -17,7 +17,7 @@ from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
 from paceline.session import Session
-from paceline.testing import ToyTarget, check_drafter, run, tiny_target
+from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import Tree
 from tests.toys import toy_llm, toy_tokenizer
 
@@ -172,3 +172,13 @@ def test_the_speculation_of_session_md_writes_greedy_text_in_few_passes() -> Non
     for drafter in (toy_llm(), LLM(Loaded(tiny_target(9), toy_tokenizer(), (), {}, Path("toy")))):
         tokens = speculate(llm.session(), drafter.session(), prompt, 30, temperature=1e-7)
         assert tokens[:30] == plain
+
+
+def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)
+    target, names = tiny_target(), {"CAPITALS": [3, 5, 9, 12]}
+    exec(compile(code, "sampling.md", "exec"), names)
+    sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
+    plain = run(target, [1, 2, 3], sampling)[0]
+    assert plain != run(target, [1, 2, 3], Sampling(max_new_tokens=40))[0]
+    assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), Tree(9, 3, 3))[0] == plain

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,31 @@ def test_a_completion_as_json(llm: LLM) -> None:
     row = json.loads(json.dumps(llm.generate("hello", SHORT).as_dict()))
     assert list(row) == ["token_ids", "text", "finish_reason", "stats"]
     assert set(row["stats"]["seconds"]) == {"prefill", "draft", "verify", "commit", "other"}
+
+
+def test_words_and_logprobs_go_through_the_tokenizer_and_the_stream(llm: LLM) -> None:
+    plain = llm.generate("hello", SHORT)
+    pair = plain.text[1:3]
+    banned = llm.generate("hello", replace(SHORT, bad_words=[pair], logprobs=1))
+    assert pair in plain.text
+    assert pair not in banned.text
+    assert plain.logprobs is None
+    assert banned.logprobs is not None
+    assert len(banned.logprobs) == len(banned.token_ids)
+    assert json.loads(json.dumps(banned.as_dict()))["logprobs"][0].keys() == {"chosen", "top"}
+    with pytest.raises(InvalidOption, match="logit_bias holds 37"):
+        llm.stream("hello", replace(SHORT, logit_bias={37: 1.0}))
+
+
+def test_a_criterion_that_fails_leaves_the_model_ready(llm: LLM) -> None:
+    def broken(ids: object, text: str) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate("hello", replace(SHORT, stop_when=broken))
+    ended = llm.generate("hello", replace(SHORT, stop_when=lambda ids, text: len(text) > 3))
+    assert ended.finish_reason == "stop"
+    assert len(ended.text) == 4
 
 
 def loader(**changes: int) -> Callable[[str], Loaded]:

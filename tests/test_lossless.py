@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.noise import Noise
 from paceline.protocols import Drafter
-from paceline.sampler import Sampler
+from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import Logprobs, TextStream
 from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Tree
+from paceline.tree import pack_prefix
+from paceline.types import Tree, Want
 from tests.test_tree import drafts
 
 TOY = tiny_target()
@@ -43,6 +47,14 @@ DRAFTERS: dict[str, Make] = {
     "hostile": lambda text: Oracle(text, 0.0, 37),
 }
 SHAPES = {"chain": Tree.chain(5), "long chain": Tree.chain(11), "tree": Tree(14, 4, 3)}
+
+
+def no_echo(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
+    """A processor of somebody's own that depends on the whole prefix: its sum decides which third is disfavoured."""
+    logits[(sum(prefix.tokens) + len(prefix.reply)) % 3 :: 3] -= 2.0
+    return logits
+
+
 SAMPLINGS = {
     "greedy": Sampling(max_new_tokens=48),
     "warm": Sampling(max_new_tokens=48, temperature=0.7, seed=1),
@@ -50,6 +62,30 @@ SAMPLINGS = {
     "top-p": Sampling(max_new_tokens=48, temperature=1.0, top_p=0.8, seed=3),
     "min-p": Sampling(max_new_tokens=48, temperature=1.0, min_p=0.1, seed=4),
     "hot": Sampling(max_new_tokens=48, temperature=3.0, seed=5),
+    "penalties": Sampling(max_new_tokens=32, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4),
+    "bans": Sampling(
+        max_new_tokens=32,
+        temperature=1.0,
+        seed=7,
+        no_repeat_ngram_size=2,
+        bad_words=[[3], [5, 9], [9, 5, 2]],
+        logit_bias={7: 2.0, 8: -2.0},
+    ),
+    "all at once": Sampling(
+        max_new_tokens=32,
+        temperature=0.9,
+        seed=8,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        bad_words=[[4, 4]],
+        no_repeat_ngram_size=4,
+        processors=[no_echo],
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        typical_p=0.95,
+        logprobs=3,
+    ),
 }
 
 
@@ -88,6 +124,24 @@ def test_every_stop_condition_ends_at_the_same_token(drafter: str, shape: Tree) 
         plain = run(TOY, PROMPT, warm, eos=[text[at]])
         assert run(TOY, PROMPT, warm, make(PROMPT + text), shape, eos=[text[at]])[:2] == plain[:2]
         assert plain[1] == "eos"
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: Tree) -> None:
+    warm = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
+    text = run(TOY, PROMPT, warm)[0]
+    for at in range(24):
+        asked: list[list[int]] = []
+
+        def enough(ids: Sequence[int], text: str, at: int = at, asked: list[list[int]] = asked) -> bool:
+            asked.append(list(ids))
+            return len(ids) > at
+
+        sampling = replace(warm, stop_when=enough)
+        tokens, finish, stats = run(TOY, PROMPT, sampling, Oracle(PROMPT + text, 1.0, 37), shape)
+        assert (tokens, finish) == (text[: at + 1], "stop")
+        assert asked == [text[:n] for n in range(1, at + 2)], "every token once, in order, and none beyond"
+        assert at < 6 or stats.accepted > at // 2
 
 
 def test_drafts_reach_the_end_of_the_context() -> None:
@@ -172,19 +226,58 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_noise_that_moves_with_the_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh noise per draw, as ordinary samplers have it, makes the text depend on the draft."""
     plain = run(TOY, PROMPT, SAMPLINGS["warm"])[0]
-    honest, draws = Noise.gumbel, itertools.count()
-    monkeypatch.setattr(Noise, "gumbel", lambda self, position, tokens: honest(self, next(draws) // 2, tokens))
+    honest, draws = Noise.best, itertools.count()
+    monkeypatch.setattr(Noise, "best", lambda self, position, *row: honest(self, next(draws) // 2, *row))
     assert run(TOY, PROMPT, SAMPLINGS["warm"], Oracle(PROMPT + plain, 0.7, 37), SHAPES["chain"])[0] != plain
+
+
+def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties counted at a round's start, not at each row, as batched engines had them."""
+    honest = Sampler.process
+    for name in ("penalties", "bans", "all at once"):
+        plain = run(TOY, PROMPT, SAMPLINGS[name])[0]
+        with monkeypatch.context() as broken:
+            broken.setattr(Sampler, "process", lambda self, logits, path: honest(self, logits, ()))
+            assert run(TOY, PROMPT, SAMPLINGS[name], Oracle(PROMPT + plain, 1.0, 37), SHAPES["chain"])[0] != plain
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("name", ["greedy", "warm", "all at once"])
+def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: Tree) -> None:
+    sampling = replace(SAMPLINGS[name], logprobs=3)
+    plain = reported(sampling, None, shape)
+    text = [token for token, _ in plain]
+    drafted = reported(sampling, Oracle(PROMPT + text, 0.8, 37), shape)
+    assert [token for token, _ in drafted] == text
+    for (_, ours), (_, alone) in zip(drafted, plain, strict=True):
+        assert ours.chosen == pytest.approx(alone.chosen, abs=1e-9)
+        assert [i for i, _ in ours.top] == [i for i, _ in alone.top]
+        assert [p for _, p in ours.top] == pytest.approx([p for _, p in alone.top], abs=1e-9)
+    # And both are the model's own for this text, before any shaping.
+    cache = TOY.new_cache()
+    fed = TOY.forward(pack_prefix(PROMPT + text, cache.acquire(), 0, TOY.device), cache, Want()).logits[0]
+    rows = fed[len(PROMPT) - 1 : len(PROMPT) + len(text) - 1].log_softmax(-1)
+    assert [p.chosen for _, p in plain] == pytest.approx([float(row[t]) for row, t in zip(rows, text, strict=True)])
+
+
+def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[tuple[int, Logprobs]]:
+    engine = Engine(TOY, drafter, shape)
+    text = TextStream(sampling, (), lambda ids: "", 200)
+    request = engine.start(sampling.sampler(PROMPT), text, Stats(0, "rounding"))
+    engine.prefill(request)
+    chunks = []
+    while not request.finish:
+        chunks += engine.step([request])[0]
+    engine.finish(request)
+    assert drafter is None or request.stats.accepted > 10
+    return [(chunk.token_id, chunk.logprobs) for chunk in chunks if chunk.logprobs]
 
 
 # Several requests in one pass.
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "warm"])
+@pytest.mark.parametrize("sampling", ["greedy", "warm", "all at once"])
 def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder) -> None:
-    from paceline.stats import Stats
-    from paceline.stream import TextStream
-
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]

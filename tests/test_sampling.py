@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption, NonFiniteLogits
-from paceline.noise import Noise
+from paceline.noise import HIGHEST, Noise
 from paceline.sampler import Sampler
 from paceline.sampling import Sampling
 
 
 def support(logits: torch.Tensor, **cuts: float) -> list[int]:
-    return Sampler(temperature=0.8, **cuts).perturbed(logits, 1)[0].tolist()  # type: ignore[arg-type]
+    return Sampler(temperature=0.8, **cuts).distribution(logits).nonzero()[:, 0].tolist()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,27 @@ def support(logits: torch.Tensor, **cuts: float) -> list[int]:
         {"stop": [""]},
         {"stop": [3]},
         {"stop_token_ids": [-2]},
+        {"stop_token_ids": 3},
+        {"stop_when": [5]},
+        {"processors": ["x"]},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"frequency_penalty": 2.5},
+        {"presence_penalty": float("nan")},
+        {"typical_p": 0.0},
+        {"typical_p": 1.5},
+        {"no_repeat_ngram_size": -1},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": 600},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("inf")}},
+        {"logit_bias": [1]},
+        {"bad_words": "word"},
+        {"bad_words": [""]},
+        {"bad_words": [[]]},
+        {"bad_words": [[-1]]},
+        {"bad_words": [7]},
+        {"logprobs": -1},
     ],
 )
 def test_out_of_range_values_are_refused_by_name(wrong: dict[str, object]) -> None:
@@ -78,7 +99,8 @@ def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject
     top_k = data.draw(st.sampled_from([0, 1, 3, 50]))
     top_p = data.draw(st.sampled_from([1.0, 0.95, 0.5, 0.01]))
     min_p = data.draw(st.sampled_from([0.0, 0.02, 0.5]))
-    logits = torch.randn(width, generator=torch.Generator().manual_seed(seed)) * 3
+    typical_p = data.draw(st.sampled_from([1.0, 0.9, 0.3]))
+    logits = torch.randn(width, generator=torch.Generator().manual_seed(seed)).double() * 3
     scores = (logits / 0.8)[None]
     if top_k:
         scores = warpers.TopKLogitsWarper(top_k)(None, scores)
@@ -86,8 +108,83 @@ def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject
         scores = warpers.TopPLogitsWarper(top_p)(None, scores)
     if min_p:
         scores = warpers.MinPLogitsWarper(min_p)(None, scores)
+    if typical_p < 1:
+        scores = warpers.TypicalLogitsWarper(typical_p)(None, scores)
     expected = torch.isfinite(scores[0]).nonzero()[:, 0].tolist()
-    assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p) == expected
+    assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p) == expected
+
+
+def test_equal_tokens_live_or_die_together() -> None:
+    """transformers cuts ties of top_p by the order of a sort; ties of typical_p it keeps, as all of ours are."""
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert support(logits, top_p=0.6) == [0, 1, 2, 3]
+    assert support(logits, top_k=2) == [0, 1, 2, 3]
+    assert support(logits, typical_p=0.1) == [1, 2, 3]
+    assert support(torch.zeros(700), typical_p=0.2) == list(range(700))
+
+
+def full(
+    noise: Noise, position: int, scores: torch.Tensor, tokens: torch.Tensor, count: int
+) -> list[tuple[int, float]]:
+    """What `Noise.best` promises, with the noise of every column."""
+    sums = scores + noise.gumbel(position, tokens)
+    order = sums.sort(descending=True, stable=True).indices[:count]
+    return [(int(tokens[i]), float(sums[i])) for i in order if sums[i] > -torch.inf]
+
+
+SHAPES = {
+    "flat": lambda n, r: torch.zeros(n),
+    "few": lambda n, r: torch.zeros(n).index_fill_(0, torch.randint(n, (n // 9 + 1,), generator=r), -torch.inf),
+    "normal": lambda n, r: torch.randn(n, generator=r) * 3,
+    "narrow": lambda n, r: torch.randn(n, generator=r) * 0.01 - 90.0,
+    "wide": lambda n, r: torch.randn(n, generator=r) * 1e4,
+    "one above": lambda n, r: torch.zeros(n).index_fill_(0, torch.randint(n, (1,), generator=r), 14.0),
+    "slope": lambda n, r: torch.linspace(0, -40, n),
+    "cliff": lambda n, r: torch.where(torch.arange(n) < 5, 0.0, -22.0),
+    "banned": lambda n, r: torch.where(torch.arange(n) % 97 == 3, 0.5, -torch.inf),
+}
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(list(SHAPES)), st.sampled_from([4, 500, 513, 3000, 20_000]), st.integers(0, 10**6), st.data())
+def test_the_best_is_what_the_noise_of_all_columns_gives(shape: str, n: int, seed: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = SHAPES[shape](n, generator).to(data.draw(st.sampled_from([torch.float32, torch.float64])))
+    scores[min(n - 1, 3)] = 0.5
+    count = data.draw(st.sampled_from([1, 2, 4, 600]))
+    noise, position = Noise(seed, 1), data.draw(st.integers(0, 5000))
+    tokens = torch.arange(n)
+    ids, sums = noise.best(position, scores.numpy(), None, count)
+    assert list(zip(ids.tolist(), sums.tolist(), strict=True)) == full(noise, position, scores, tokens, count)
+    some = torch.arange(0, n, 3)
+    ids, sums = noise.best(position, scores[some].numpy(), some.numpy(), count)
+    assert list(zip(ids.tolist(), sums.tolist(), strict=True)) == full(noise, position, scores[some], some, count)
+
+
+def test_a_far_column_wins_if_its_noise_lifts_it() -> None:
+    """The column with the highest noise of 200,000 is the farthest below, and just within or out of its reach."""
+    noise, n = Noise(11), 200_000
+    lift = noise.gumbel(0, torch.arange(n))
+    top = int(lift.argmax())
+    other = (top + 1) % n
+    gap = float(lift[top] - lift[other])
+    for below, winner in ((gap - 1e-4, top), (gap + 1e-4, other)):
+        scores = torch.full((n,), -100.0)
+        scores[other], scores[top] = 0.0, -below
+        assert int(noise.best(0, scores.numpy())[0][0]) == winner
+    assert float(lift.max()) <= HIGHEST
+    assert gap > 8, "far enough to mean something"
+
+
+def test_hardly_any_noise_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline.noise
+
+    honest, made = paceline.noise._gumbel, []
+    monkeypatch.setattr(paceline.noise, "_gumbel", lambda hashed: (made.append(len(hashed)), honest(hashed))[1])
+    for shape in ("flat", "normal", "slope", "cliff", "wide"):
+        made.clear()
+        Noise(3).best(7, SHAPES[shape](50_000, torch.Generator().manual_seed(1)).numpy())
+        assert sum(made) < 1200, shape
 
 
 def test_the_narrow_sort_of_top_p_falls_back_to_the_full_one() -> None:

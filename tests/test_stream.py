@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ def replies(
     for size in blocks:
         part = tuple(tokens[at : at + size])
         verdict = stream.trim(Verdict(tuple(range(1, len(part))), part))
-        chunks = stream.emit(verdict)
+        chunks = stream.emit(verdict, torch.empty(0))
         text += "".join(c.text for c in chunks)
         ids += [c.token_id for c in chunks]
         assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -94,6 +95,11 @@ CASES = [
     (Sampling(), (ord("h"), ord("d")), "eos"),
     (Sampling(ignore_eos=True, max_new_tokens=9), (ord("d"),), "length"),
     (Sampling(max_new_tokens=6, stop="fgh"), (), "length"),
+    (Sampling(stop_when=lambda ids, text: len(ids) == 5), (), "stop"),
+    (Sampling(stop_when=[lambda ids, text: False, lambda ids, text: text.endswith("def")]), (), "stop"),
+    (Sampling(stop_when=lambda ids, text: ids[-1] == ord("d"), max_new_tokens=4), (), "stop"),
+    (Sampling(stop_when=lambda ids, text: len(ids) == 5, stop="cd"), (), "stop"),
+    (Sampling(stop_when=lambda ids, text: len(ids) == 4), (ord("d"),), "eos"),
 ]
 
 
@@ -115,3 +121,38 @@ def test_what_is_shown_at_the_end() -> None:
     assert replies(tokens, Sampling(stop_token_ids=[ord("c")]), [6, 4])[:2] == ("ab", tokens[:3])
     assert replies(tokens, Sampling(max_new_tokens=6, stop="fgh"), [10])[0] == "abcdef", "held text is not lost"
     assert replies(tokens, Sampling(), [10], (ord("d"),)) == ("abc", tokens[:4], "eos")
+
+
+def test_a_criterion_sees_every_token_once_in_order_and_none_after_the_end() -> None:
+    seen: list[tuple[list[int], str]] = []
+
+    def watch(ids: Sequence[int], text: str) -> bool:
+        seen.append((list(ids), text))
+        return len(ids) == 5
+
+    tokens = list(map(ord, "abcdefghij"))
+    sampling = Sampling(stop_when=watch, stop="cx")
+    assert replies(tokens, sampling, [2, 6, 2]) == ("abcde", tokens[:5], "stop"), "what was held back is shown"
+    assert seen == [(tokens[:n], "abcdefghij"[:n]) for n in range(1, 6)]
+
+
+def test_logprobs_come_from_the_row_before_the_token() -> None:
+    stream = TextStream(Sampling(logprobs=2), (), letters, 1000)
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).double()
+    verdict = stream.trim(Verdict((2, 4), (3, 1, 8)))
+    chunks = stream.emit(verdict, logits)
+    for chunk, row, token in zip(chunks, (0, 2, 4), (3, 1, 8), strict=True):
+        expected = logits[row].log_softmax(-1)
+        assert chunk.logprobs is not None
+        assert chunk.logprobs.chosen == pytest.approx(float(expected[token]))
+        likeliest = sorted(range(9), key=lambda i: -expected[i])[:2]
+        assert [token for token, _ in chunk.logprobs.top] == likeliest
+        assert [p for _, p in chunk.logprobs.top] == pytest.approx([float(expected[i]) for i in likeliest])
+    assert stream.emit(stream.trim(Verdict((), ())), logits) == [], "a round that failed"
+
+
+def test_no_logprobs_unless_asked_for_and_none_but_the_tokens_own_for_zero() -> None:
+    for asked, expected in ((None, None), (0, ())):
+        stream = TextStream(Sampling(logprobs=asked), (), letters, 1000)
+        (chunk,) = stream.emit(stream.trim(Verdict((), (3,))), torch.zeros(1, 9))
+        assert (chunk.logprobs and chunk.logprobs.top) == expected

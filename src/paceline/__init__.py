@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.sampling import Sampling
     from paceline.session import Session, Snapshot
     from paceline.stats import Stats
-    from paceline.stream import Chunk
+    from paceline.stream import Chunk, Logprobs
     from paceline.types import Draft, Tree, Verdict
 
 _HOME = {
@@ -39,6 +39,7 @@ _HOME = {
     "Snapshot": "session",
     "Stats": "stats",
     "Chunk": "stream",
+    "Logprobs": "stream",
     "Draft": "types",
     "Tree": "types",
     "Verdict": "types",
@@ -52,6 +53,7 @@ __all__ = [
     "Completion",
     "Draft",
     "Drafter",
+    "Logprobs",
     "PacelineError",
     "Sampling",
     "Session",

@@ -105,7 +105,7 @@ class Engine:
         _charge(requests, clock)
         for r, draft, verdict in zip(requests, drafts, verdicts, strict=True):
             r.stats.count(draft, verdict)
-        return [r.stream.emit(verdict) for r, verdict in zip(requests, verdicts, strict=True)]
+        return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
 
     def finish(self, request: Request) -> None:
         """Give the slot back: after the last round, or in the middle of one that failed."""

@@ -67,6 +67,10 @@ class NonFiniteLogits(PacelineError, ArithmeticError):
     """The model produced NaN or infinity where a token had to be chosen."""
 
 
+class NoTokenLeft(PacelineError, ValueError):
+    """Bans and biases leave no token that could come next."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a bare error of Python or torch means that no memory was left."""
     said = str(error).lower()

@@ -172,6 +172,8 @@ class _Job:
             while live := [r for r in requests if not r.finish]:
                 self._engine.step(live)
                 for request in live:
+                    if request.error:
+                        raise request.error
                     if request.finish:
                         self._engine.finish(request)
                 self._stream([r.sampler for r in requests if not r.finish])

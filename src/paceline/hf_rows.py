@@ -56,11 +56,11 @@ class Row:
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """A `LogitsProcessor`: all of transformers' in their order, over float32 as in `generate`."""
-        logits = logits.to(self._ids.device, torch.float32)
-        if not self._processors:
-            return logits
-        ids = self._ids_after(prefix.text, prefix.path).repeat(self._shown, 1)
-        return self._processors(ids, logits.repeat(self._shown, 1))[self._place]  # type: ignore[no-any-return]
+        scores = logits.to(self._ids.device, torch.float32)
+        if self._processors:
+            ids = self._ids_after(prefix.text, prefix.path).repeat(self._shown, 1)
+            scores = self._processors(ids, scores.repeat(self._shown, 1))[self._place]
+        return scores.to(logits)
 
     def ended(self, text: Sequence[int], path: Sequence[int]) -> bool:
         """Whether a criterion ends the sequence after `text` and `path`."""
@@ -88,18 +88,18 @@ class Stops(TextStream):
     def __init__(self, row: Row, text: Sequence[int], left: int, criteria: bool) -> None:
         """`text`: what the sequence's sampler holds, and its engine grows. `criteria`: False to stop at `left` only."""
         self.left = left
-        self._row, self._text_so_far, self._criteria = row, text, criteria
+        self._row, self._text_so_far, self._asked = row, text, criteria
 
     def trim(self, verdict: Verdict) -> Verdict:
         for count in range(1, len(verdict.tokens) + 1):
             self.left -= 1
-            if self._criteria and self._row.ended(self._text_so_far, verdict.tokens[:count]):
+            if self._asked and self._row.ended(self._text_so_far, verdict.tokens[:count]):
                 return verdict.cut(count, "stop")
             if self.left == 0:
                 return verdict.cut(count, "length")
         return verdict
 
-    def emit(self, verdict: Verdict) -> list[Chunk]:
+    def emit(self, verdict: Verdict, logits: Tensor) -> list[Chunk]:
         return []
 
 
@@ -112,7 +112,7 @@ class Recorder(Sampler):
 
     def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
         self.logits.append(logits.float())
-        self.scores.append(self.process(logits, path))
+        self.scores.append(self.process(logits, path).float())
         return Sampler.choose(self, logits, path)
 
 

@@ -15,7 +15,7 @@ from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.reply import Batch, Completion, Job, Stream
-from paceline.sampling import Sampling
+from paceline.sampling import Sampling, Vocabulary
 from paceline.session import Session
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
@@ -50,9 +50,15 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What sampling parameters must know of the model."""
+        size = self.model.target.vocab_size
+        return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False))
+
     def sampling(self, **changes: Any) -> Sampling:
         """The sampling that the model's own `generation_config` recommends, with changes."""
-        known = ("temperature", "top_k", "top_p", "min_p")
+        known = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
         own = {key: self.model.generation[key] for key in known if self.model.generation.get(key) is not None}
         if not self.model.generation.get("do_sample", bool(own.get("temperature"))):
             own = {}
@@ -145,13 +151,14 @@ class LLM:
         jobs = []
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             tokens, seeded = self._fitting(prompt, raw), how.seeded()  # type: ignore[union-attr]
+            seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
             jobs += [Job(index, partial(self._start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
 
     def _start(
         self, tokens: Sequence[int], sampling: Sampling, sample: int = 0, like: Request | None = None
     ) -> Request:
-        sampler = sampling.sampler(tokens, sample)
+        sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         return self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact), like)

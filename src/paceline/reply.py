@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 from paceline.engine import Engine, Request
 from paceline.errors import PacelineError
 from paceline.stats import Stats
-from paceline.stream import Chunk
+from paceline.stream import Chunk, Logprobs
 from paceline.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string."""
+    """A finished reply. `token_ids`: the reply's own, EOS included. `text`: theirs, up to a stop string.
+    `logprobs`: one per token id, if asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
     prompt_tokens: int
+    logprobs: list[Logprobs] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        logprobs = {} if self.logprobs is None else {"logprobs": [asdict(token) for token in self.logprobs]}
         return {
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
+            **logprobs,
             "stats": self.stats.as_dict(),
         }
 
@@ -59,12 +63,14 @@ class Reply:
         request = self.request
         ended = self._shown[-1].finish_reason if self._shown else None
         failed: FinishReason | None = "error" if request.error else None
+        logprobs = [chunk.logprobs for chunk in self._shown if chunk.logprobs]
         return Completion(
             "".join(chunk.text for chunk in self._shown),
             [chunk.token_id for chunk in self._shown],
             ended or failed or "cancelled",
             request.stats,
             request.sampler.prompt,
+            None if request.stream.logprobs is None else logprobs,
         )
 
 

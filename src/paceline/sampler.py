@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import NonFiniteLogits
+from paceline.cuts import Floats, Ids, highest, survivors
+from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft, PacelineError
 from paceline.noise import Noise
-
-_HEAD = 1024
-"""Columns sorted before a top-p cut falls back to sorting them all."""
 
 RuleName = Literal["match", "rejection", "block", "typical"]
 
@@ -41,6 +40,13 @@ class Prefix:
         """All of it but the prompt."""
         return [*self.text[self.prompt :], *self.path]
 
+    def tail(self, count: int) -> tuple[int, ...]:
+        """Its last `count` tokens, fewer if there are no more; costs no more than they do."""
+        old = count - len(self.path)
+        if old <= 0:
+            return tuple(self.path[len(self.path) - count :])
+        return (*self.text[max(0, len(self.text) - old) :], *self.path)
+
     def __len__(self) -> int:
         return len(self.text) + len(self.path)
 
@@ -51,7 +57,7 @@ LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: log-probabilities plus noise, comparable within the row."""
+    """Candidates for one row, best first. `scores`: logits / temperature plus noise, comparable within the row."""
 
     tokens: list[int]
     scores: list[float]
@@ -62,14 +68,15 @@ class Sampler:
     """Turns logits into tokens for one reply. Target and drafters use the same one, so that they see the same noise.
 
     `text`: prompt and reply so far, the pending token last; it grows with every round. `prompt`: how many of its tokens
-    are the prompt's. Every cut (top_k, top_p, min_p) is a threshold on the scaled logits: equal logits live or die
-    together, so the outcome does not depend on how a sort breaks ties.
+    are the prompt's. Rows are shaped on the host, whatever device they come from: a visited row costs one transfer,
+    and then the same steps give the same token everywhere.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     noise: Noise = field(default_factory=lambda: Noise(0))
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
@@ -81,83 +88,77 @@ class Sampler:
         return self.temperature == 0.0
 
     def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
-        """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id."""
-        logits = self.process(logits, path)
+        """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id.
+
+        Raises `NonFiniteLogits`, and `NoTokenLeft` where the processors ban every token.
+        """
+        row = self.process(logits, path)
+        position = len(self.text) + len(path)
         if self.greedy:
-            value, token = logits.max(-1)
-            if not math.isfinite(float(value)):
-                raise not_finite(len(self.text) + len(path))
+            value, token = row.max(-1)
+            self._check(float(value), logits, position)
             return int(token)
-        tokens, scores = self.perturbed(logits, len(self.text) + len(path))
-        return int(tokens[scores.argmax()])
+        tokens, scores = self._shaped(row, logits, position)
+        return int(self.noise.best(position, scores, tokens)[0][0])
 
     def rank(self, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
 
-        Fewer where the cuts leave fewer, none where a row is not finite.
+        Fewer where cuts and bans leave fewer, none where a row is not finite.
         """
-        return [self._rank(row, path, count) for row, path in zip(logits, paths, strict=True)]
+        # One transfer for all rows. Without processors they are only read.
+        return [self._rank(row, path, count) for row, path in zip(logits.cpu(), paths, strict=True)]
 
     def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """One row of logits [V] after all processors; itself where there are none."""
         if not self.processors:
             return logits
         prefix = Prefix(self.text, path, self.prompt)
-        logits = logits.clone()
+        row = logits.clone()
         for processor in self.processors:
-            logits = processor(prefix, logits)
-        return logits
+            row = processor(prefix, row)
+            if not isinstance(row, Tensor) or row.shape != logits.shape or row.dtype != logits.dtype:
+                raise InvalidOption(
+                    f"the logits processor {processor!r} returned no row of logits",
+                    f"Return a tensor of shape {list(logits.shape)} and {logits.dtype}, as it was given",
+                )
+        return row
 
-    def perturbed(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """The tokens that survive the cuts, ascending, and their log-probability plus noise."""
-        scores = logits / self.temperature
-        highest = float(scores.max())
-        if not math.isfinite(highest):
-            raise not_finite(position)
-        tokens = self._survivors(scores, highest)
-        kept = scores[tokens]
-        return tokens, kept.log_softmax(-1) + self.noise.gumbel(position, tokens)
+    def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
+        """The probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
+        row = self.process(logits, path)
+        tokens, scores = self._shaped(row, logits, len(self.text) + len(path))
+        kept = torch.from_numpy(scores).softmax(-1).to(row)
+        if tokens is None:
+            return kept
+        return torch.zeros_like(row).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
 
     def _rank(self, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
-        logits = self.process(logits, path)
-        if not math.isfinite(float(logits.max())):
+        position = len(self.text) + len(path)
+        try:
+            tokens, scores = self._shaped(self.process(logits, path), logits, position)
+        except (NonFiniteLogits, NoTokenLeft):
             return Ranked([], [])
         if self.greedy:
-            scores, tokens = torch.topk(logits.log_softmax(-1), min(count, logits.shape[-1]))
-            return Ranked(tokens.tolist(), scores.tolist())
-        tokens, scores = self.perturbed(logits, len(self.text) + len(path))
-        scores, order = torch.topk(scores, min(count, len(tokens)))
-        return Ranked(tokens[order].tolist(), scores.tolist())
+            tokens = highest(scores, count)
+            tokens = tokens[np.argsort(-scores[tokens], kind="stable")[:count]]
+            scores = scores[tokens]
+        else:
+            tokens, scores = self.noise.best(position, scores, tokens, count)
+        return Ranked(tokens.tolist(), scores.tolist())
 
-    def _survivors(self, scores: Tensor, highest: float) -> Tensor:
-        """Ids in ascending order: top_k, then top_p of what is left, then min_p of what is left.
+    def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
+        """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
+        scores: Floats = row.detach().cpu().numpy()
+        self._check(float(scores.max()), raw, position)
+        if self.greedy:
+            return None, scores
+        return survivors(scores / self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
 
-        The likeliest come first from a short sort; only where the cut lies beyond it are all columns sorted.
-        """
-        low = highest + math.log(self.min_p) if self.min_p > 0.0 else -math.inf
-        if self.top_k == 0 and self.top_p == 1.0:
-            return (scores >= low).nonzero()[:, 0]
-        for width in (_HEAD, scores.shape[-1]):
-            ordered, ids = torch.topk(scores, min(width, scores.shape[-1]))
-            cut = max(low, self._cut(ordered, scores))
-            # Equal scores may straddle the end of a short sort.
-            if cut > float(ordered[-1]) or len(ordered) == scores.shape[-1]:
-                return ids[ordered >= cut].sort().values
-        raise AssertionError("unreachable: the last width is all columns")
-
-    def _cut(self, ordered: Tensor, scores: Tensor) -> float:
-        """The lowest score that top_k and top_p keep, or -inf where it lies beyond `ordered` (best first)."""
-        low = -math.inf
-        if 0 < self.top_k < scores.shape[-1]:
-            if self.top_k > len(ordered):
-                return low
-            low = float(ordered[self.top_k - 1])
-        if self.top_p < 1.0:
-            left = ordered[ordered >= low] if low > -math.inf else scores
-            mass = (ordered - left.logsumexp(-1)).exp().cpu().cumsum(-1, dtype=torch.float64)
-            reached = int((mass < self.top_p).sum())
-            low = max(low, float(ordered[reached])) if reached < len(ordered) else low
-        return low
+    def _check(self, best: float, raw: Tensor, position: int) -> None:
+        """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
+        if not math.isfinite(best):
+            raise _unusable(float(raw.max()), best, position)
 
 
 def not_finite(position: int) -> NonFiniteLogits:
@@ -165,4 +166,17 @@ def not_finite(position: int) -> NonFiniteLogits:
     return NonFiniteLogits(
         f"the model's logits near position {position} are not finite",
         "Try dtype float32; if it stays, the weights are damaged",
+    )
+
+
+def _unusable(raw: float, best: float, position: int) -> PacelineError:
+    if not math.isfinite(raw):
+        return not_finite(position)
+    if best == -math.inf:
+        return NoTokenLeft(
+            f"every token is banned at position {position}",
+            "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens or a processor of your own",
+        )
+    return NonFiniteLogits(
+        f"a logits processor made the logits at position {position} infinite or NaN", "Let it return -inf or numbers"
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.sampling import Sampling
+import torch
+from torch import Tensor
+
+from paceline.sampling import Sampling, StopWhen
 from paceline.types import FinishReason, Verdict
 
 Decode = Callable[[Sequence[int]], str]
@@ -14,18 +17,31 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely the model held a token, before any penalty, ban, temperature or cut; natural logarithms.
+
+    `chosen`: of the token itself. `top`: (token id, log-probability) of the likeliest tokens, likeliest first; the
+    chosen one is among them if it is that likely.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
 
     `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
     held back before. `drafted`: the token was drafted and accepted; otherwise the target added it. `finish_reason`:
-    on the last chunk only.
+    on the last chunk only. `logprobs`: if asked for.
     """
 
     text: str
     token_id: int
     drafted: bool
     finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
 
 
 class Detokenizer:
@@ -92,6 +108,24 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class Criteria:
+    """The user's own reasons to end a reply, asked after each token."""
+
+    def __init__(self, functions: StopWhen | Sequence[StopWhen]) -> None:
+        self._functions = (functions,) if callable(functions) else functions
+        self._ids: list[int] = []
+        self._text = ""
+
+    def push(self, token: int, text: str) -> bool:
+        """Whether the reply ends with this token, which completes `text`. Every function sees every token."""
+        if not self._functions:
+            return False
+        self._ids.append(token)
+        self._text += text
+        answers = [wants_to(self._ids, self._text) for wants_to in self._functions]
+        return any(answers)
+
+
 class TextStream:
     """A reply as it grows: cuts each verdict where the reply ends, and turns it into chunks."""
 
@@ -103,9 +137,12 @@ class TextStream:
         self._text = Detokenizer(decode)
         self._stops = StopStrings(tuple(sampling.stop))
         self._pieces: list[str] = []
+        self._criteria = Criteria(sampling.stop_when)
+        self.logprobs = sampling.logprobs
 
     def trim(self, verdict: Verdict) -> Verdict:
-        """The verdict up to the first token that ends the reply: EOS, a stop token or string, the length limit."""
+        """The verdict up to the first token that ends the reply: EOS, a stop token or string, a criterion of the
+        user's, the length limit."""
         self._pieces = []
         for count, token in enumerate(verdict.tokens, 1):
             finish = self._take(token)
@@ -113,18 +150,33 @@ class TextStream:
                 return verdict.cut(count, finish)
         return verdict
 
-    def emit(self, verdict: Verdict) -> list[Chunk]:
-        """The chunks of the verdict trimmed last."""
+    def emit(self, verdict: Verdict, logits: Tensor) -> list[Chunk]:
+        """The chunks of the verdict trimmed last. `logits` [T, V]: of the round's rows."""
         last = len(verdict.tokens) - 1
+        logprobs = self._report(verdict, logits)
         return [
-            Chunk(piece, token, i < len(verdict.path), verdict.finish if i == last else None)
+            Chunk(piece, token, i < len(verdict.path), verdict.finish if i == last else None, logprobs[i])
             for i, (piece, token) in enumerate(zip(self._pieces, verdict.tokens, strict=True))
         ]
+
+    def _report(self, verdict: Verdict, logits: Tensor) -> Sequence[Logprobs | None]:
+        """Each token comes from the row before it: the first from row 0, the next from the first accepted row."""
+        if self.logprobs is None:
+            return [None] * len(verdict.tokens)
+        rows = [0, *verdict.path][: len(verdict.tokens)]
+        logp = logits[rows].log_softmax(-1)
+        chosen = logp.gather(1, torch.tensor(verdict.tokens, device=logp.device)[:, None])[:, 0].tolist()
+        values, ids = (x.tolist() for x in logp.topk(self.logprobs, -1))
+        tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+        return [Logprobs(*pair) for pair in zip(chosen, tops, strict=True)]
 
     def _take(self, token: int) -> FinishReason | None:
         self.left -= 1
         finish = self._ends.get(token)
-        piece, stopped = ("", False) if finish else self._stops.push(self._text.push(token))
+        text = "" if finish else self._text.push(token)
+        piece, stopped = self._stops.push(text)
+        if self._criteria.push(token, text):
+            finish = finish or "stop"
         if not stopped and (finish or self.left == 0):
             finish = finish or "length"
             rest, stopped = self._stops.push(self._text.flush())

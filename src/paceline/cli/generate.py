@@ -48,6 +48,14 @@ def generate(
         bool,
         typer.Option("--json", help="One JSON object per reply: id, token_ids, text, finish_reason, stats."),
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            help="With --json: each token's log-probability before any sampling option, and the N likeliest tokens.",
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -57,13 +65,15 @@ def generate(
     """
     if prompt is not None and prompts is not None:
         raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
+    if logprobs is not None and not as_json:
+        raise InvalidOption("--logprobs has nowhere to go in a text", "Give --json too")
     rows = [Row(None, single_prompt(prompt))] if prompts is None else read_rows(prompts)
-    sampling.check()
+    sampling.check(logprobs=logprobs)
     _keep_apart(prompts, output)
     with _destination(output) as file:
         llm = load.load(progress=progress_wanted(quiet))
         _clear(file, output)
-        job = _Job(llm, sampling.of(llm), raw, as_json, file)
+        job = _Job(llm, sampling.of(llm, logprobs=logprobs), raw, as_json, file)
         if prompts is None:
             _one(job, rows[0], quiet)
         elif _many(job, rows, quiet):

@@ -134,6 +134,15 @@ def parse_draft(text: str) -> int | Tree | Literal["auto"]:
     )
 
 
+def parse_bias(text: str) -> tuple[int, float]:
+    """What one --logit-bias says: (token id, number). Raises `InvalidOption`."""
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise InvalidOption(f"--logit-bias {text!r} is not possible", "Give ID=NUMBER, such as 42=-1.5") from None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """How the reply is chosen and where it ends. None: not given."""
@@ -157,6 +166,65 @@ class SamplingOptions:
         float | None,
         typer.Option(
             "--min-p", help="Keep tokens at least p times as likely as the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    typical_p: Annotated[
+        float | None,
+        typer.Option(
+            "--typical-p",
+            help="Keep the tokens of the most typical surprise up to mass p; 1: all.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            help="Above 1: tokens of prompt and reply become less likely.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--frequency-penalty",
+            help="-2 to 2: taken off a token's logit for each time it is in the reply.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--presence-penalty",
+            help="-2 to 2: taken off a token's logit once it is in the reply.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=NUMBER",
+            help="Add a number to this token's logit; -inf bans it. May be repeated.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    bad_word: Annotated[
+        list[str] | None,
+        typer.Option("--bad-word", help="Never write this text. May be repeated.", rich_help_panel=_SAMPLING),
+    ] = None
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            "--no-repeat-ngram-size",
+            help="No n tokens in a row come twice, the prompt's included; 0: off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    min_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--min-new-tokens", help="No end-of-sequence or stop token before so many.", rich_help_panel=_SAMPLING
         ),
     ] = None
     seed: Annotated[
@@ -193,15 +261,18 @@ class SamplingOptions:
         """What was given, by `Sampling`'s names."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model_sampling"}
         given = {name: value for name, value in own.items() if value is not None and value != []}
-        if "stop_token_id" in given:
-            given["stop_token_ids"] = given.pop("stop_token_id")
+        for option, name in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
+            if option in given:
+                given[name] = given.pop(option)
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
         return given
 
-    def check(self) -> None:
+    def check(self, **defaults: Any) -> None:
         """Raises `InvalidOption` for what no model could make possible."""
         from paceline.sampling import Sampling
 
-        Sampling(**self.changes())
+        Sampling(**(defaults | self.changes()))
 
     def of(self, llm: LLM, **defaults: Any) -> Sampling:
         """The sampling for this model; `defaults` hold where nothing was given."""

@@ -12,7 +12,7 @@ from paceline.engine import Engine, Request
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Drafter, Target
-from paceline.sampling import Sampling
+from paceline.sampling import Sampling, Vocabulary
 from paceline.stats import Stats
 from paceline.stream import TextStream
 from paceline.types import FinishReason, Tree
@@ -96,7 +96,7 @@ def run_together(
 
 
 def _start(engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int]) -> Request:
-    sampler = sampling.sampler(prompt)
+    sampler = sampling.sampler(prompt, vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
     return engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))

@@ -1,0 +1,115 @@
+"""Which tokens a row leaves to choose from: top_k, top_p, min_p, typical_p.
+
+Every cut is a threshold: equal scores live or die together, so the outcome does not depend on how a sort breaks ties.
+Only the few columns near the top are ever sorted. Probabilities are float64, so that no machine's last bit decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating]
+Ids = npt.NDArray[np.int64]
+
+_ALL = -float(np.finfo(np.float32).max)
+"""A threshold that only -inf does not reach."""
+
+_FEW = 256
+"""So many columns are sorted outright."""
+
+
+def survivors(
+    scores: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
+) -> tuple[Ids | None, Floats]:
+    """(ids that survive the cuts, ascending, their scores); None for the ids where nothing is cut.
+
+    `scores` [V]: logits / temperature, the highest finite. Each cut looks at what the one before has left.
+    """
+    cuts = [
+        (0 < top_k < len(scores), partial(_top_k, k=top_k)),
+        (top_p < 1.0, partial(_top_p, p=top_p)),
+        (min_p > 0.0, partial(_min_p, p=min_p)),
+        (typical_p < 1.0, partial(_typical, p=typical_p)),
+    ]
+    tokens: Ids | None = None
+    for wanted, cut in cuts:
+        if not wanted:
+            continue
+        keys, low = cut(scores)
+        kept = np.flatnonzero(keys >= max(low, _ALL))
+        scores, tokens = scores[kept], kept if tokens is None else tokens[kept]
+    return tokens, scores
+
+
+def _top_k(scores: Floats, k: int) -> tuple[Floats, float]:
+    near = scores[highest(scores, k)]
+    return scores, float(np.partition(near, len(near) - k)[len(near) - k]) if len(near) >= k else _ALL
+
+
+def _top_p(scores: Floats, p: float) -> tuple[Floats, float]:
+    return scores, _reach(scores, _weights(scores), p)
+
+
+def _min_p(scores: Floats, p: float) -> tuple[Floats, float]:
+    return scores, float(scores.max()) + math.log(p)
+
+
+def _typical(scores: Floats, p: float) -> tuple[Floats, float]:
+    """Tokens whose surprise is nearest to the row's entropy (Meister et al., arXiv 2202.00666)."""
+    weights = _weights(scores)
+    total = weights.sum()
+    logp = scores.astype(np.float64) - (float(scores.max()) + math.log(total))
+    likely = weights > 0.0
+    entropy = -float((weights[likely] * logp[likely]).sum() / total)
+    keys = -np.abs(logp + entropy)
+    return keys, _reach(keys, weights, p)
+
+
+def _weights(scores: Floats) -> npt.NDArray[np.float64]:
+    return np.exp(scores.astype(np.float64) - float(scores.max()))
+
+
+def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
+    """The key down to which the tokens, highest key first, hold `p` of the weight."""
+    wanted, before = p * weights.sum(), 0.0
+    for near in widening(keys):
+        if weights[near].sum() >= wanted:
+            break
+    keys, weights = keys[near], weights[near]
+    if len(keys) > _FEW:
+        # Which sixteenth of a nat the threshold lies in needs no sort.
+        bins = np.minimum((keys.max() - keys) * 16.0, 2048.0).astype(np.intp)
+        sums = np.bincount(bins, weights).cumsum()
+        at = min(int((sums < wanted).sum()), len(sums) - 1)
+        before = sums[at - 1] if at else 0.0
+        keys, weights = keys[bins == at], weights[bins == at]
+    order = np.argsort(-keys, kind="stable")
+    reached = int((before + weights[order].cumsum() < wanted).sum())
+    # The last one, where rounding keeps the sum just short of what is wanted.
+    return float(keys[order[min(reached, len(order) - 1)]])
+
+
+def highest(keys: Floats, count: int) -> Ids:
+    """Columns, ascending, that hold the `count` highest keys and mostly not many more; fewer if fewer are finite."""
+    for found in widening(keys):
+        if len(found) >= count:
+            break
+    return found
+
+
+def widening(keys: Floats) -> Iterator[Ids]:
+    """Columns, ascending, within a growing margin of the highest key; in the end all but those of -inf."""
+    top = keys.max()
+    for margin in (4.0, 8.0, 16.0, 32.0):
+        yield np.flatnonzero(keys >= top - keys.dtype.type(margin))
+    yield finite(keys)
+
+
+def finite(keys: Floats) -> Ids:
+    """The columns that are not -inf, ascending."""
+    return np.flatnonzero(keys > -np.inf)
