@@ -47,7 +47,8 @@ class Engine:
 
     def start(self, prompt: Sequence[int], sampler: Sampler, stream: TextStream, stats: Stats) -> Request:
         """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between."""
-        request = Request(list(prompt), sampler, stream, stats, self.cache.acquire())
+        slot = self.cache.acquire(self.target.span(len(prompt)))
+        request = Request(list(prompt), sampler, stream, stats, slot)
         try:
             if self.drafter:
                 self.drafter.admit(request.slot, prompt)

@@ -41,8 +41,13 @@ class KVCache(Protocol):
         """Committed tokens of each slot."""
         ...
 
-    def acquire(self) -> int:
-        """A free slot, of length 0. Raises `OutOfMemory`."""
+    @property
+    def spans(self) -> Sequence[int]:
+        """What each slot was acquired with."""
+        ...
+
+    def acquire(self, span: int = 0) -> int:
+        """A free slot, of length 0, whose request has this `Target.span`. Raises `OutOfMemory`."""
         ...
 
     def begin(self, rows: Rows) -> Pass:
@@ -87,6 +92,14 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def span(self, prompt: int) -> int:
+        """The text length that positions are scaled for in a request whose prompt has `prompt` tokens.
+
+        0 (as trained) but for models whose rotary embedding depends on the length of the text. Keys of one span
+        mean nothing to rows of another.
+        """
+        ...
 
     def new_cache(self) -> KVCache: ...
 

@@ -45,7 +45,7 @@ def info(
 
 def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
     from paceline.models.checkpoint import eos_token_ids, open_checkpoint
-    from paceline.models.config import read_config
+    from paceline.models.families import read_config
     from paceline.models.files import resolve
     from paceline.models.gguf_file import read_gguf
 
@@ -80,7 +80,7 @@ def _architecture(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         "context_length": config.context_length,
         "rope": _rope(config.rope),
         "tied_head": config.tied,
-        "cache_bytes_per_token": config.cache_bytes_per_token,
+        "cache_bytes": config.cache_bytes(config.context_length),
     }
 
 
@@ -151,7 +151,7 @@ def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("tied head", _yes(f["tied_head"])),
         ("context", f"{f['context_length']:,} tokens"),
         ("rope", _rope_line(f["rope"])),
-        ("cache", f"{f['cache_bytes_per_token']:,} bytes per token (at 2 bytes an element)"),
+        ("cache", f"{f['cache_bytes']:,} bytes for all of the context (at 2 bytes an element)"),
         ("tokenizer", f["tokenizer"]),
         ("end of sequence", ", ".join(f"{eos['id']} {eos['token']!r}" for eos in f["eos"]) or "none"),
         ("chat template", _yes(f["chat_template"])),

@@ -12,8 +12,8 @@ import torch
 
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.models.checkpoint import eos_token_ids, open_checkpoint
-from paceline.models.config import read_config
 from paceline.models.decoder import Decoder, Progress
+from paceline.models.families import read_config
 from paceline.models.files import resolve
 from paceline.protocols import Target
 from paceline.runner import fast_bfloat16
