@@ -146,7 +146,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(_qwen, _WINDOWS, _QWEN),
     "qwen3": Family(_qwen, _WINDOWS, _QWEN | {"head_dim": 128}),
     "phi3": Family(
-        _windows_everywhere, _WINDOW | {"partial_rotary_factor"}, {"original_max_position_embeddings": 4096}
+        _windows_everywhere,
+        _WINDOW | {"partial_rotary_factor"},
+        {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "smollm3": Family(
         _smollm3,
@@ -168,7 +170,11 @@ FAMILIES: dict[str, Family] = {
         _GEMMA_READS,
         _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
     ),
-    "mixtral": Family(_mixtral, _WINDOW, {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0}),
+    "mixtral": Family(
+        _mixtral,
+        _WINDOW,
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+    ),
     "qwen3_moe": Family(
         _qwen3_moe,
         _WINDOW,
@@ -285,7 +291,9 @@ def _refuse_peculiar(raw: Raw, family: Family) -> None:
 
 def _idle(value: Any) -> bool:
     """Whether a peculiar key is switched off: absent, false, a factor of 1, or all layers alike."""
-    return value in (None, False, 1) or (isinstance(value, list) and all(value))
+    if isinstance(value, list):
+        return all(value)
+    return value is None or value is False or (value == 1 and value is not True)
 
 
 def _within_rope(raw: Raw, key: str) -> Any:
