@@ -13,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.drafters.model import DraftModel
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.exact import exactness
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.models.layers import Dense
+from paceline.models.moe import Mixture
 from paceline.protocols import KVCache
-from paceline.runner import fast_bfloat16
+from paceline.runner import fast_bfloat16, gated, linear
 from paceline.sampling import Sampling
 from paceline.testing import Oracle, run
 from paceline.tree import CHUNK, pack, pack_prefix
@@ -200,14 +203,38 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mixtral", "qwen3 moe", "phi3, sliding", "smollm3, sliding"])
+@pytest.mark.parametrize("case", ["gemma3", "mixtral", "qwen3 moe", "phi3, sliding", "phi3, long factors"])
 def test_text_with_drafts_is_what_transformers_generates(case: str) -> None:
     theirs, ours = models(case)
-    prompt = text(30)
+    prompt = text(34)
     whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0].tolist()
     for shape in (Tree.chain(4), Tree(9, 4, 3)):
         drafter = Oracle(whole, 0.7, VOCAB)
-        assert run(ours, prompt, Sampling(max_new_tokens=40), drafter, shape)[0] == whole[30:]
+        assert run(ours, prompt, Sampling(max_new_tokens=40), drafter, shape)[0] == whole[34:]
+
+
+def test_a_draft_model_keeps_to_the_span_of_its_request() -> None:
+    ours = models("phi3, long factors")[1]
+    stats = run(ours, text(34), Sampling(max_new_tokens=30), DraftModel(ours, VOCAB), Tree.chain(3))[2]
+    assert stats.acceptance == 1.0, "it drafts for itself"
+
+
+def test_a_text_keeps_the_factors_that_its_prompt_chose() -> None:
+    ours = models("phi3, long factors")[1]
+    tokens = text(40)
+    logits = {}
+    for prompt in (30, 31):
+        cache = ours.new_cache()
+        first = cache.acquire(ours.span(prompt))
+        feed(ours, cache, first, tokens[:20])
+        for slot in (first, cache.fork(first)):
+            logits[prompt, slot] = feed(ours, cache, slot, tokens[20:])
+    assert torch.equal(logits[30, 0], logits[30, 1]), "a fork goes on with them"
+    assert torch.equal(logits[31, 0], logits[31, 1])
+    assert not torch.allclose(logits[30, 0][:5], logits[31, 0][:5]), "another prompt, another choice"
+    assert_close(logits[31, 0], expected(models("phi3, long factors")[0], tokens)[20:])
+    cache.release(first)
+    assert cache.spans[cache.acquire()] == 0
 
 
 def test_dynamic_scaling_follows_the_prompt() -> None:
@@ -346,3 +373,37 @@ def test_bfloat16_rounds_no_worse_than_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
     assert exactness(models(case, torch.bfloat16)[1]) == "bits"
+
+
+class Watched(Dense):
+    """An expert that remembers how many rows its products had."""
+
+    def __init__(self, number: int, seen: list[tuple[int, int]]) -> None:
+        make = torch.Generator().manual_seed(number)
+        gate, up = (torch.randn(8, 6, generator=make) for _ in range(2))
+        super().__init__(gated(gate, up, None, "silu"), linear(torch.randn(6, 8, generator=make)))
+        self.number, self.seen = number, seen
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((self.number, len(x)))
+        return super().__call__(x)
+
+
+def mixture(router: torch.Tensor) -> tuple[Mixture, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+    return Mixture(linear(router), [Watched(i, seen) for i in range(5)], used=2, normalised=False), seen
+
+
+def test_an_expert_never_multiplies_fewer_than_four_rows() -> None:
+    experts, seen = mixture(torch.randn(5, 6, generator=torch.Generator().manual_seed(9)))
+    x = torch.randn(1, 7, 6, generator=torch.Generator().manual_seed(3))
+    whole = experts(x)
+    assert min(rows for _, rows in seen) == 4
+    for row in range(7):  # alone, three rows of padding and all
+        torch.testing.assert_close(experts(x[:, row : row + 1])[0, 0], whole[0, row])
+
+
+def test_experts_of_equal_score_are_taken_in_order() -> None:
+    experts, seen = mixture(torch.zeros(5, 6))
+    experts(torch.ones(1, 4, 6))
+    assert [number for number, _ in seen] == [0, 1]
