@@ -43,6 +43,9 @@ class Spy:
         self._passes: list[tuple[Rows, Want]] = []
         self.vocab_size, self.context_length, self.device = target.vocab_size, target.context_length, target.device
 
+    def span(self, prompt: int) -> int:
+        return self._target.span(prompt)
+
     def new_cache(self) -> KVCache:
         return self._target.new_cache()
 
