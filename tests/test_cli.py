@@ -646,7 +646,7 @@ def test_info(folder: Path) -> None:
     assert (facts["layers"], facts["kv_heads"], facts["family"], facts["format"]) == (2, 2, "llama", "safetensors")
     assert facts["eos"] == [{"id": 2, "token": "w2"}]
     assert facts["dtypes"] == {"float32": facts["parameters"]}
-    assert facts["cache_bytes_per_token"] == 2 * 2 * 2 * 2 * 8
+    assert facts["cache_bytes"] == facts["context_length"] * 2 * 2 * 2 * 2 * 8
     table = run("info", str(folder)).stdout
     for part in ("LlamaForCausalLM (llama)", f"{facts['parameters']:,}", "WordLevel", "temperature 0.6", "2 'w2'"):
         assert part in table

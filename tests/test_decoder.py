@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.models.config import read_config
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Want
@@ -123,11 +123,6 @@ def test_older_and_newer_spellings_of_rope_mean_the_same() -> None:
     old = raw(rope_theta=5e5, rope_scaling=LLAMA3)
     new = raw(rope_parameters=LLAMA3 | {"rope_theta": 5e5})
     assert read_config(old) == read_config(new)
-
-
-def test_a_sliding_window_bounds_the_context() -> None:
-    assert read_config(raw(model_type="mistral", sliding_window=128)).context_length == 128
-    assert read_config(raw(model_type="qwen2", sliding_window=128, use_sliding_window=False)).context_length == 512
 
 
 def test_missing_extra_and_misshapen_tensors_are_named() -> None:

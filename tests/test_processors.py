@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
-from paceline.models.config import read_config
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
 from paceline.noise import Noise
 from paceline.processors import (
     BadWords,

@@ -15,8 +15,8 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, UnsupportedModel
-from paceline.models.config import read_config
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
 from paceline.stats import Stats

@@ -16,6 +16,14 @@ _FIRST = 256
 """Positions of a new slab. It doubles when a text outgrows it."""
 
 
+def ring(window: int) -> int:
+    """Columns that a layer with a window keeps.
+
+    A draft stays within its block, so a ring of whole blocks wraps between drafts and never inside one.
+    """
+    return -(-(window + BLOCK - 1) // BLOCK) * BLOCK
+
+
 class Slab:
     """Keys and values of all layers that attend in one way, addressed by position.
 
@@ -27,10 +35,8 @@ class Slab:
         """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: positions that are ever needed."""
         kv_heads, _, head_dim = empty.shape
         self.window = window
-        # A draft stays within its block, so a ring of whole blocks wraps between drafts and never inside one.
-        ring = limit if window is None else -(-(window + BLOCK - 1) // BLOCK) * BLOCK
-        self.ring = window is not None and ring < limit
-        self._limit = min(ring, limit)
+        self._limit = limit if window is None else min(ring(window), limit)
+        self.ring = self._limit < limit
         # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
         self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * 2
 
@@ -110,6 +116,7 @@ class SlabCache:
         self.slabs = tuple(Slab(sum(x.window == w for x in layers), w, empty, limit + BLOCK) for w in windows)
         self._limit = limit
         self._lengths: list[int] = []
+        self._prompts: list[int] = []
         self._tops: list[int] = []
         """Positions written in each slot so far, committed or not."""
         self._free: list[int] = []
@@ -122,6 +129,10 @@ class SlabCache:
         return self._lengths
 
     @property
+    def prompts(self) -> Sequence[int]:
+        return self._prompts
+
+    @property
     def capacity(self) -> int:
         """Positions per slot that memory is held for, in the layers that keep most."""
         return max(slab.capacity for slab in self.slabs)
@@ -132,7 +143,7 @@ class SlabCache:
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
 
     @torch.inference_mode()
-    def acquire(self) -> int:
+    def acquire(self, prompt: int = 0) -> int:
         places = self.slabs[0].tensors[0].shape[1]
         if len(self._places) == places:
             for slab in self.slabs:
@@ -140,8 +151,10 @@ class SlabCache:
         if not self._free:
             self._free.append(len(self._lengths))
             self._lengths.append(0)
+            self._prompts.append(0)
             self._tops.append(0)
         slot = self._free.pop()
+        self._prompts[slot] = prompt
         self._lengths[slot] = self._tops[slot] = 0
         self._places.append(slot)
         return slot
@@ -149,7 +162,7 @@ class SlabCache:
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
         """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
-        new = self.acquire()
+        new = self.acquire(self._prompts[slot])
         self._lengths[new] = self._lengths[slot]
         self._tops[new] = self._tops[slot]
         for slab in self.slabs:

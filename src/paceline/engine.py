@@ -65,7 +65,8 @@ class Engine:
         """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
         between. `like`: a request whose same prompt has been prefilled and nothing more, so that this one need not be.
         """
-        request = Request(sampler, stream, stats, self.cache.fork(like.slot) if like else self.cache.acquire())
+        slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
+        request = Request(sampler, stream, stats, slot)
         try:
             if self.drafter and like:
                 self.drafter.fork(request.slot, like.slot, request.text)

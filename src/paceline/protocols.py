@@ -41,8 +41,16 @@ class KVCache(Protocol):
         """Committed tokens of each slot."""
         ...
 
-    def acquire(self) -> int:
-        """A free slot, of length 0. Raises `OutOfMemory`."""
+    @property
+    def prompts(self) -> Sequence[int]:
+        """The prompt's length of each slot's request: what a model goes by whose positions depend on the text's length.
+
+        It is chosen once and for the whole request, because keys of one choice mean nothing to rows of another.
+        """
+        ...
+
+    def acquire(self, prompt: int = 0) -> int:
+        """A free slot, of length 0, for a request whose prompt has so many tokens. Raises `OutOfMemory`."""
         ...
 
     def begin(self, rows: Rows) -> Any:

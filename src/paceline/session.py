@@ -78,6 +78,8 @@ class Session:
         self._slot = cache.acquire()
         self._cache = cache
         self._text: list[int] = []
+        self._prompt = 0
+        """Tokens of history when it was first fed: some models choose by them how positions turn."""
         self._scored: _Scored | None = None
         self._path: list[int] = []
         """The scored rows below row 0 that the history has taken."""
@@ -142,6 +144,7 @@ class Session:
                 f"cannot roll back to {length!r} of {len(self._text)} tokens", f"Give 0 to {len(self._text)}"
             )
         del self._text[length:]
+        self._prompt = self._prompt if self._text else 0
         if self._scored and length <= self._scored.start:
             self._forget()
         elif self._scored:
@@ -301,6 +304,10 @@ class Session:
     def _catch_up(self) -> None:
         """Feed what the history has and the cache has not, all but the pending token."""
         cache, before = self._kv(), len(self._text) - 1
+        if not cache.lengths[self._slot]:
+            self._prompt = self._prompt or len(self._text)
+            cache.release(self._slot)
+            self._slot = cache.acquire(self._prompt)
         while (done := cache.lengths[self._slot]) < before:
             chunk = self._text[done : min(done + CHUNK, before)]
             self._forward(pack_prefix(chunk, self._slot, done, self._target.device), Want("none"))

@@ -85,7 +85,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "context_length": config.context_length,
         "rope": _rope(config.rope),
         "tied_head": config.tied,
-        "cache_bytes_per_token": config.cache_bytes_per_token,
+        "cache_bytes": config.cache_bytes(config.context_length),
     }
 
 
@@ -168,7 +168,7 @@ def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("tied head", _yes(f["tied_head"])),
         ("context", f"{f['context_length']:,} tokens"),
         ("rope", _rope_line(f["rope"])),
-        ("cache", f"{f['cache_bytes_per_token']:,} bytes per token (at 2 bytes an element)"),
+        ("cache", f"{f['cache_bytes']:,} bytes for all of the context (at 2 bytes an element)"),
     ]
 
 

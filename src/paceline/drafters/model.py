@@ -76,7 +76,7 @@ class DraftModel(Drafter):
         self._slots: dict[int, _Slot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _Slot(self._cache.acquire(), list(prompt))
+        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt))
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._slots[slot].text += verdict.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
-from paceline.errors import CorruptModel
-from paceline.models.config import ModelConfig
-from paceline.models.layers import Attention, Layer, RMSNorm, Rotary
+from paceline.models.config import Experts, ModelConfig
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
+from paceline.models.moe import Mixture
+from paceline.models.rope import Rotary
+from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
-from paceline.runner import Activation, Linear, gated, linear
+from paceline.runner import linear
 from paceline.types import Forward, Rows, Tap, Want
 
 Progress = Callable[[int, int], None]
@@ -35,14 +37,18 @@ class Decoder:
         """`tensors`: by Hugging Face name, any float dtype. Raises `CorruptModel` for missing or misshapen ones."""
         self.config, self.dtype, self.device = config, dtype, device
         weights = Weights(tensors, dtype, device)
-        self._precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._rotary = Rotary(config.rope, config.head_dim, self._precise, device)
+        self._precise = weights.precise
+        ropes = list(dict.fromkeys(layer.rope for layer in config.plan if layer.rope))
+        self._rotaries = [Rotary(rope, config.head_dim, self._precise, device) for rope in ropes]
+        self._rope_of = [ropes.index(layer.rope) if layer.rope else -1 for layer in config.plan]
         self._embed = weights.get("model.embed_tokens.weight", (config.vocab_size, config.hidden))
+        # As the published models do: the root is rounded to the model's dtype first.
+        self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         self._layers = []
-        for index in range(config.layers):
+        for index, layer in enumerate(config.plan):
             progress(index, config.layers)
-            self._layers.append(_layer(config, weights, f"model.layers.{index}."))
-        self._norm = RMSNorm(weights.get("model.norm.weight", (config.hidden,)), config.norm_eps)
+            self._layers.append(_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+        self._norm = _norm(config, weights, "model.norm")
         if config.tied:
             weights.skip("lm_head.weight")
             self._head = linear(self._embed)
@@ -61,96 +67,98 @@ class Decoder:
 
     def new_cache(self) -> KVCache:
         c = self.config
-        layers = [LayerAttention(scale=c.head_dim**-0.5)] * c.layers
+        scale = c.query_scale or c.head_dim**-0.5
+        layers = [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
         return SlabCache(layers, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target`. One embedding, L layers, one norm, and the head for the rows that want it."""
         attention: Pass = cache.begin(rows)
-        rope = self._rotary(rows.positions, max(rows.lengths) + rows.start + rows.tokens.shape[1])
+        ropes = self._ropes(rows, cache)
         x = F.embedding(rows.tokens, self._embed)
+        if self._embed_scale != 1.0:
+            x = x * self._embed_scale
         taps: dict[Tap, Tensor] = {}
         for index, layer in enumerate(self._layers):
             if index in want.taps:
                 taps[index] = x
-            x = layer(x, index, rope, attention)
+            x = layer(x, index, ropes[self._rope_of[index]], attention)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self._norm(x)
         if "final" in want.taps:
             taps["final"] = x
         x = {"all": x, "last": x[:, -1:], "none": x[:, :0]}[want.logits]
-        return Forward(self._head(x).to(self._precise), taps)
+        return Forward(self._logits(x), taps)
+
+    def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
+        """The factors of every kind of rotary embedding, then None for layers without."""
+        highest = max(rows.lengths) + rows.start + rows.tokens.shape[1]
+        prompts = [cache.prompts[slot] for slot in rows.slots]
+        return [*(rotary(rows.positions, highest, prompts) for rotary in self._rotaries), None]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self._head(x).to(self._precise)
+        cap = self.config.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _layer(c: ModelConfig, weights: Weights, prefix: str) -> Layer:
-    width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
+    """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
+    out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
+    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else _mlp(c, weights, prefix + "mlp.")
+    before = "post_attention_layernorm"
+    if c.sandwich:
+        out = Sandwiched(out, _norm(c, weights, prefix + "post_attention_layernorm"))
+        mlp = Sandwiched(mlp, _norm(c, weights, prefix + "post_feedforward_layernorm"))
+        before = "pre_feedforward_layernorm"
     return Layer(
-        RMSNorm(weights.get(prefix + "input_layernorm.weight", (c.hidden,)), c.norm_eps),
-        Attention(
-            weights.linear({attn + "q_proj": width, attn + "k_proj": kv_width, attn + "v_proj": kv_width}, c.hidden),
-            weights.linear({attn + "o_proj": c.hidden}, width),
-            c.heads,
-            c.kv_heads,
-            c.head_dim,
-        ),
-        RMSNorm(weights.get(prefix + "post_attention_layernorm.weight", (c.hidden,)), c.norm_eps),
-        weights.gated(mlp + "gate_proj", mlp + "up_proj", (c.ffn, c.hidden), c.activation),
-        weights.linear({mlp + "down_proj": c.hidden}, c.ffn),
+        _norm(c, weights, prefix + "input_layernorm"),
+        _attention(c, weights, prefix + "self_attn."),
+        out,
+        _norm(c, weights, prefix + before),
+        mlp,
     )
 
 
-class Weights:
-    """Takes tensors out of a checkpoint one by one, checks their shapes, and knows what was left over."""
+def _norm(c: ModelConfig, weights: Weights, name: str) -> RMSNorm:
+    return RMSNorm(_norm_weight(c, weights, name, c.hidden), c.norm_eps)
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors, self._dtype, self._device = tensors, dtype, device
-        self._left = {name for name in tensors if not name.endswith(("rotary_emb.inv_freq", "masked_bias"))}
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in the model's dtype, on its device."""
-        if name not in self._tensors:
-            raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise CorruptModel(
-                f"{name} has shape {tuple(tensor.shape)} where the config means {shape}",
-                "Config and weights are of different models; fetch the model again",
-            )
-        self._left.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+def _norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    if not c.norm_shift:
+        return weights.get(name + ".weight", (size,))
+    # bfloat16 would lose most of a weight that is stored as its distance from 1.
+    return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
 
-    def linear(self, parts: Mapping[str, int], width: int) -> Linear:
-        """One product for several projections of the same input, biases included where there are any."""
-        weight = [self.get(name + ".weight", (out, width)) for name, out in parts.items()]
-        bias = None
-        if any(name + ".bias" in self._tensors for name in parts):
-            bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
-        return linear(weight[0] if len(weight) == 1 else torch.cat(weight), bias)
 
-    def gated(self, gate: str, up: str, shape: tuple[int, int], activation: str) -> Activation:
-        """The first half of a gated MLP."""
-        biases = None
-        if gate + ".bias" in self._tensors or up + ".bias" in self._tensors:
-            biases = (self._bias(gate, shape[0]), self._bias(up, shape[0]))
-        return gated(self.get(gate + ".weight", shape), self.get(up + ".weight", shape), biases, activation)
+def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    parts = {prefix + "q_proj": q, prefix + "k_proj": kv, prefix + "v_proj": kv}
+    if prefix + "qkv_proj.weight" in weights:  # Phi-3
+        parts = {prefix + "qkv_proj": q + 2 * kv}
+    norm = None
+    if c.qk_norm:
+        q_norm, k_norm = (_norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
+        norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
+    return Attention(weights.linear(parts, c.hidden), c.heads, c.kv_heads, c.head_dim, norm)
 
-    def _bias(self, name: str, out: int) -> Tensor:
-        if name + ".bias" in self._tensors:
-            return self.get(name + ".bias", (out,))
-        return torch.zeros(out, dtype=self._dtype, device=self._device)
 
-    def skip(self, name: str) -> None:
-        """Leave a tensor unread that the model has no use for."""
-        self._left.discard(name)
+def _mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
+    parts = [prefix + "gate_proj", prefix + "up_proj"]
+    if prefix + "gate_up_proj.weight" in weights:  # Phi-3
+        parts = [prefix + "gate_up_proj"]
+    return _dense(c, weights, parts, prefix + "down_proj", c.ffn)
 
-    def finish(self) -> None:
-        """Raises `CorruptModel` where tensors were left over: the model would not be the one in the file."""
-        if self._left:
-            some = ", ".join(sorted(self._left)[:3])
-            raise CorruptModel(
-                f"the checkpoint holds {len(self._left)} tensors this architecture does not know ({some}, ...)",
-                "It may be another architecture, or an adapter that must be merged first",
-            )
+
+def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ffn: int) -> Dense:
+    gate_up = weights.gated(parts, (ffn, c.hidden), c.activation)
+    return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
+
+
+def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Part:
+    block = f"{prefix}{e.block}."
+    names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
+    experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
+    return Mixture(weights.linear({block + "gate": e.count}, c.hidden), experts, e.used, e.normalised)

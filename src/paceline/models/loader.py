@@ -13,8 +13,9 @@ import torch
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, is_out_of_memory
 from paceline.models.checkpoint import Checkpoint, eos_token_ids
-from paceline.models.config import ModelConfig, read_config, refuse_other_kinds
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
+from paceline.models.families import read_config, refuse_other_kinds
 from paceline.models.lora import Merged, open_model
 from paceline.protocols import Target
 from paceline.runner import fast_bfloat16

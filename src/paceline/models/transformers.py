@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.layout import NONE, ancestors
-from paceline.models.config import refuse_other_kinds
+from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verifies
 from paceline.protocols import KVCache

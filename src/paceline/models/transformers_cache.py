@@ -83,6 +83,7 @@ class SlotCache:
         self._window = _Window()
         self._model_cache = Cache(layer_class_to_replicate=partial(_Layer, self._window))
         self._lengths: list[int] = []
+        self.prompts: list[int] = []
         self._free: list[int] = []
 
     @property
@@ -90,11 +91,13 @@ class SlotCache:
         return self._lengths
 
     @torch.inference_mode()
-    def acquire(self) -> int:
+    def acquire(self, prompt: int = 0) -> int:
         if not self._free:
             self._free.append(len(self._lengths))
             self._lengths.append(0)
+            self.prompts.append(0)
         slot = self._free.pop()
+        self.prompts[slot] = prompt
         for layer in self._layers():
             if slot < layer.keys.shape[0]:
                 # A request that failed may have left NaN, which a longer neighbour's pass would read.
@@ -104,7 +107,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
-        new, length = self.acquire(), self._lengths[slot]
+        new, length = self.acquire(self.prompts[slot]), self._lengths[slot]
         self._window.places = len(self._lengths)
         for layer in self._layers():
             if layer.keys.shape[0] <= new:

@@ -20,6 +20,7 @@ class ListCache:
     """A `KVCache` of lists: per slot the entries of its text, one after the other. Slow, and easy to see through."""
 
     def __init__(self) -> None:
+        self.prompts: list[int] = []  # slot -> the length of its request's prompt
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
         self._fed: dict[int, list[Entry]] = {}  # slot -> the rows fed since, none of them committed
         self._free: list[int] = []
@@ -28,11 +29,14 @@ class ListCache:
     def lengths(self) -> Sequence[int]:
         return [len(entries) for entries in self._kept]
 
-    def acquire(self) -> int:
+    def acquire(self, prompt: int = 0) -> int:
         if not self._free:
             self._free.append(len(self._kept))
             self._kept.append([])
-        return self._free.pop()
+            self.prompts.append(0)
+        slot = self._free.pop()
+        self.prompts[slot] = prompt
+        return slot
 
     def begin(self, rows: Rows) -> ListPass:
         for slot in rows.slots:
@@ -51,7 +55,7 @@ class ListCache:
         del self._kept[slot][length:]
 
     def fork(self, slot: int) -> int:
-        new = self.acquire()
+        new = self.acquire(self.prompts[slot])
         self._kept[new] = list(self._kept[slot])
         return new
 

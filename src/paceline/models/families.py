@@ -1,0 +1,315 @@
+"""Every decoder family, read from Hugging Face configs (GGUF metadata is translated to them).
+
+To add one: an entry in `FAMILIES`, and in `decoder.py` whatever part it has that no other has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.rope import read_rope
+from paceline.runner import ACTIVATIONS
+
+Raw = Mapping[str, Any]
+_AGAIN = "Fetch the model again"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is peculiar to one `model_type`.
+
+    `refine`: from the config and what every family reads of it to the whole. `reads`: the keys of `_PECULIAR` that it
+    looks at. `defaults`: for keys that a config may leave out.
+    """
+
+    refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
+    reads: frozenset[str] = frozenset()
+    defaults: Raw = field(default_factory=dict)
+
+
+def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Mistral, Phi-3, Mixtral: every layer slides."""
+    return _layered(base, [raw.get("sliding_window")] * base.layers)
+
+
+def _qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Qwen2, and Qwen3 with its norms: the upper layers slide, if any do."""
+    window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
+    windows = _windows(raw, base, window, lambda i: window is not None and i >= first)
+    return _layered(replace(base, qk_norm=base.family == "qwen3"), windows)
+
+
+def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
+    window = raw["sliding_window"] if raw["use_sliding_window"] else None
+    count = raw.get("num_experts", raw.get("num_local_experts", 128))
+    experts = Experts(count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], raw["norm_topk_prob"])
+    dense = raw.get("mlp_only_layers") or ()
+    sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
+    return _layered(replace(base, qk_norm=True, experts=experts), [window] * base.layers, sparse=sparse)
+
+
+def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
+    used, names = raw["num_experts_per_tok"], ("w1", "w3", "w2")
+    experts = Experts(raw["num_local_experts"], used, base.ffn, True, "block_sparse_moe", names)
+    windows = [raw.get("sliding_window")] * base.layers
+    return _layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
+
+
+def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Every fourth layer does without positions, and only such a one may slide."""
+    every = raw["no_rope_layer_interval"]
+    rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
+    if len(rotates) < base.layers:
+        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", _AGAIN)
+    window = raw.get("sliding_window") if raw["use_sliding_window"] else None
+    windows = _windows(raw, base, window, lambda i: window is not None and not rotates[i])
+    return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
+
+
+def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
+    """Gemma 2 and 3: one layer of `every` sees all, the others slide; norms before and after each part."""
+    windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
+    base = replace(
+        base,
+        sandwich=True,
+        norm_shift=1.0,
+        embed_scale=base.hidden**0.5,
+        query_scale=raw["query_pre_attn_scalar"] ** -0.5,
+        softcap=raw.get("attn_logit_softcapping"),
+        final_softcap=raw.get("final_logit_softcapping"),
+        activation=raw["hidden_activation"],
+    )
+    return _layered(base, windows)
+
+
+def _gemma2(raw: Raw, base: ModelConfig) -> ModelConfig:
+    return _gemma(raw, base, 2)
+
+
+def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Adds norms of queries and keys, and a rotary base of their own for the layers that slide."""
+    every, window = raw["sliding_window_pattern"], raw["sliding_window"]
+    own = (raw.get("rope_parameters") or {}).get("sliding_attention")
+    local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
+    windows = _windows(raw, base, window, lambda i: (i + 1) % every != 0)
+    ropes = [local if w else base.rope for w in windows]
+    return _layered(replace(_gemma(raw, base, every), qk_norm=True), windows, ropes)
+
+
+def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
+    """Layer by layer: those slide that `layer_types` names, or where it is missing `default`."""
+    types = raw.get("layer_types") or [_TYPES[default(i)] for i in range(base.layers)]
+    if unknown := set(types) - set(_TYPES):
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported", "Use another model")
+    if len(types) != base.layers:
+        raise CorruptModel(f"layer_types names {len(types)} of {base.layers} layers", _AGAIN)
+    if window is None and _TYPES[True] in types:
+        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", _AGAIN)
+    return [window if kind == _TYPES[True] else None for kind in types]
+
+
+_TYPES = ("full_attention", "sliding_attention")
+
+
+def _layered(
+    base: ModelConfig,
+    windows: Sequence[int | None],
+    ropes: Sequence[RopeConfig | None] | None = None,
+    sparse: Sequence[bool] | None = None,
+) -> ModelConfig:
+    """The config with these layers. A window as wide as the context is none."""
+    if wrong := [w for w in windows if w is not None and (not isinstance(w, int) or w < 1)]:
+        raise CorruptModel(f"a sliding window of {wrong[0]!r} tokens makes no sense", _AGAIN)
+    ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
+    bounded = [w if w and w < base.context_length else None for w in windows]
+    return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))
+
+
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA_READS = frozenset({"sliding_window", "layer_types", "final_logit_softcapping", "query_pre_attn_scalar"})
+_WINDOW, _WINDOWS = frozenset({"sliding_window"}), frozenset({"sliding_window", "layer_types"})
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(_windows_everywhere, _WINDOW, {"sliding_window": 4096}),
+    "qwen2": Family(_qwen, _WINDOWS, _QWEN),
+    "qwen3": Family(_qwen, _WINDOWS, _QWEN | {"head_dim": 128}),
+    "phi3": Family(
+        _windows_everywhere,
+        _WINDOW | {"partial_rotary_factor"},
+        {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "smollm3": Family(
+        _smollm3,
+        _WINDOWS | {"no_rope_layers"},
+        {
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2": Family(
+        _gemma2,
+        _GEMMA_READS | {"attn_logit_softcapping"},
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        _gemma3,
+        _GEMMA_READS,
+        _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+    ),
+    "mixtral": Family(
+        _mixtral,
+        _WINDOW,
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+    ),
+    "qwen3_moe": Family(
+        _qwen3_moe,
+        _WINDOW,
+        {
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+    ),
+}
+"""model_type -> what it changes. Biases and fused projections need no entry: they are read as they come."""
+
+_PECULIAR = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+)
+"""Keys that change the mathematics and leave no trace in the tensors: a family that does not read one refuses it."""
+
+
+def read_config(raw: Raw) -> ModelConfig:
+    """Raises `UnsupportedModel` for what the native decoder does not run, `CorruptModel` for missing keys."""
+    name = raw.get("model_type", "?")
+    refuse_other_kinds(raw)
+    if name not in FAMILIES:
+        raise UnsupportedModel(f"model type {name!r} is not supported", f"Paceline runs {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[name]
+    raw = {**family.defaults, **raw}
+    try:
+        _refuse_peculiar(raw, family)
+        config = family.refine(raw, _common(raw))
+    except KeyError as missing:
+        raise CorruptModel(f"config.json of a {name} model lacks {missing}", _AGAIN) from missing
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CorruptModel(f"config.json of a {name} model makes no sense ({error})", "Fetch it again") from error
+    _check(raw, config)
+    return config
+
+
+def _common(raw: Raw) -> ModelConfig:
+    """What every family reads."""
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    rope = _rope(raw, head_dim)
+    return ModelConfig(
+        family=raw["model_type"],
+        vocab_size=raw["vocab_size"],
+        hidden=raw["hidden_size"],
+        layers=raw["num_hidden_layers"],
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        ffn=raw["intermediate_size"],
+        context_length=_context(raw, rope),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        activation=raw.get("hidden_act", "silu"),
+        tied=raw.get("tie_word_embeddings", False),
+        rope=rope,
+    )
+
+
+def _rope(raw: Raw, head_dim: int) -> RopeConfig:
+    """Both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`, by layer type or not."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if raw["model_type"] == "gemma3_text":
+        scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
+    if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+        scaling = {**scaling, "rope_type": "longrope"}  # its older names
+    return read_rope(scaling, {"max_position_embeddings": 2048, **raw}, raw.get("rope_theta", 10000.0), head_dim)
+
+
+def _context(raw: Raw, rope: RopeConfig) -> int:
+    """`max_position_embeddings`, which these two rules leave at the trained length."""
+    length: int = raw.get("max_position_embeddings", 2048)
+    if rope.kind not in ("dynamic", "yarn"):
+        return length
+    numbers = dict(rope.scaling)
+    return max(length, int(numbers["factor"] * numbers["original_max_position_embeddings"]))
+
+
+def _check(raw: Raw, c: ModelConfig) -> None:
+    sizes = {n: getattr(c, n) for n in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")}
+    sizes["context_length"] = c.context_length
+    if c.experts:
+        sizes |= {"experts": c.experts.count, "experts per token": c.experts.used, "expert size": c.experts.ffn}
+    if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
+        raise CorruptModel(f"config.json gives no positive number for {', '.join(wrong)}", _AGAIN)
+    if c.experts and c.experts.used > c.experts.count:
+        raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", _AGAIN)
+    if c.activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
+    if c.heads % c.kv_heads or c.head_dim % 2:
+        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit")
+
+
+def _refuse_peculiar(raw: Raw, family: Family) -> None:
+    """Raises `UnsupportedModel` for what would silently be computed otherwise."""
+    strange = [key for key in _PECULIAR if key not in family.reads and not _idle(raw.get(key))]
+    if "partial_rotary_factor" not in family.reads and not _idle(_within_rope(raw, "partial_rotary_factor")):
+        strange.append("partial_rotary_factor")
+    if "layer_types" not in family.reads and len(set(raw.get("layer_types") or ())) > 1:
+        strange.append("layer_types")
+    if raw.get("use_sliding_window") is False and "sliding_window" in strange:
+        strange.remove("sliding_window")
+    if strange:
+        raise UnsupportedModel(
+            f"a {raw['model_type']} model with {', '.join(strange)} is not supported",
+            "It is a variant of the family that computes something else",
+        )
+
+
+def _idle(value: Any) -> bool:
+    """Whether a peculiar key is switched off: absent, false, a factor of 1, or all layers alike."""
+    if isinstance(value, list):
+        return all(value)
+    return value is None or value is False or (value == 1 and value is not True)
+
+
+def _within_rope(raw: Raw, key: str) -> Any:
+    return (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get(key)
+
+
+def refuse_other_kinds(raw: Raw) -> None:
+    """Multimodal, encoder-decoder and recurrent models, named for what they are."""
+    name = (raw.get("architectures") or [raw.get("model_type", "?")])[0]
+    if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
+        raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
+    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
+    if any(word in str(raw.get("model_type", "")).lower() for word in recurrent):
+        raise UnsupportedModel(
+            f"{name} is a recurrent model, whose state cannot drop rejected tokens",
+            "Use an attention-only model",
+        )

@@ -1,0 +1,52 @@
+"""Mixture of experts: each row goes through the few feed-forward networks that its router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.models.layers import Dense
+from paceline.runner import Linear
+from paceline.tree import MIN_ROWS
+
+
+class Mixture:
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3).
+
+    A row's bits depend on no other row: equal scores go to the expert of lower number, an expert's product has at
+    least `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in
+    float32 (float64 for a float64 model).
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[Dense], used: int, normalised: bool) -> None:
+        self.router, self.experts = router, experts
+        self.used, self.normalised = used, normalised
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self._route(rows)
+        total = torch.zeros_like(rows, dtype=weights.dtype)
+        for number in chosen.unique().tolist():
+            here, rank = (chosen == number).nonzero(as_tuple=True)
+            total.index_add_(0, here, _of(self.experts[number], rows[here]) * weights[here, rank, None])
+        return total.to(x.dtype).view_as(x)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each row, both [N, used]."""
+        precise = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        scores = self.router(rows).softmax(-1, dtype=precise)
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        weights, chosen = best[:, : self.used], order[:, : self.used]
+        return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
+
+
+def _of(expert: Dense, rows: Tensor) -> Tensor:
+    count = len(rows)
+    if count < MIN_ROWS:
+        rows = torch.cat([rows, rows[:1].expand(MIN_ROWS - count, -1)])
+    return expert(rows)[:count]

@@ -1,0 +1,230 @@
+"""Rotary position embedding (Su et al. 2021) and the rules that stretch it beyond the trained context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.config import RopeConfig
+
+_TABLES = 16
+"""Tables of factors kept at a time: a rule that follows the prompt's length makes one for every length."""
+
+
+class Rotary:
+    """Cosines and sines by position; halves are rotated against each other as in Hugging Face models."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`: of the factors. They are computed in float32, as the published models were trained with."""
+        self._config, self._head_dim = config, head_dim
+        self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
+        self._tables: dict[int, Tensor] = {}
+
+    def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [B, T, 1, R] of `positions` [B, T], none above `highest`, for R rotated dimensions.
+
+        `prompts` [B]: the length of each request's prompt, which rules that depend on the text's length go by.
+        """
+        spans = [span_of(self._config, prompt) for prompt in prompts]
+        if len(set(spans)) == 1:
+            cos, sin = self._table(spans[0], highest)[:, positions, None]
+        else:
+            lines = [self._table(span, highest)[:, line] for span, line in zip(spans, positions, strict=True)]
+            cos, sin = torch.stack(lines, 1)[:, :, :, None]
+        return cos, sin
+
+    def _table(self, span: int, highest: int) -> Tensor:
+        """Factors [2, positions, R]."""
+        table = self._tables.get(span, self._empty)
+        if highest >= table.shape[1]:
+            if span not in self._tables and len(self._tables) == _TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            table = self._tables[span] = self._make(span, max(highest + 1, 2 * table.shape[1], 512))
+        return table
+
+    def _make(self, span: int, length: int) -> Tensor:
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(
+            self._config, self._head_dim, span
+        )
+        cos, sin = angles.cos(), angles.sin()
+        factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+        return (factors * dict(self._config.scaling).get("attention_factor", 1.0)).to(self._empty)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply `Rotary`'s factors to the first R of [B, T, heads, D]. A roll by R / 2 and signed sines stand for "rotate
+    half"."""
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(rotated // 2, -1), sin).to(x.dtype)
+
+
+def span_of(config: RopeConfig, prompt: int) -> int:
+    """The text length that positions are scaled for in a request whose prompt has `prompt` tokens; 0: as trained.
+
+    The rules "dynamic" and "longrope" depend on the length of the text.
+
+    transformers looks at the length so far, so that the keys of a growing text mean one thing before the limit and
+    another after it; vLLM and llama.cpp look at the longest text the server would take, so that short texts pay for
+    long ones. Here the prompt decides, for all of its request: a row never depends on the rows beside it, on what was
+    drafted or on `max_new_tokens`, and every prompt has the logits of transformers. A text that outgrows the limit
+    keeps the factors it began with.
+    """
+    if config.kind not in ("dynamic", "longrope"):
+        return 0
+    limit = int(dict(config.scaling)["original_max_position_embeddings"])
+    return 0 if prompt <= limit else prompt if config.kind == "dynamic" else limit + 1
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
+    """Radians per position of each of the R / 2 planes, float32."""
+    rotated, theta, numbers = int(head_dim * config.share), config.theta, dict(config.scaling)
+    if config.kind == "dynamic" and span:  # NTK-aware: the base grows with the text
+        stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
+        theta *= stretch ** (rotated / (rotated - 2))
+    wavelengths = theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    if factors := (config.long_factors if span else ()) or config.factors:
+        return 1.0 / (torch.tensor(factors) * wavelengths)
+    if config.kind == "linear":
+        return 1.0 / wavelengths / numbers["factor"]
+    if config.kind == "llama3":
+        return _llama3(1.0 / wavelengths, numbers)
+    return _yarn(1.0 / wavelengths, theta, numbers) if config.kind == "yarn" else 1.0 / wavelengths
+
+
+def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
+    """Llama 3.1: slow planes are stretched by `factor`, fast ones kept, those between blended."""
+    low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
+    turns = numbers["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return inverse * (blend + (1 - blend) / numbers["factor"])
+
+
+def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor:
+    """YaRN (Peng et al. 2023): the same, blended between the planes that turn `beta_fast` and `beta_slow` times."""
+    planes = len(inverse)
+
+    def plane(turns: float) -> float:
+        """The plane, counted in fractions, that turns so often over the original context."""
+        return planes * math.log(numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = plane(numbers["beta_fast"]), plane(numbers["beta_slow"])
+    if numbers["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * planes - 1)
+    ramp = ((torch.arange(planes, dtype=torch.float32) - low) / (max(high - low, 0.001))).clamp(0, 1)
+    return inverse / numbers["factor"] * ramp + inverse * (1 - ramp)
+
+
+Raw = Mapping[str, Any]
+Numbers = dict[str, float]
+
+
+def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
+    """From `rope_scaling` or transformers 5's `rope_parameters`, which brings its own `rope_theta`.
+
+    `raw`: the config around it. Raises `UnsupportedModel` for rules and keys that are not known.
+    """
+    given = {key: value for key, value in (scaling or {}).items() if value is not None}
+    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    if kind not in KINDS:
+        raise UnsupportedModel(f"rope scaling {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
+    needed, known, resolve = KINDS[kind]
+    if absent := [key for key in needed if key not in given]:
+        raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", "Fetch the model again")
+    if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
+        raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
+    share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    rotated = int(head_dim * share)
+    factors, long = (_floats(given.get(key, ())) for key in ("short_factor", "long_factor"))
+    factors = factors or _floats(raw.get("rope_freqs") or ())
+    if rotated < 2 or rotated % 2 or any(len(x) not in (0, rotated // 2) for x in (factors, long)):
+        raise CorruptModel(
+            f"rope scaling {kind!r} with {len(factors)} factors does not fit {rotated} rotated dimensions of a head"
+        )
+    return RopeConfig(
+        theta=float(given.get("rope_theta", theta)),
+        kind=kind,
+        scaling=tuple((key, float(value)) for key, value in resolve(given, raw).items()),
+        factors=factors,
+        long_factors=long,
+        share=share,
+    )
+
+
+def _floats(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+def _original(given: Raw, raw: Raw) -> float:
+    """The context of the training, which Phi-3 writes beside the rule and others within it."""
+    found = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    return float(found or raw["max_position_embeddings"])
+
+
+def _plain(given: Raw, raw: Raw) -> Numbers:
+    return {key: given[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in given}
+
+
+def _resolve_llama3(given: Raw, raw: Raw) -> Numbers:
+    return _plain(given, raw) | {"original_max_position_embeddings": _original(given, raw)}
+
+
+def _resolve_dynamic(given: Raw, raw: Raw) -> Numbers:
+    return _plain(given, raw) | {"original_max_position_embeddings": raw["max_position_embeddings"]}
+
+
+def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
+    original = _original(given, raw)
+    factor = given.get("factor") or raw["max_position_embeddings"] / original
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = temperature(1.0)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        attention = temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": given.get("beta_fast") or 32,
+        "beta_slow": given.get("beta_slow") or 1,
+        "attention_factor": given.get("attention_factor", attention),
+        "truncate": given.get("truncate", True),
+    }
+
+
+def _resolve_longrope(given: Raw, raw: Raw) -> Numbers:
+    """LongRoPE (Ding et al. 2024)."""
+    original = _original(given, raw)
+    factor = given.get("factor") or raw["max_position_embeddings"] / original
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "original_max_position_embeddings": original,
+        "attention_factor": given.get("attention_factor", attention),
+    }
+
+
+_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
+"""Keys that every rule may carry."""
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Raw, Raw], Numbers]]] = {
+    "default": ((), (), _plain),
+    "linear": (("factor",), (), _plain),
+    "dynamic": (("factor",), (), _resolve_dynamic),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (), _resolve_llama3),
+    "yarn": (
+        (),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        _resolve_yarn,
+    ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor"), _resolve_longrope),
+}
+"""Rule -> the keys it needs, those it may have, and the numbers that follow."""
