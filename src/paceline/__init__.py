@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.llm import LLM, Completion, Stream, load
     from paceline.protocols import Ask, Drafter
+    from paceline.rejection import acceptance_step, residual
     from paceline.sampling import Sampling
     from paceline.stats import Stats
     from paceline.stream import Chunk
@@ -31,6 +32,8 @@ _HOME = {
     "Ask": "protocols",
     "Drafter": "protocols",
     "PacelineError": "errors",
+    "acceptance_step": "rejection",
+    "residual": "rejection",
     "Sampling": "sampling",
     "Stats": "stats",
     "Chunk": "stream",
@@ -52,7 +55,9 @@ __all__ = [
     "Stream",
     "Tree",
     "Verdict",
+    "acceptance_step",
     "load",
+    "residual",
 ]
 
 

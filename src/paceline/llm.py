@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.accept import promise
 from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidPrompt, PacelineError, PromptTooLong
@@ -168,7 +169,9 @@ class LLM:
             )
         sampler = sampling.sampler(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        return Stream(self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact)))
+        return Stream(
+            self.engine, self.engine.start(sampler, text, Stats(sampler.noise.seed, promise(sampler, self.exact)))
+        )
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""

@@ -4,6 +4,8 @@ Sampling as `argmax(logits / T + gumbel)` with noise that belongs to the *place 
 the draw, makes a sampled text a function of seed, prompt and sampling parameters. A drafter that ranks its own
 candidates with the same noise proposes what the target is about to draw. Source of the coupling: Daliri, Musco,
 Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+
+Rules that keep only the distribution need the opposite: draws that know nothing of each other. They take streams.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
+
+
+DRAFT, ACCEPT = 0, 1
+"""Streams: what a drafter draws its candidates with, and what decides whether they stand. What the target itself adds
+is drawn with the noise of its position, which is asked for once: the token is then committed."""
 
 
 def _mix64(x: int) -> int:
@@ -51,10 +58,30 @@ class Noise:
         Integer hashing throughout; the two logarithms are taken in float64 and rounded once, so that devices
         whose logarithms differ in the last bit still agree.
         """
-        key = _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)
+        key = self._key(position)
         # MPS has no float64.
         here = tokens.cpu() if tokens.device.type == "mps" else tokens
         x = _mix32_(here.to(torch.int32) ^ _signed(key & _MASK32))
         x = _mix32_(x ^ _signed(key >> 32))
         uniform = (x.double() + (2.0**31 + 0.5)) / 2.0**32
         return uniform.log_().neg_().log_().neg_().float().to(tokens.device)
+
+    def uniform(self, position: int) -> float:
+        """A number of 53 bits in [0, 1)."""
+        return (self._key(position) >> 11) * 2.0**-53
+
+    def stream(self, *key: int) -> Noise:
+        """Noise of its own for every key (whole numbers from 0), unrelated to this one's and to any other key's.
+
+        What a rule decides about one draft may depend on tokens that are then thrown away (block verification looks
+        at the whole chain), and their positions are drafted again in the next round. A number that had a say in such
+        a decision is no longer random given its outcome, so it must never be drawn again: the keys of drafts and of
+        acceptance begin with the position where the round starts, which no other round of the reply shares.
+        """
+        seed = self._key(len(key))
+        for part in key:
+            seed = _mix64(seed ^ part)
+        return Noise(seed)
+
+    def _key(self, position: int) -> int:
+        return _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)

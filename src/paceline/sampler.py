@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NonFiniteLogits
-from paceline.noise import Noise
+from paceline.noise import DRAFT, Noise
 
 _HEAD = 1024
 """Columns sorted before a top-p cut falls back to sorting them all."""
@@ -51,10 +51,14 @@ LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: log-probabilities plus noise, comparable within the row."""
+    """Candidates for one row, best first. `scores`: log-probabilities plus noise, comparable within the row.
+
+    `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
+    """
 
     tokens: list[int]
     scores: list[float]
+    q: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +84,14 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def draws(self) -> bool:
+        """Whether the rule wants candidates drawn from the drafter's own distribution, in a shape fixed beforehand.
+
+        What is drafted where may then depend on the text and the budget, never on what was drawn.
+        """
+        return self.rule in ("rejection", "block") and not self.greedy
+
     def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
         """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id."""
         logits = self.process(logits, path)
@@ -94,6 +106,7 @@ class Sampler:
     def rank(self, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
 
+        Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
         Fewer where the cuts leave fewer, none where a row is not finite.
         """
         return [self._rank(row, path, count) for row, path in zip(logits, paths, strict=True)]
@@ -108,26 +121,46 @@ class Sampler:
             logits = processor(prefix, logits)
         return logits
 
+    def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
+        """The probabilities [V] with which `choose` takes each token: softmax of what the cuts leave."""
+        tokens, logp = self._shaped(self.process(logits, path), len(self.text) + len(path))
+        return torch.zeros_like(logits).scatter_(0, tokens, logp.exp())
+
     def perturbed(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """The tokens that survive the cuts, ascending, and their log-probability plus noise."""
+        tokens, logp = self._shaped(logits, position)
+        return tokens, logp + self.noise.gumbel(position, tokens)
+
+    def _shaped(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """The tokens that survive the cuts, ascending, and their log-probability."""
         scores = logits / self.temperature
         highest = float(scores.max())
         if not math.isfinite(highest):
             raise not_finite(position)
         tokens = self._survivors(scores, highest)
-        kept = scores[tokens]
-        return tokens, kept.log_softmax(-1) + self.noise.gumbel(position, tokens)
+        return tokens, scores[tokens].log_softmax(-1)
 
     def _rank(self, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
         logits = self.process(logits, path)
         if not math.isfinite(float(logits.max())):
             return Ranked([], [])
-        if self.greedy:
+        if self.greedy or self.rule == "typical":
             scores, tokens = torch.topk(logits.log_softmax(-1), min(count, logits.shape[-1]))
             return Ranked(tokens.tolist(), scores.tolist())
+        if self.draws:
+            return self._draw(logits, path, count)
         tokens, scores = self.perturbed(logits, len(self.text) + len(path))
         scores, order = torch.topk(scores, min(count, len(tokens)))
         return Ranked(tokens[order].tolist(), scores.tolist())
+
+    def _draw(self, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
+        """Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059)."""
+        tokens, logp = self._shaped(logits, len(self.text) + len(path))
+        # Keyed by the round and by the node, so that no two rows of any two drafts share a number.
+        noise = self.noise.stream(DRAFT, len(self.text), *path)
+        scores, order = torch.topk(logp + noise.gumbel(0, tokens), min(count, len(tokens)))
+        q = torch.zeros_like(logits).scatter_(0, tokens, logp.exp())
+        return Ranked(tokens[order].tolist(), scores.tolist(), q)
 
     def _survivors(self, scores: Tensor, highest: float) -> Tensor:
         """Ids in ascending order: top_k, then top_p of what is left, then min_p of what is left.

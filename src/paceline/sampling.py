@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from paceline.errors import InvalidOption
 from paceline.noise import Noise
@@ -21,7 +22,7 @@ class Sampling:
     (1: all). min_p: keep tokens at least min_p times as likely as the likeliest (0: all). Applied in this order.
     processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
-    "rejection", "block", "typical" (see `accept.py`).
+    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.
     seed: 0 <= seed < 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
     ignore_eos: go on after the model's own end-of-sequence tokens.
@@ -49,6 +50,8 @@ class Sampling:
         if self.top_p == 0.0:
             raise InvalidOption("top_p is 0", "Give 0 < top_p <= 1, or temperature=0 for greedy text")
         _real("min_p", self.min_p, 0.0, 1.0)
+        if self.rule not in get_args(RuleName):
+            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**63 - 1)
         if not isinstance(self.stop, Sequence) or not isinstance(self.stop_token_ids, Sequence):
