@@ -64,9 +64,9 @@ class Drafter:
         parents: list[int] = []
         q: dict[int, Tensor] = {}
         for node in sorted(self._shape, key=lambda n: (len(n), n)):
-            row, path = nodes[node] if node in nodes else (-1, ())
-            if row < 0:
+            if node not in nodes:
                 continue
+            row, path = nodes[node]
             drawn, q_of_row = self._siblings(path, self._shape[node], chance)
             if q_of_row is not None:
                 q[row] = q_of_row
@@ -154,7 +154,7 @@ def test_a_verdict_is_a_path_of_the_draft() -> None:
 
 
 def test_the_example_of_the_block_verification_paper() -> None:
-    """Two tokens, whatever the prefix: p = (1/3, 2/3), q = (2/3, 1/3), a chain of two (section 2 of arXiv 2403.10444)."""
+    """A chain of two, whatever the prefix p = (1/3, 2/3) and q = (2/3, 1/3): arXiv 2403.10444, section 2."""
     p, q = torch.tensor([1.0, 2.0]).double() / 3, torch.tensor([2.0, 1.0]).double() / 3
 
     def drafter(chance: Script) -> Draft:
@@ -261,6 +261,26 @@ def test_a_shape_that_depends_on_what_was_drawn_is_noticed() -> None:
         return Draft((max(drawn, key=lambda token: float(q[token])),), (0,), {0: q})
 
     assert broken("rejection", "chain of 1", drafter) > 0.01
+
+
+def test_draws_that_come_again_after_a_round_that_threw_them_away_are_noticed() -> None:
+    """Block verification refused the first token partly for what the second was; that one is no longer random."""
+    p, q = torch.tensor([5.0, 3.0, 2.0]).double() / 10, torch.tensor([2.0, 3.0, 5.0]).double() / 10
+
+    def two_rounds(chance: Script, again: bool) -> tuple[int, ...]:
+        first, second = chance.token(q), chance.token(q)
+        text = block_walk(Draft((first, second), (0, 1), {0: q, 1: q}), lambda row, path: p, chance).tokens
+        if len(text) == 1:
+            redrawn = second if again else chance.token(q)
+            text += block_walk(Draft((redrawn,), (0,), {0: q}), lambda row, path: p, chance).tokens
+        return text[:2]
+
+    def far(again: bool) -> float:
+        found = outcomes(lambda chance: two_rounds(chance, again))
+        return sum(abs(found[a, b] - float(p[a] * p[b])) for a, b in itertools.product(range(VOCAB), repeat=2)) / 2
+
+    assert far(again=False) < 1e-12
+    assert far(again=True) > 0.01
 
 
 # The public pieces.
