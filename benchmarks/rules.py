@@ -150,7 +150,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=13, help="questions, evenly over the 13 categories (13)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens each, at most (64)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.1, 0.15], help="noise of each drafter (0.1 0.15)")
+    parser.add_argument(
+        "--noise", type=float, nargs="+", default=[0.05, 0.08], help="noise of each drafter (0.05 0.08)"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.7, 1.0], help="(0 0.5 0.7 1)")
     parser.add_argument("--chain", type=int, default=5, help="draft length of the chain (5)")
     parser.add_argument("--tree", type=tree_option, default=Tree(16, 5, 4), help="NODES,DEPTH,BRANCH (16,5,4)")

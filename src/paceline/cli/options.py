@@ -149,6 +149,15 @@ class SamplingOptions:
             "--min-p", help="Keep tokens at least p times as likely as the likeliest.", rich_help_panel=_SAMPLING
         ),
     ] = None
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            "--rule",
+            help="How drafted tokens are accepted: match (the default: the text never depends on the drafter), "
+            "rejection or block (only its distribution does not), or typical (lossy).",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         typer.Option(
