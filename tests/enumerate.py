@@ -23,7 +23,7 @@ class Script:
         assert -1e-12 <= probability <= 1 + 1e-12
         return self._choose([1 - probability, probability]) == 1
 
-    def token(self, p: Tensor, depth: int = 0) -> int:
+    def token(self, p: Tensor) -> int:
         assert abs(float(p.sum()) - 1) < 1e-9
         return self._choose(p.tolist())
 

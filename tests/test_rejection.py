@@ -81,16 +81,16 @@ class Drafter:
         if self._made == "chosen" or (self._made == "drawn, then chosen below" and path):
             return q.argsort(descending=True)[:count].tolist(), None
         drawn: list[int] = []
+        if self._made == "what q rules out chosen, then drawn":
+            drawn += (q == 0).nonzero()[:, 0].tolist()
         left = q.clone()
         while len(drawn) < count and left.sum() > 0:
             drawn.append(chance.token(left / left.sum()))
             left[drawn[-1]] = 0.0
-        if self._made == "drawn, and what q rules out chosen":
-            drawn += [t for t in range(VOCAB) if t not in drawn][: count - len(drawn)]
         return drawn, q
 
 
-MADE = ["drawn", "chosen", "drawn, then chosen below", "drawn, and what q rules out chosen"]
+MADE = ["drawn", "chosen", "drawn, then chosen below", "what q rules out chosen, then drawn"]
 
 
 def texts(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> dict[tuple[int, ...], float]:

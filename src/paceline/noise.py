@@ -21,7 +21,7 @@ _MASK32 = (1 << 32) - 1
 
 DRAFT, ACCEPT = 0, 1
 """Streams: what a drafter draws its candidates with, and what decides whether they stand. What the target itself adds
-is drawn with the noise of its position, which is asked for once: the token is then committed."""
+is drawn with its own noise, that of the position where the round starts: without drafts the text is that of `match`."""
 
 
 def _mix64(x: int) -> int:

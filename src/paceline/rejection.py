@@ -32,8 +32,8 @@ class Chance(Protocol):
         """True with this probability: never at 0, always at 1."""
         ...
 
-    def token(self, p: Tensor, depth: int) -> int:
-        """A draw from p [V], for the place `depth` tokens after the pending one's successor."""
+    def token(self, p: Tensor) -> int:
+        """A draw from p [V]: once a round, for the token that the target adds."""
         ...
 
 
@@ -49,9 +49,9 @@ class RoundChance:
         self.asked += 1
         return self.noise.stream(ACCEPT, self.start).uniform(self.asked) < probability
 
-    def token(self, p: Tensor, depth: int) -> int:
+    def token(self, p: Tensor) -> int:
         tokens = p.nonzero()[:, 0]
-        return int(tokens[(p[tokens].log() + self.noise.gumbel(self.start + depth, tokens)).argmax()])
+        return int(tokens[(p[tokens].log() + self.noise.gumbel(self.start, tokens)).argmax()])
 
 
 def acceptance_step(p: Tensor, q: Tensor, token: int | Tensor, u: float | Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Walk:
     def verdict(self) -> Verdict:
         """The target's own token ends the round."""
         left = self._shaped(self._row, self._tokens) if self._left is None else self._left
-        own = self._chance.token(left, len(self._tokens))
+        own = self._chance.token(left)
         return Verdict(tuple(self._path), (*self._tokens, own))
 
     def _descend(self, rows: Sequence[int]) -> None:
