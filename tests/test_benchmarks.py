@@ -169,3 +169,59 @@ def test_the_order_of_systems_rotates(model_free):
     assert ["".join(seen[i : i + 3]) for i in range(3, len(seen), 3)] == ["abc", "bca", "cab"] * 2
     assert len(samples) == 18
     assert {(s.system, s.order) for s in samples} == {(name, i) for name in "abc" for i in range(3)}
+
+
+@pytest.fixture
+def rules():
+    return import_module("rules")
+
+
+def rule_sample(module, rule, temperature, tokens, rounds, exact="distribution"):
+    return module.Sample(module.Case(0.1, "chain", rule, temperature), 1, tokens, rounds, 0, 0, exact)
+
+
+def test_rules_are_not_run_where_they_are_match(rules):
+    cases = rules.cases([0.1], ["chain", "tree"], [0.0, 0.7])
+    assert len(cases) == 2 * (4 + 1)
+    assert [c.rule for c in cases if c.temperature == 0] == ["match", "match"]
+
+
+def test_tokens_per_round_counts_all_tokens_by_all_rounds(rules):
+    samples = [rule_sample(rules, "block", 0.7, 30, 10), rule_sample(rules, "block", 0.7, 10, 10)]
+    assert rules.tokens_per_round(samples) == 2.0
+    low, high = rules.interval(samples)
+    assert (low, high) == (1.0, 3.0)
+
+
+def test_the_table_names_what_each_rule_keeps_and_leaves_out_nothing(rules):
+    samples = [rule_sample(rules, "match", 0.0, 40, 10, "bits")]
+    samples += [rule_sample(rules, rule, 0.7, 20, 10, label) for rule, label in zip(rules.RULES, "abcd", strict=True)]
+    grid = rules.grid(samples, "chain", 0.1, 0.66)
+    assert "66%" in grid.title
+    assert [row[0] for row in grid.rows] == ["match", "rejection", "block", "typical"]
+    assert [row[1] for row in grid.rows] == ["bits", "b", "c", "d"]
+    assert [row[2] for row in grid.rows] == ["4.00 [4.00, 4.00]", *["as match"] * 3]
+    assert all(row[3] == "2.00 [2.00, 2.00]" for row in grid.rows)
+
+
+def test_noise_changes_matrices_by_its_share_and_nothing_else(rules):
+    plain = {"norm": torch.ones(8), "matrix": torch.randn(300, 300) * 3}
+    noisy = rules.Noisy(plain, 0.2)
+    assert torch.equal(noisy["norm"], plain["norm"])
+    assert (noisy["matrix"] - plain["matrix"]).std() == pytest.approx(0.6, rel=0.03)
+    assert torch.equal(noisy["matrix"], noisy["matrix"])
+    assert list(noisy) == list(plain)
+
+
+def test_every_rule_runs_on_a_toy(rules):
+    from paceline.drafters.model import DraftModel
+    from paceline.testing import tiny_target
+    from paceline.types import Tree
+    from tests.toys import toy_llm
+
+    llm = toy_llm(DraftModel(tiny_target(seed=9), 37), Tree(4, 2, 2))
+    prompts = [common.Prompt(1, "qa", "why?"), common.Prompt(2, "qa", "how?")]
+    samples = [s for case in rules.cases([0.1], ["tree"], [0.0, 0.7]) for s in rules.measure(llm, case, prompts, 6)]
+    assert len(samples) == 10
+    assert {s.exact for s in samples} >= {"distribution", "lossy"}
+    assert all(1 <= rules.tokens_per_round([s]) <= 3 for s in samples)

@@ -207,6 +207,12 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(shop: Shop) -> None:
     assert generate("hello", "-t", "1", "--seed", seed).stdout == first.stdout
 
 
+def test_a_lossy_text_is_labelled(shop: Shop) -> None:
+    assert "lossy" in generate("hello", "-t", "1", "--rule", "typical").stderr
+    assert "lossy" not in generate("hello", "--rule", "typical").stderr, "greedy text is the target's own"
+    assert "lossy" not in generate("hello", "-t", "1", "--rule", "block").stderr
+
+
 def test_model_sampling_is_off_unless_asked_for_and_yields_to_options(shop: Shop) -> None:
     assert "seed" not in generate("hello").stderr
     assert "seed" in generate("hello", "--model-sampling").stderr
@@ -236,6 +242,7 @@ def test_threads(shop: Shop) -> None:
         (["x", "--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["x", "--top-p", "0"], "top_p is 0"),
         (["x", "--seed", "-4"], "seed=-4"),
+        (["x", "--rule", "best"], "rule='best' is unknown"),
         (["x", "--stop", ""], "stop="),
         (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),
         (["x", "-n", "0"], "max_new_tokens=0"),

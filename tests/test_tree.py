@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption
-from paceline.tree import MIN_ROWS, check, depths, from_paths, pack
+from paceline.tree import MIN_ROWS, check, depths, from_paths, pack, shape
 from paceline.types import Draft, Tree
 
 CPU = torch.device("cpu")
@@ -92,3 +92,21 @@ def test_budgets_shrink_to_what_can_be_used() -> None:
     for wrong in ((-1, 1, 1), (1, -1, 1), (1, 1, 0), (513, 9, 2)):
         with pytest.raises(InvalidOption):
             Tree(*wrong)
+
+
+@given(st.integers(0, 40), st.integers(0, 8), st.integers(1, 5))
+def test_a_fixed_shape_is_a_tree_within_its_budget(nodes: int, depth: int, branch: int) -> None:
+    wide = shape(Tree(nodes, depth, branch))
+    places = {(*parent, rank) for parent, count in wide.items() for rank in range(count)}
+    assert len(places) == min(nodes, sum(branch**d for d in range(1, depth + 1)))
+    assert all(parent in places or parent == () for parent in wide), "children hang on places"
+    assert max((len(place) for place in places), default=0) <= depth
+    assert max(wide.values(), default=0) <= branch
+
+
+def test_a_fixed_shape_is_widest_where_it_is_likeliest() -> None:
+    assert shape(Tree.chain(4)) == {(): 1, (0,): 1, (0, 0): 1, (0, 0, 0): 1}
+    wide = shape(Tree(16, 5, 3))
+    assert wide[()] >= wide[(0,)] >= wide[(0, 0)] >= wide[(0, 0, 0)]
+    assert wide[(0,)] > wide.get((1,), 0)
+    assert (0, 0, 0, 0) in wide, "the first path goes all the way"

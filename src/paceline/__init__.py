@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.llm import LLM, load
     from paceline.protocols import Ask, Drafter
+    from paceline.rejection import acceptance_step, residual
     from paceline.reply import Batch, Completion, Stream
     from paceline.sampling import Sampling
     from paceline.session import Session, Snapshot
@@ -34,6 +35,8 @@ _HOME = {
     "Ask": "protocols",
     "Drafter": "protocols",
     "PacelineError": "errors",
+    "acceptance_step": "rejection",
+    "residual": "rejection",
     "Sampling": "sampling",
     "Session": "session",
     "Snapshot": "session",
@@ -62,7 +65,9 @@ __all__ = [
     "Stream",
     "Tree",
     "Verdict",
+    "acceptance_step",
     "load",
+    "residual",
 ]
 
 

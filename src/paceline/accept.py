@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from paceline.rejection import RoundChance, block_walk, rejection_walk
 from paceline.sampler import RuleName, Sampler, not_finite
+from paceline.stats import Exact
 from paceline.types import Draft, Verdict
 
 Rule = Callable[[Draft, Tensor, Sampler], Verdict]
@@ -28,7 +32,67 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
     return walk(draft, lambda row, path: sampler.choose(logits[row], path))
 
 
-RULES: dict[RuleName, Rule] = {"match": match}
+def rejection(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+    """Keeps the target's distribution, not its text: see `rejection_walk`. At temperature 0 it is `match`.
+
+    Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
+    drafter must not use that noise itself, except as `Sampler.rank` does. Raises `NonFiniteLogits`, `InvalidOption`.
+    """
+    return match(draft, logits, sampler) if sampler.greedy else rejection_walk(draft, *_round(logits, sampler))
+
+
+def block(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+    """As `rejection`, but chains are judged as a whole, which keeps more: see `block_walk`."""
+    return match(draft, logits, sampler) if sampler.greedy else block_walk(draft, *_round(logits, sampler))
+
+
+def _round(logits: Tensor, sampler: Sampler) -> tuple[Callable[[int, Sequence[int]], Tensor], RoundChance]:
+    """The target's distributions and the draws of this round."""
+    return lambda row, path: sampler.distribution(logits[row], path), RoundChance(sampler.noise, len(sampler.text))
+
+
+def typical(draft: Draft, logits: Tensor, sampler: Sampler, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+    """Lossy: keeps the longest drafted path whose tokens are all plausible, p > min(epsilon, delta * exp(-entropy)).
+
+    p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
+    token that follows is the likeliest, so that a round always gives one. At temperature 0 it is `match`. The defaults
+    are the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
+    """
+    if sampler.greedy:
+        return match(draft, logits, sampler)
+    kept = {0: _Kept((), (), 0.0, sampler.distribution(logits[0]))}
+    for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
+        above = kept.get(parent)
+        if above and above.plausible(token, epsilon, delta):
+            path = (*above.tokens, token)
+            score = above.score + math.log(float(above.p[token]))
+            kept[row] = _Kept((*above.path, row), path, score, sampler.distribution(logits[row], path))
+    best = max(kept.values(), key=lambda k: (len(k.path), k.score))
+    return Verdict(best.path, (*best.tokens, int(best.p.argmax())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A row that `typical` may keep: how it is reached, the path's log-probability, and the distribution after it."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    score: float
+    p: Tensor
+
+    def plausible(self, token: int, epsilon: float, delta: float) -> bool:
+        entropy = float(torch.special.entr(self.p).sum())
+        return float(self.p[token]) > min(epsilon, delta * math.exp(-entropy))
+
+
+RULES: dict[RuleName, Rule] = {"match": match, "rejection": rejection, "block": block, "typical": typical}
+
+
+def promise(sampler: Sampler, exact: Exact) -> Exact:
+    """What the text of a reply keeps of plain decoding, where `exact` is what the machine's arithmetic allows."""
+    if sampler.greedy or sampler.rule == "match":
+        return exact
+    return "lossy" if sampler.rule == "typical" else "distribution"
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from paceline.accept import promise
 from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -161,7 +162,7 @@ class LLM:
         sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        return self.engine.start(sampler, text, Stats(sampler.noise.seed, self.exact), like)
+        return self.engine.start(sampler, text, Stats(sampler.noise.seed, promise(sampler, self.exact)), like)
 
     def _fitting(self, prompt: Prompt, raw: bool) -> list[int]:
         tokens = self.encode(prompt, raw=raw)

@@ -4,6 +4,8 @@ Sampling as `argmax(logits / T + gumbel)` with noise that belongs to the *place 
 the draw, makes a sampled text a function of seed, prompt and sampling parameters. A drafter that ranks its own
 candidates with the same noise proposes what the target is about to draw. Source of the coupling: Daliri, Musco,
 Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+
+Rules that keep only the distribution need the opposite: draws that know nothing of each other. They take streams.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ HIGHEST = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
 
 _FEW = 512
 """Up to so many columns every noise is computed, and so many are sampled to bound the rest."""
+
+
+DRAFT, ACCEPT = 0, 1
+"""Streams: what a drafter draws its candidates with, and what decides whether they stand. What the target itself adds
+is drawn with its own noise, that of the position where the round starts: without drafts the text is that of `match`."""
 
 
 def _mix64(x: int) -> int:
@@ -99,6 +106,23 @@ class Noise:
         mixed = _mix32_(_mix32_(tokens.astype(np.uint32) ^ np.uint32(key & _MASK32)) ^ np.uint32(key >> 32))
         # The sign bit: seeds keep the meaning that they had when the hash was a signed number.
         return mixed ^ np.uint32(1 << 31)
+
+    def uniform(self, position: int) -> float:
+        """A number of 53 bits in [0, 1)."""
+        return (self._key(position) >> 11) * 2.0**-53
+
+    def stream(self, *key: int) -> Noise:
+        """Noise of its own for every key (whole numbers from 0), unrelated to this one's and to any other key's.
+
+        What a rule decides about one draft may depend on tokens that are then thrown away (block verification looks
+        at the whole chain), and their positions are drafted again in the next round. A number that had a say in such
+        a decision is no longer random given its outcome, so it must never be drawn again: the keys of drafts and of
+        acceptance begin with the position where the round starts, which no other round of the reply shares.
+        """
+        seed = self._key(len(key))
+        for part in key:
+            seed = _mix64(seed ^ part)
+        return Noise(seed)
 
     def _key(self, position: int) -> int:
         return _mix64(_mix64(_mix64(self.seed) ^ self.sample) ^ position)

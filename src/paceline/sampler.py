@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.cuts import Floats, Ids, highest, survivors
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft, PacelineError
-from paceline.noise import Noise
+from paceline.noise import DRAFT, Noise
 
 RuleName = Literal["match", "rejection", "block", "typical"]
 
@@ -57,10 +57,14 @@ LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: logits / temperature plus noise, comparable within the row."""
+    """Candidates for one row, best first. `scores`: logits / temperature plus noise, comparable within the row.
+
+    `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
+    """
 
     tokens: list[int]
     scores: list[float]
+    q: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +91,14 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def draws(self) -> bool:
+        """Whether the rule wants candidates drawn from the drafter's own distribution, in a shape fixed beforehand.
+
+        What is drafted where may then depend on the text and the budget, never on what was drawn.
+        """
+        return self.rule in ("rejection", "block") and not self.greedy
+
     def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
         """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id.
 
@@ -104,6 +116,7 @@ class Sampler:
     def rank(self, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
 
+        Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
         Fewer where cuts and bans leave fewer, none where a row is not finite.
         """
         # One transfer for all rows. Without processors they are only read.
@@ -127,11 +140,7 @@ class Sampler:
     def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
         """The probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
         row = self.process(logits, path)
-        tokens, scores = self._shaped(row, logits, len(self.text) + len(path))
-        kept = torch.from_numpy(scores).softmax(-1).to(row)
-        if tokens is None:
-            return kept
-        return torch.zeros_like(row).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
+        return _spread(row, *self._shaped(row, logits, len(self.text) + len(path)))
 
     def _rank(self, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
         position = len(self.text) + len(path)
@@ -139,13 +148,18 @@ class Sampler:
             tokens, scores = self._shaped(self.process(logits, path), logits, position)
         except (NonFiniteLogits, NoTokenLeft):
             return Ranked([], [])
-        if self.greedy:
-            tokens = highest(scores, count)
-            tokens = tokens[np.argsort(-scores[tokens], kind="stable")[:count]]
-            scores = scores[tokens]
-        else:
-            tokens, scores = self.noise.best(position, scores, tokens, count)
-        return Ranked(tokens.tolist(), scores.tolist())
+        if self.draws:
+            # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by
+            # the round and by the node, so that no two rows of any two drafts share a number.
+            noise = self.noise.stream(DRAFT, len(self.text), *path)
+            best, sums = noise.best(0, scores, tokens, count)
+            return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores))
+        if self.greedy or self.rule == "typical":
+            best = highest(scores, count)
+            best = best[np.argsort(-scores[best], kind="stable")[:count]]
+            return Ranked((best if tokens is None else tokens[best]).tolist(), scores[best].tolist())
+        best, sums = self.noise.best(position, scores, tokens, count)
+        return Ranked(best.tolist(), sums.tolist())
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
         """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
@@ -159,6 +173,14 @@ class Sampler:
         """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
         if not math.isfinite(best):
             raise _unusable(float(raw.max()), best, position)
+
+
+def _spread(row: Tensor, tokens: Ids | None, scores: Floats) -> Tensor:
+    """softmax(scores) over the columns `tokens` of a row [V], which gives dtype and device; 0 elsewhere."""
+    kept = torch.from_numpy(scores).softmax(-1).to(row)
+    if tokens is None:
+        return kept
+    return torch.zeros_like(row).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
 
 
 def not_finite(position: int) -> NonFiniteLogits:

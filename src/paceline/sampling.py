@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import InvalidOption
 from paceline.noise import Noise
@@ -56,7 +56,7 @@ class Sampling:
     tokens whose surprise is nearest to the expected one until their mass reaches p (1: all).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
-    "rejection", "block", "typical" (see `accept.py`).
+    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.
     seed: 0 <= seed < 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
     stop_when: functions of (token ids of the reply so far, its text so far) that return True where it ends; each is
@@ -96,6 +96,8 @@ class Sampling:
                 raise InvalidOption(f"{name} is 0", f"Give {name} > 0; 1 is off")
         if 0.0 < self.temperature < 1e-3:
             raise InvalidOption(f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text")
+        if self.rule not in get_args(RuleName):
+            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidOption(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less")
         for name, value in (

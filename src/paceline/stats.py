@@ -9,7 +9,9 @@ from typing import Any, Literal
 from paceline.types import Draft, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
-Exact = Literal["bits", "rounding"]
+Exact = Literal["bits", "rounding", "distribution", "lossy"]
+"""What a text is: plain decoding's bit for bit, or up to rounding; one drawn from the same distribution (the rules
+rejection and block); or none of these (typical)."""
 
 
 @dataclass(slots=True)
@@ -17,8 +19,8 @@ class Stats:
     """Counts and times of one reply.
 
     `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and kept. `accepted_at[i]`: rounds whose
-    draft was kept to depth i + 1 at least. `seed`: the one used. `exact`: whether the text is plain decoding's bit
-    for bit on this machine, or up to rounding. `seconds`: where the time went.
+    draft was kept to depth i + 1 at least. `seed`: the one used. `exact`: what the text keeps of plain
+    decoding's, on this machine and under this rule. `seconds`: where the time went.
     """
 
     seed: int

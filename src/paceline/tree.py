@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from heapq import heappop, heappush
 
 import torch
 
 from paceline.errors import InvalidOption
 from paceline.layout import NONE
-from paceline.types import Draft, Rows
+from paceline.types import Draft, Rows, Tree
 
 CHUNK = 256
 """Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
@@ -59,6 +62,26 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
                 parents.append(rows[prefix[:-1]])
                 rows[prefix] = len(tokens)
     return Draft(tuple(tokens), tuple(parents))
+
+
+@lru_cache(maxsize=64)
+def shape(budget: Tree) -> Mapping[tuple[int, ...], int]:
+    """A tree fixed beforehand: how many children each node has. A node is named by the ranks on its path: () is the
+    root, (0, 1) the second child of the first. Nodes without children are left out.
+
+    The most probable nodes, if a first child stands with .7 and each further one with a quarter of the one before it:
+    a step to the next sibling then costs as much as four steps down.
+    """
+    wanted: list[tuple[int, ...]] = []
+    heap: list[tuple[int, tuple[int, ...]]] = [(1, (0,))] if budget.depth else []
+    while heap and len(wanted) < budget.nodes:
+        cost, node = heappop(heap)
+        wanted.append(node)
+        if len(node) < budget.depth:
+            heappush(heap, (cost + 1, (*node, 0)))
+        if node[-1] + 1 < budget.branch:
+            heappush(heap, (cost + 4, (*node[:-1], node[-1] + 1)))
+    return Counter(node[:-1] for node in wanted)
 
 
 def pack(

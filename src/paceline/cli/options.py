@@ -227,6 +227,15 @@ class SamplingOptions:
             "--min-new-tokens", help="No end-of-sequence or stop token before so many.", rich_help_panel=_SAMPLING
         ),
     ] = None
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            "--rule",
+            help="How drafted tokens are accepted: match (the default: the text never depends on the drafter), "
+            "rejection or block (only its distribution does not), or typical (lossy).",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         typer.Option(

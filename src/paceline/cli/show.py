@@ -71,4 +71,6 @@ def summary(stats: Stats, sampled: bool) -> str:
         parts.append(f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted")
     if sampled:
         parts.append(f"seed {stats.seed}")
+    if stats.exact == "lossy":
+        parts.append("lossy: not the target's own text")
     return " · ".join(parts)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.layout import NONE
 from paceline.protocols import Ask, Drafter, Target
-from paceline.tree import CHUNK, MIN_ROWS, pack_prefix
+from paceline.sampler import Ranked
+from paceline.tree import CHUNK, MIN_ROWS, pack_prefix, shape
 from paceline.types import Draft, Rows, Tap, Tree, Verdict, Want
 
 
@@ -23,27 +26,29 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Nodes:
-    """A tree while it grows: token, parent node (-1: the pending token), depth and log-score from the root."""
+class _Nodes(ABC):
+    """A tree while it grows: token, parent node (-1: the pending token) and depth."""
 
+    budget: Tree
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
 
-    def add(self, token: int, parent: int, score: float) -> None:
+    @abstractmethod
+    def grow(self, parent: int, best: Ranked) -> None:
+        """Give a node its children, of `budget.branch` candidates at most."""
+
+    @abstractmethod
+    def level(self, first: int) -> list[int]:
+        """Which of the nodes from `first` on get children, oldest first."""
+
+    @abstractmethod
+    def draft(self) -> Draft: ...
+
+    def add(self, token: int, parent: int) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
-        self.scores.append(score + (self.scores[parent] if parent >= 0 else 0.0))
-
-    def best(self, count: int, first: int = 0) -> list[int]:
-        """The `count` highest scores among the nodes from `first` on, oldest first.
-
-        Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree.
-        """
-        nodes = sorted(range(first, len(self.tokens)), key=lambda n: (-self.scores[n], n))
-        return sorted(nodes[:count])
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the pending one down to the node."""
@@ -53,10 +58,56 @@ class _Nodes:
             node = self.parents[node]
         return path[::-1]
 
-    def draft(self, count: int) -> Draft:
-        kept = self.best(count)
+
+@dataclass(slots=True)
+class _Chosen(_Nodes):
+    """The nodes with the best log-scores from the root are kept (EAGLE-2's rule, arXiv 2406.16858)."""
+
+    scores: list[float] = field(default_factory=list)
+
+    def grow(self, parent: int, best: Ranked) -> None:
+        above = self.scores[parent] if parent >= 0 else 0.0
+        for token, score in zip(best.tokens, torch.tensor(best.scores).log_softmax(-1).tolist(), strict=True):
+            self.add(token, parent)
+            self.scores.append(above + min(score, 0.0))
+
+    def level(self, first: int) -> list[int]:
+        return self._best(self.budget.branch, first)
+
+    def draft(self) -> Draft:
+        kept = self._best(self.budget.nodes)
         rows = {-1: 0} | {node: row for row, node in enumerate(kept, 1)}
         return Draft(tuple(self.tokens[n] for n in kept), tuple(rows[self.parents[n]] for n in kept))
+
+    def _best(self, count: int, first: int = 0) -> list[int]:
+        """The `count` highest scores among the nodes from `first` on, oldest first.
+
+        Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree.
+        """
+        nodes = sorted(range(first, len(self.tokens)), key=lambda n: (-self.scores[n], n))
+        return sorted(nodes[:count])
+
+
+@dataclass(slots=True)
+class _Drawn(_Nodes):
+    """Every candidate stands where `tree.shape` has a place for it, whatever was drawn."""
+
+    ranks: list[tuple[int, ...]] = field(default_factory=list)
+    q: dict[int, Tensor] = field(default_factory=dict)
+
+    def grow(self, parent: int, best: Ranked) -> None:
+        above = self.ranks[parent] if parent >= 0 else ()
+        for rank, token in enumerate(best.tokens[: shape(self.budget)[above]]):
+            self.add(token, parent)
+            self.ranks.append((*above, rank))
+        if best.q is not None:
+            self.q[parent + 1] = best.q
+
+    def level(self, first: int) -> list[int]:
+        return [n for n in range(first, len(self.tokens)) if self.ranks[n] in shape(self.budget)]
+
+    def draft(self) -> Draft:
+        return Draft(tuple(self.tokens), tuple(parent + 1 for parent in self.parents), self.q)
 
 
 class DraftModel(Drafter):
@@ -64,7 +115,8 @@ class DraftModel(Drafter):
 
     Candidates are ranked by the sampler's own noise, so that at any temperature the draft aims at what the target is
     about to draw. A tree grows level by level: the best `branch` nodes of a level are expanded by `branch` each, and
-    of all that grew the best `nodes` are kept (EAGLE-2's rule, arXiv 2406.16858).
+    of all that grew the best `nodes` are kept. Under the rules rejection and block candidates are drawn instead, and
+    the tree has a fixed shape: choosing what to keep by what was drawn would change the distribution.
     """
 
     draft = Tree.chain(5)
@@ -93,18 +145,18 @@ class DraftModel(Drafter):
         budget = ask.budget.within(self._model.context_length - len(state.text))
         if budget.nodes == 0:
             return Draft()
-        nodes = _Nodes()
+        nodes: _Nodes = _Drawn(budget) if ask.sampler.draws else _Chosen(budget)
         self._expand(nodes, [-1], self._catch_up(state), ask)
         fed: list[int] = []
         first = 0
         for _ in range(1, budget.depth):
-            chosen = nodes.best(budget.branch, first)
+            chosen = nodes.level(first)
             if not chosen:
                 break
             first = len(nodes.tokens)
             logits = self._feed(nodes, chosen, fed, state)
             self._expand(nodes, chosen, logits, ask)
-        return nodes.draft(budget.nodes)
+        return nodes.draft()
 
     def _catch_up(self, state: _Slot) -> Tensor:
         """Feed what is known and not yet cached, the pending token at least. Returns its logits [1, V]."""
@@ -140,10 +192,9 @@ class DraftModel(Drafter):
         return self._model.forward(rows, self._cache, Want()).logits[0]
 
     def _expand(self, nodes: _Nodes, parents: Sequence[int], logits: Tensor, ask: Ask) -> None:
-        """Give each parent its likeliest children by its row of logits [T, V]."""
+        """Give each parent its children by its row of logits [T, V], cut or padded to the target's vocabulary."""
         paths = [nodes.path(parent) for parent in parents]
-        ranked = ask.sampler.rank(logits[:, : self._vocab], paths, ask.budget.branch)
+        logits = pad(logits, (0, self._vocab - logits.shape[-1]), value=-torch.inf)
+        ranked = ask.sampler.rank(logits, paths, nodes.budget.branch)
         for parent, best in zip(parents, ranked, strict=True):
-            scores = torch.tensor(best.scores).log_softmax(-1).tolist()
-            for token, score in zip(best.tokens, scores, strict=True):
-                nodes.add(token, parent, min(score, 0.0))
+            nodes.grow(parent, best)

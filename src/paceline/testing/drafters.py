@@ -63,9 +63,9 @@ class Oracle(Drafter):
 def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
     """What every drafter must keep to, tried on a toy target; raises `AssertionError` saying what broke.
 
-    Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget; slots that do
-    not disturb each other; a life that may end at any moment. `make` makes a fresh drafter for a target of 37 tokens
-    (or for the `target` given).
+    Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget, and drawn from
+    the q they name; slots that do not disturb each other; a life that may end at any moment. `make` makes a fresh
+    drafter for a target of 37 tokens (or for the `target` given).
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -77,6 +77,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
+        run(target, prompt, Sampling(max_new_tokens=32, temperature=0.9, seed=7, rule="block"), engine=engine)
     _check_company(make(), target, prompt)
     _check_lives(make(), prompt)
 
@@ -145,4 +146,6 @@ class _Checked(Drafter):
             assert max(depths(draft.parents)) <= ask.budget.depth, "deeper than the budget"
             children = Counter(draft.parents)
             assert max(children.values(), default=0) <= ask.budget.branch, "more branches than the budget"
+            for parent, token in zip(draft.parents, draft.tokens, strict=True):
+                assert parent not in draft.q or draft.q[parent][token] > 0, "a token that its q rules out"
         return drafts

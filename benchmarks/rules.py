@@ -1,0 +1,187 @@
+"""What each acceptance rule keeps: tokens per round by rule, temperature, shape of the draft and drafter.
+
+The target is the demo model, the drafters are the demo model with noise in its weights: each weight matrix W becomes
+W + noise * std(W) * N(0, 1). That stands for a draft model whose greedy choice agrees with the target's as often as the
+table says (counted at temperature 0 with drafts of one token). Every combination answers the same Spec-Bench questions.
+Counts, no times: the machine need not be quiet. At temperature 0 all rules are `match`, which alone is run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from common import RESULTS, Grid, Prompt, load_prompts, pick, progress, provenance, report, write
+from torch import Tensor
+
+import paceline
+from paceline import LLM, Sampling, Stats, Tree
+from paceline.drafters.model import DraftModel
+from paceline.models.checkpoint import open_checkpoint
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.models.loader import Loaded
+from paceline.sampler import RuleName
+
+RULES: tuple[RuleName, ...] = get_args(RuleName)
+
+
+class Noisy(Mapping[str, Tensor]):
+    """A checkpoint's tensors, the matrices with Gaussian noise of `share` standard deviations of their own."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], share: float) -> None:
+        self._tensors, self._share = tensors, share
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if tensor.ndim < 2:
+            return tensor
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+        return tensor + self._share * tensor.float().std() * noise
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def drafter_of(loaded: Loaded, noise: float) -> DraftModel:
+    """The same model with noise in its weights."""
+    checkpoint = open_checkpoint(loaded.path)
+    tensors, device = Noisy(checkpoint.tensors, noise), loaded.target.device
+    return DraftModel(
+        Decoder(read_config(checkpoint.config), tensors, torch.bfloat16, device), loaded.target.vocab_size
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the table."""
+
+    noise: float
+    shape: str
+    rule: RuleName
+    temperature: float
+
+
+def cases(noises: Sequence[float], shapes: Sequence[str], temperatures: Sequence[float]) -> list[Case]:
+    """Every combination, but for rules that are `match`."""
+    combined = itertools.product(noises, shapes, RULES, temperatures)
+    return [Case(*c) for c in combined if c[2] == "match" or c[3] > 0.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reply of one case."""
+
+    case: Case
+    prompt: int
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    exact: str
+
+
+def measure(llm: LLM, case: Case, prompts: Sequence[Prompt], tokens: int) -> list[Sample]:
+    """The replies to all prompts, each with a seed of its own."""
+    samples = []
+    for prompt in prompts:
+        sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=prompt.id)
+        s = llm.generate(prompt.text, sampling).stats
+        samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.exact))
+    return samples
+
+
+def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Prompt], tokens: int) -> float:
+    """How often the drafter's greedy choice is the target's."""
+    llm = LLM(loaded, drafter, Tree.chain(1))
+    stats: list[Stats] = [llm.generate(p.text, Sampling(max_new_tokens=tokens)).stats for p in prompts]
+    return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
+
+
+def tokens_per_round(samples: Sequence[Sample]) -> float:
+    """All tokens by all rounds."""
+    return sum(s.tokens for s in samples) / sum(s.rounds for s in samples)
+
+
+def interval(samples: Sequence[Sample], draws: int = 1000) -> tuple[float, float]:
+    """A 95 % percentile-bootstrap interval of `tokens_per_round` over prompts; the same one every time."""
+    generator = random.Random(0)
+    values = sorted(tokens_per_round(generator.choices(samples, k=len(samples))) for _ in range(draws))
+    return values[round(draws * 0.025)], values[draws - 1 - round(draws * 0.025)]
+
+
+def grid(samples: Sequence[Sample], shape: str, noise: float, agrees: float) -> Grid:
+    """Rules down, temperatures across."""
+    own = [s for s in samples if s.case.shape == shape and s.case.noise == noise]
+    temperatures = sorted({s.case.temperature for s in own})
+    rows = []
+    for rule in RULES:
+        label = next(s.exact for s in own if s.case.rule == rule)
+        cells = [[s for s in own if (s.case.rule, s.case.temperature) == (rule, t)] for t in temperatures]
+        rows.append([rule, label, *[_cell(cell) for cell in cells]])
+    title = f"Tokens per round, {shape}, drafter with {noise} noise: greedy agreement {agrees:.0%}"
+    return Grid(title, ["rule", "keeps", *[f"T={t:g}" for t in temperatures]], rows)
+
+
+def _cell(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return "as match"
+    low, high = interval(samples)
+    return f"{tokens_per_round(samples):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def tree_option(text: str) -> Tree:
+    nodes, depth, branch = map(int, text.split(","))
+    return Tree(nodes, depth, branch)
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=13, help="questions, evenly over the 13 categories (13)")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens each, at most (64)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
+    parser.add_argument(
+        "--noise", type=float, nargs="+", default=[0.05, 0.08], help="noise of each drafter (0.05 0.08)"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.7, 1.0], help="(0 0.5 0.7 1)")
+    parser.add_argument("--chain", type=int, default=5, help="draft length of the chain (5)")
+    parser.add_argument("--tree", type=tree_option, default=Tree(16, 5, 4), help="NODES,DEPTH,BRANCH (16,5,4)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = options(arguments)
+    torch.set_num_threads(args.threads)
+    prompts = pick(load_prompts(), args.prompts)
+    source = provenance(**{key: str(value) if key in ("out", "tree") else value for key, value in vars(args).items()})
+    loaded = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None).model
+    tree: Tree = args.tree
+    shapes = {f"chain of {args.chain}": Tree.chain(args.chain), f"tree of {tree.nodes} nodes": tree}
+    samples: list[Sample] = []
+    agrees: dict[float, float] = {}
+    for noise in args.noise:
+        drafter = drafter_of(loaded, noise)
+        agrees[noise] = agreement(loaded, drafter, prompts, args.tokens)
+        llms = {name: LLM(loaded, drafter, shape) for name, shape in shapes.items()}
+        for case in progress(cases([noise], list(shapes), args.temperatures), f"noise {noise}"):
+            samples += measure(llms[case.shape], case, prompts, args.tokens)
+    grids = [grid(samples, shape, noise, agrees[noise]) for noise in args.noise for shape in shapes]
+    report(grids)
+    result: dict[str, Any] = {"provenance": source, "agreement": agrees, "samples": [asdict(s) for s in samples]}
+    write("rules", result, grids, folder=args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

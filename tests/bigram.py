@@ -1,0 +1,61 @@
+"""The smallest target there is: a table of logits after each token. For tests that take thousands of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.protocols import KVCache, Pass
+from paceline.types import Forward, Rows, Tree, Want
+
+
+class Lengths:
+    """A cache of nothing but lengths."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.prompts: list[int] = []
+
+    def acquire(self, prompt: int = 0) -> int:
+        self.lengths.append(0)
+        self.prompts.append(prompt)
+        return len(self.lengths) - 1
+
+    def begin(self, rows: Rows) -> Pass:
+        raise NotImplementedError("there are no layers")
+
+    def fit(self, slot: int, budget: Tree) -> Tree:
+        return budget
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        self.lengths[slot] += 1 + len(path)
+
+    def truncate(self, slot: int, length: int) -> None:
+        self.lengths[slot] = length
+
+    def fork(self, slot: int) -> int:
+        self.lengths.append(self.lengths[slot])
+        self.prompts.append(self.prompts[slot])
+        return len(self.lengths) - 1
+
+    def release(self, slot: int) -> None:
+        self.lengths[slot] = 0
+
+
+class Bigram:
+    """A `Target`: `table` [V, V] holds the logits after each token."""
+
+    context_length = 64
+    device = torch.device("cpu")
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.vocab_size = table, len(table)
+
+    def new_cache(self) -> Lengths:
+        return Lengths()
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        logits = self.table[rows.tokens]
+        return Forward({"all": logits, "last": logits[:, -1:], "none": logits[:, :0]}[want.logits])
