@@ -21,8 +21,8 @@ from torch import Tensor
 import paceline
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
-from paceline.models.config import read_config
 from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
 from paceline.models.lora import open_adapter, open_model, split_adapter
 from paceline.sampling import Sampling
 from paceline.tree import pack_prefix
