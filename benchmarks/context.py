@@ -103,7 +103,7 @@ def _memory(llm: paceline.LLM, lengths: list[int]) -> Grid:
     for length in lengths:
         cache = target.new_cache()
         _fed(target, cache, [1] * length)
-        computed = target.config.cache_bytes(cache.capacity, target.dtype)
+        computed = target.config.cache_bytes(cache.capacity, target.dtype.itemsize)
         rows.append((str(length), str(cache.capacity), f"{cache.nbytes / 2**20:.1f}", f"{computed / 2**20:.1f}"))
     return Grid("Memory of the cache", ["tokens", "positions held", "MiB held", "MiB computed"], rows)
 

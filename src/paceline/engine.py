@@ -57,7 +57,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.draft = draft or (drafter.draft if drafter else Tree.chain(0))
-        self._rows = None if draft else max(self.draft.nodes + 1, free_rows(target.device))
+        self._fixed = draft is not None
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
 
@@ -140,11 +140,11 @@ class Engine:
     def _budget(self, request: Request, together: int) -> Tree:
         """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
 
-        A size left to us shrinks as requests share a pass, which is free for so many rows and no more.
+        A size left to us shrinks as requests share a pass, which has room for so many rows and no more.
         """
         draft = self.draft.within(request.stream.left - 1)
-        if self._rows:
-            draft = draft.within(draft.depth, self._rows // together - 1)
+        if together > 1 and not self._fixed:
+            draft = draft.within(draft.depth, free_rows(self.target.device) // together - 1)
         return self.cache.fit(request.slot, draft)
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
