@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import paceline.llm
 from paceline.cli import app
 from paceline.cli.demo import _first_difference, _report
-from paceline.cli.generate import _Progress
+from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.show import Display
 from paceline.errors import InvalidOption, NonFiniteLogits, PacelineError
@@ -447,6 +447,33 @@ def test_a_row_that_fails_costs_no_other(shop: Shop, tmp_path: Path, form: tuple
         assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == [1, 3]
     else:
         assert "==> 3 <==" in result.stdout
+
+
+def test_a_batch_writes_what_one_after_the_other_does(shop: Shop, tmp_path: Path) -> None:
+    rows = [{"id": i, "prompt": "ab c" * (1 + i % 3)} for i in range(7)] + [{"id": "long", "prompt": "a" * 999}]
+    file = lines(tmp_path / "p.jsonl", *rows)
+    options = ("--json", "--max-new-tokens", "9", "--temperature", "0.9", "--seed", "3")
+    alone = generate("--prompts", file, *options)
+    together = generate("--prompts", file, "--batch", "3", *options)
+    assert alone.exit_code == together.exit_code == 1
+    replies = [[json.loads(line) for line in result.stdout.splitlines()] for result in (alone, together)]
+    one_by_one, at_once = ([(reply["id"], reply["token_ids"]) for reply in some] for some in replies)
+    assert at_once == one_by_one
+    assert len(at_once) == 7
+    assert "row long: the prompt has" in together.stderr
+    assert "8/8 prompts" in together.stderr
+    assert "1 failed" in together.stderr
+
+
+def test_samples_of_one_prompt_are_numbered(shop: Shop) -> None:
+    options = ("--temperature", "1", "--seed", "3", "--max-new-tokens", "9")
+    result = generate("abc", "--samples", "3", "--json", *options)
+    replies = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [r["sample"] for r in replies] == [0, 1, 2]
+    assert len({tuple(r["token_ids"]) for r in replies}) == 3
+    text = generate("abc", "--samples", "2", "-q", *options).stdout
+    assert text.startswith("==> sample 0 <==\n")
+    assert text.count("==>") == 2
 
 
 def test_an_error_in_the_middle_of_a_text_comes_after_what_was_written(

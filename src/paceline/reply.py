@@ -192,10 +192,9 @@ class Batch(Iterator[tuple[int, Chunk]]):
 
     def _end(self) -> None:
         """All is done: stop, or raise the first error there was."""
-        for reply in self._replies.values():
-            if error := reply.request.error:
-                error.partial = self.completions
-                raise error
+        for error in self.errors.values():
+            error.partial = self.completions
+            raise error
         raise StopIteration
 
     def close(self) -> None:
@@ -216,6 +215,16 @@ class Batch(Iterator[tuple[int, Chunk]]):
 
     def __del__(self) -> None:
         self.close()
+
+    @property
+    def errors(self) -> dict[int, PacelineError]:
+        """The replies that failed so far, and why."""
+        failed = {i: reply.request.error for i, reply in self._replies.items()}
+        return {i: error for i, error in failed.items() if error}
+
+    def completion(self, index: int) -> Completion:
+        """One reply, as far as it has been handed out."""
+        return self._replies[index].completion
 
     @property
     def completions(self) -> list[Completion]:

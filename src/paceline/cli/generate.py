@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
-from paceline.cli.failures import complain
+from paceline.cli.jobs import Job, write_one_by_one, write_together
 from paceline.cli.options import LoadOptions, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import STDIN, Row, read_rows, single_prompt
-from paceline.cli.show import Display, summary
-from paceline.errors import InvalidOption, PacelineError
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
-    from paceline.reply import Completion
-    from paceline.sampling import Sampling
+from paceline.cli.show import summary
+from paceline.errors import InvalidOption
 
 
 def generate(
@@ -56,6 +48,18 @@ def generate(
             help="With --json: each token's log-probability before any sampling option, and the N likeliest tokens.",
         ),
     ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, help="Replies per prompt, which share its prefill.")
+    ] = 1,
+    width: Annotated[
+        int,
+        typer.Option(
+            "--batch",
+            metavar="N",
+            min=1,
+            help="Answer so many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
+        ),
+    ] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -73,97 +77,22 @@ def generate(
     with _destination(output) as file:
         llm = load.load(progress=progress_wanted(quiet))
         _clear(file, output)
-        job = _Job(llm, sampling.of(llm, logprobs=logprobs), raw, as_json, file)
-        if prompts is None:
+        job = Job(llm, sampling.of(llm, logprobs=logprobs), raw, as_json, file)
+        if samples > 1 or (width > 1 and prompts is not None):
+            failed = write_together(job, rows, samples, max(width, samples), quiet)
+        elif prompts is None:
             _one(job, rows[0], quiet)
-        elif _many(job, rows, quiet):
+            return
+        else:
+            failed = write_one_by_one(job, rows, quiet)
+        if failed:
             raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    llm: LLM
-    sampling: Sampling
-    raw: bool
-    as_json: bool
-    file: TextIO
-
-    def write(self, row: Row) -> Completion:
-        """One reply: its text as it comes, or a JSON line when it is whole."""
-        if self.as_json:
-            completion = self.llm.generate(row.prompt, self.sampling, raw=self.raw)
-            name = {} if row.id is None else {"id": row.id}
-            # ASCII: safe in any encoding, and no U+2028 splits a line for readers that count it as an end.
-            self.file.write(json.dumps(name | completion.as_dict()) + "\n")
-            self.file.flush()
-            return completion
-        if row.id is not None:
-            self.file.write(f"==> {row.id} <==\n")
-        display = Display(self.file)
-        try:
-            return self.llm.generate(row.prompt, self.sampling, raw=self.raw, on_chunk=display.write)
-        finally:
-            display.end()
-
-
-def _one(job: _Job, row: Row, quiet: bool) -> None:
+def _one(job: Job, row: Row, quiet: bool) -> None:
     completion = job.write(row)
     if not quiet:
         typer.echo(summary(completion.stats, sampled=job.sampling.temperature > 0), err=True)
-
-
-def _many(job: _Job, rows: list[Row], quiet: bool) -> int:
-    """Every row in turn; returns how many failed."""
-    failed = 0
-    progress = _Progress(len(rows), quiet)
-    for row in rows:
-        # The line stays while a JSON reply is computed; a text would be written over it.
-        if not job.as_json:
-            progress.hide()
-        try:
-            completion = job.write(row)
-        except PacelineError as error:
-            failed += 1
-            progress.hide()
-            complain(f"row {row.id}: {error}")
-            progress.advance(0)
-        else:
-            progress.advance(completion.stats.tokens)
-    progress.finish(failed)
-    return failed
-
-
-class _Progress:
-    """One line on stderr: rewritten in place on a terminal, else repeated every few seconds."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self._total, self._quiet, self._live = total, quiet, sys.stderr.isatty()
-        self._done = self._tokens = 0
-        self._began = self._last = time.perf_counter()
-
-    def advance(self, tokens: int) -> None:
-        self._done += 1
-        self._tokens += tokens
-        if self._quiet:
-            return
-        if self._live:
-            typer.echo(f"\r\x1b[2K{self._line()}", nl=False, err=True)
-        elif self._done < self._total and time.perf_counter() - self._last > 5:
-            typer.echo(self._line(), err=True)
-            self._last = time.perf_counter()
-
-    def hide(self) -> None:
-        if self._live and not self._quiet:
-            typer.echo("\r\x1b[2K", nl=False, err=True)
-
-    def finish(self, failed: int) -> None:
-        self.hide()
-        if not self._quiet:
-            typer.echo(self._line() + (f" · {failed} failed" if failed else ""), err=True)
-
-    def _line(self) -> str:
-        seconds = time.perf_counter() - self._began
-        return f"{self._done}/{self._total} prompts · {self._tokens} tokens · {self._tokens / seconds:.1f} tok/s"
 
 
 def _keep_apart(prompts: Path | None, output: Path | None) -> None:

