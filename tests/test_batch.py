@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -163,3 +165,96 @@ def test_several_share_a_model() -> None:
     ]
     rest = [chunk.token_id for chunk in stream]
     assert head + rest == LLM(model).generate("hello", Sampling(max_new_tokens=12)).token_ids
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_company_decides_nothing_under_rules_that_follow_the_draft_either(rule: str) -> None:
+    how = Sampling(max_new_tokens=20, temperature=0.9, seed=4, rule=rule)  # type: ignore[arg-type]
+    make = lambda: toy_llm(DraftModel(tiny_target(seed=9), 37))  # noqa: E731
+    alone = [make().generate(prompt, how).token_ids for prompt in PROMPTS]  # type: ignore[call-overload]
+    assert [c.token_ids for c in make().generate(PROMPTS, how)] == alone  # type: ignore[call-overload]
+
+
+def test_threads_that_share_a_model_take_turns() -> None:
+    llm = toy_llm(Suffix())
+    how = [Sampling(max_new_tokens=40, temperature=0.9, seed=i) for i in range(6)]
+    alone = [llm.generate(PROMPTS[i], how[i]).token_ids for i in range(6)]  # type: ignore[call-overload]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda i: llm.generate(PROMPTS[i], how[i]).token_ids, range(6)))  # type: ignore[call-overload]
+    assert together == alone
+
+
+def test_a_stream_dropped_in_the_middle_of_a_pass_keeps_its_slot_until_the_end() -> None:
+    llm = toy_llm()
+    other = llm.stream("abc", Sampling(max_new_tokens=9))
+    next(other)
+
+    def drop(prefix, logits):  # type: ignore[no-untyped-def]
+        other.close()
+        return logits
+
+    plain = toy_llm().generate("hello", Sampling(max_new_tokens=9)).token_ids
+    assert llm.generate("hello", Sampling(max_new_tokens=9, processors=[drop])).token_ids == plain
+    assert llm.engine.cache.nbytes == 0, "and is given back then"  # type: ignore[attr-defined]
+
+
+def test_a_processor_or_criterion_that_fails_ends_its_own_reply_alone() -> None:
+    def fails(prefix, logits):  # type: ignore[no-untyped-def]
+        if len(prefix.reply) == 3:
+            raise ZeroDivisionError
+        return logits
+
+    fine = Sampling(max_new_tokens=9)
+    alone = toy_llm().generate("abc", fine).token_ids
+    for drafter in (None, DraftModel(tiny_target(seed=9), 37)):
+        for bad in (Sampling(processors=[fails]), Sampling(stop_when=lambda ids, text: 1 / (3 - len(ids)) < 0)):
+            batch = toy_llm(drafter).batch(["hello", "abc"], [bad, fine])
+            with pytest.raises(ZeroDivisionError):
+                list(batch)
+            assert list(batch.errors) == [0]
+            assert batch.completions[1].token_ids == alone
+
+
+def test_memory_of_a_wide_batch_or_a_long_text_is_not_held_for_the_next() -> None:
+    llm = toy_llm(context_length=2048)
+    cache: Any = llm.engine.cache
+    llm.generate(["a"] * 8, Sampling(max_new_tokens=2))
+    assert cache.nbytes == 0
+    with llm.batch(["a"] * 8 + [[1] * 900], Sampling(max_new_tokens=400)) as batch:
+        next(batch)
+        wide = cache.nbytes
+    with llm.stream([1] * 900, Sampling(max_new_tokens=4)) as stream:
+        next(stream)
+        assert cache.nbytes * 8 <= wide
+        assert cache.nbytes == llm.model.target.config.cache_bytes(cache.capacity, 8)  # type: ignore[attr-defined]
+
+
+def test_samples_that_wait_begin_like_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm(Suffix())
+    assert llm.exact
+    fed = 0
+    honest = llm.model.target.forward
+
+    def count(rows, cache, want) -> Forward:  # type: ignore[no-untyped-def]
+        nonlocal fed
+        fed += rows.prefill
+        return honest(rows, cache, want)
+
+    how = Sampling(max_new_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
+    whole = llm.generate("hello, world", how, n=6)
+    monkeypatch.setattr(llm.model.target, "forward", count)
+    assert [c.token_ids for c in llm.generate("hello, world", how, n=6, width=2)] == [c.token_ids for c in whole]
+    assert fed <= 3
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"hi", {"role": "user"}, {1, 2}])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(InvalidPrompt, match="a prompt is no"):
+        toy_llm().generate(prompt)
+    with pytest.raises(InvalidPrompt, match="prompt 1 of the batch"):
+        toy_llm().generate(["a", prompt])
+
+
+def test_tensors_are_prompts() -> None:
+    llm = toy_llm()
+    assert llm.generate(torch.tensor([1, 2, 3])).token_ids == llm.generate([1, 2, 3]).token_ids  # type: ignore[call-overload]

@@ -21,7 +21,8 @@ from paceline.cli.demo import _first_difference, _report
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.show import Display
-from paceline.errors import InvalidOption, NonFiniteLogits, PacelineError
+from paceline.engine import Engine
+from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, PacelineError
 from paceline.llm import LLM
 from paceline.models.loader import Loaded
 from paceline.reply import Completion
@@ -463,6 +464,27 @@ def test_a_batch_writes_what_one_after_the_other_does(shop: Shop, tmp_path: Path
     assert "row long: the prompt has" in together.stderr
     assert "8/8 prompts" in together.stderr
     assert "1 failed" in together.stderr
+
+
+def test_an_error_of_the_whole_batch_is_told_and_what_was_whole_is_written(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, rounds = Engine.step, 0
+
+    def full(self: Engine, requests: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 8:
+            raise OutOfMemory("no memory for a pass", "Use less")
+        return honest(self, requests)
+
+    monkeypatch.setattr(Engine, "step", full)
+    rows = [{"id": i, "prompt": "ab"} for i in range(5)]
+    options = ("--json", "--max-new-tokens", "5", "--drafter", "none", "--ignore-eos", "--batch", "2")
+    result = generate("--prompts", lines(tmp_path / "p.jsonl", *rows), *options)
+    assert result.exit_code == 1
+    assert "no memory for a pass" in result.stderr
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == [0, 1]
 
 
 def test_samples_of_one_prompt_are_numbered(shop: Shop) -> None:

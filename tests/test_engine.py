@@ -13,6 +13,7 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, KVCache
 from paceline.sampling import Sampling
 from paceline.stats import Stats
+from paceline.stream import TextStream
 from paceline.testing import Oracle, run, tiny_target
 from paceline.tree import CHUNK, MIN_ROWS
 from paceline.types import Draft, Forward, Rows, Tree, Want
@@ -68,7 +69,10 @@ def test_cost_follows_the_text_and_not_the_limit() -> None:
     for limit in (16, 1500):
         target = watched()
         engine = Engine(target)
-        run(target, [1, 2, 3], Sampling(max_new_tokens=limit, stop_token_ids=range(37)), engine=engine)
+        how = Sampling(max_new_tokens=limit)
+        request = engine.start(how.sampler([1, 2, 3]), TextStream(how, (), str, 1500), Stats(0, "rounding"))
+        engine.prefill(request)
+        engine.step([request])
         shapes.append(target.passes)
         sizes.append(engine.cache.capacity)  # type: ignore[attr-defined]
     assert shapes[0] == shapes[1]

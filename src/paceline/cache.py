@@ -41,6 +41,10 @@ class Slab:
         self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * 2
 
     @property
+    def places(self) -> int:
+        return self.tensors[0].shape[1]
+
+    @property
     def capacity(self) -> int:
         return self.tensors[0].shape[3]
 
@@ -51,10 +55,10 @@ class Slab:
         return self.capacity if reach <= self.capacity else max(reach, min(2 * self.capacity, self._limit))
 
     def resize(self, places: int, capacity: int, used: int) -> None:
-        """Room for more places or positions; the first `used` positions move along. Raises `OutOfMemory`."""
+        """Room for so many places and positions; the first `used` positions move along. Raises `OutOfMemory`."""
         old = self.tensors
         layers, held, kv_heads, before, head_dim = old[0].shape
-        used = min(used, before)
+        held, used = min(held, places), min(used, before)
         try:
             # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
             new = tuple(x.new_zeros(layers, places, kv_heads, capacity, head_dim) for x in old)
@@ -68,7 +72,7 @@ class Slab:
                 "Use a shorter prompt, fewer requests at once, or a smaller dtype",
             ) from error
         for here, there in zip(old, new, strict=True):
-            there[:, :held, :, :used] = here[:, :, :, :used]
+            there[:, :held, :, :used] = here[:, :held, :, :used]
         self.tensors = (new[0], new[1])
 
     def copy(self, source: int, place: int, top: int) -> None:
@@ -144,10 +148,9 @@ class SlabCache:
 
     @torch.inference_mode()
     def acquire(self, prompt: int = 0) -> int:
-        places = self.slabs[0].tensors[0].shape[1]
-        if len(self._places) == places:
-            for slab in self.slabs:
-                slab.resize(max(1, 2 * places), max(slab.capacity, _FIRST), max(self._tops, default=0))
+        for slab in self.slabs:
+            if slab.places == len(self._places):
+                slab.resize(max(1, 2 * slab.places), max(slab.capacity, _FIRST), max(self._tops, default=0))
         if not self._free:
             self._free.append(len(self._lengths))
             self._lengths.append(0)
@@ -181,12 +184,19 @@ class SlabCache:
             slab.clear(last, self._tops[moved])
         self._places[place] = moved
         self._places.pop()
-        self._lengths[slot] = 0
+        self._lengths[slot] = self._tops[slot] = 0
         self._free.append(slot)
+        if not self._places:
+            # What one long text or one wide batch needed is not held for the next.
+            for slab in self.slabs:
+                slab.resize(0, 0, 0)
 
+    @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
         """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
         if length < self._lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in self.slabs):
+            for slab in self.slabs:
+                slab.clear(self._places.index(slot), self._tops[slot])
             length = self._tops[slot] = 0
         self._lengths[slot] = length
 
@@ -206,7 +216,7 @@ class SlabCache:
         for slab in self.slabs:
             capacity = slab.fits(max(ends))
             if capacity != slab.capacity:
-                slab.resize(slab.tensors[0].shape[1], capacity, max(self._tops))
+                slab.resize(len(self._places), capacity, max(self._tops))
         places = [self._places.index(slot) for slot in rows.slots]
         plans = [Plan(slab.tensors, slab.window, places, rows, layouts) for slab in self.slabs]
         return SlabPass(plans, self._layers, rows.prefill)

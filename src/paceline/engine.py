@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from threading import RLock
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from paceline.accept import RULES
-from paceline.errors import InvalidOption, PacelineError, memory_named
+from paceline.errors import InvalidOption, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.runner import free_rows
 from paceline.sampler import Sampler
@@ -27,7 +30,7 @@ class Request:
     stats: Stats
     slot: int
     finish: FinishReason | None = None
-    error: PacelineError | None = None
+    error: Exception | None = None
     closed: bool = False
 
     @property
@@ -41,16 +44,42 @@ class Request:
         return len(self.text) - 1
 
     def judge(self, draft: Draft, logits: Tensor) -> Verdict:
-        """What stands of a draft. A request that fails here ends alone: the others of its round go on."""
+        """What stands of a draft, as far as the reply goes.
+
+        A request that fails here, in a processor or criterion of the user's too, ends alone: the others go on.
+        """
         try:
-            return RULES[self.sampler.rule](draft, logits, self.sampler)
-        except PacelineError as error:
+            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler))
+        except Exception as error:
             self.error = error
-            return Verdict((), (), "error")
+            return self.stream.trim(Verdict((), (), "error"))
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _alone(method: Method) -> Method:
+    """One thread at a time: a pass and its commit belong together. What asked to finish meanwhile then does."""
+
+    @wraps(method)
+    def run(self: Engine, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            self._deep += 1
+            try:
+                return method(self, *args, **options)
+            finally:
+                self._deep -= 1
+                while self._late and not self._deep:
+                    self._finish(self._late.pop())
+
+    return run  # type: ignore[return-value]
 
 
 class Engine:
-    """Runs requests over one target, one cache and one drafter. Knows rounds, not prompts or words."""
+    """Runs requests over one target, one cache and one drafter. Knows rounds, not prompts or words.
+
+    Threads may share one: their rounds take turns.
+    """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
         """`draft`: how much to draft per round; None leaves it to the drafter."""
@@ -60,23 +89,31 @@ class Engine:
         self._fixed = draft is not None
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
+        self._lock, self._deep = RLock(), 0
+        self._late: list[Request] = []
 
+    @_alone
     def start(self, sampler: Sampler, stream: TextStream, stats: Stats, like: Request | None = None) -> Request:
         """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
-        between. `like`: a request whose same prompt has been prefilled and nothing more, so that this one need not be.
+        between. `like`: a request with the same prompt that has been prefilled, so that this one need not be.
         """
+        begun = like is not None and len(like.text) > like.sampler.prompt
+        # A drafter that was fed hidden states has by now those of the reply as well.
+        like = None if begun and self._taps else like
         slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
         request = Request(sampler, stream, stats, slot)
         try:
-            if self.drafter and like:
+            self.cache.truncate(slot, min(request.position, self.cache.lengths[slot]))
+            if self.drafter and like and not begun:
                 self.drafter.fork(request.slot, like.slot, request.text)
             elif self.drafter:
                 self.drafter.admit(request.slot, request.text)
         except BaseException:
-            self.finish(request)
+            self._finish(request)
             raise
         return request
 
+    @_alone
     def prefill(self, request: Request) -> None:
         """All of the prompt but its last token, in chunks. That one is row 0 of the first round."""
         clock = Clock()
@@ -92,6 +129,7 @@ class Engine:
         clock.lap("prefill")
         _charge([request], clock)
 
+    @_alone
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
@@ -100,7 +138,6 @@ class Engine:
         out = self._verify(requests, drafts)
         verdicts = [r.judge(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
-        verdicts = [r.stream.trim(verdict) for r, verdict in zip(requests, verdicts, strict=True)]
         self._commit(requests, verdicts, out)
         clock.lap("commit")
         _charge(requests, clock)
@@ -109,7 +146,17 @@ class Engine:
         return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
 
     def finish(self, request: Request) -> None:
-        """Give the slot back: after the last round, or in the middle of one that failed."""
+        """Give the slot back: after the last round, or after one that failed.
+
+        A stream may be dropped at any moment, by a callback in the middle of a pass too: its slot stays until then.
+        """
+        with self._lock:
+            if self._deep:
+                self._late.append(request)
+            else:
+                self._finish(request)
+
+    def _finish(self, request: Request) -> None:
         if request.closed:
             return
         request.finish = request.finish or "cancelled"
@@ -124,6 +171,11 @@ class Engine:
         budgets = [self._budget(r, len(requests)) for r in requests]
         asks = [Ask(r.slot, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
+        if len(drafts) != len(asks):
+            raise InvalidOption(
+                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
+                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
+            )
         for draft, ask in zip(drafts, asks, strict=True):
             self._check(draft, ask.budget)
         return drafts
@@ -143,7 +195,8 @@ class Engine:
         A size left to us shrinks as requests share a pass, which has room for so many rows and no more.
         """
         draft = self.draft.within(request.stream.left - 1)
-        if together > 1 and not self._fixed:
+        # Under the other rules the text depends on what is drafted, and must not depend on the company.
+        if together > 1 and not self._fixed and (request.sampler.rule == "match" or request.sampler.greedy):
             draft = draft.within(draft.depth, free_rows(self.target.device) // together - 1)
         return self.cache.fit(request.slot, draft)
 

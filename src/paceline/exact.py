@@ -10,7 +10,8 @@ from paceline.stats import Exact
 from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Tree, Want
 
-_PREFIX, _ROWS = 61, 5
+_PREFIX, _ROWS, _LONGEST = 61, 5, 32
+"""Tokens before the rows compared; those rows; rows of the longest pass, rounded up."""
 
 
 def exactness(target: Target) -> Exact:
@@ -19,8 +20,11 @@ def exactness(target: Target) -> Exact:
     Then text with speculation is plain decoding's text bit for bit; otherwise up to rounding: a token may differ
     where two candidates are within an ulp or so. Costs ten small passes.
     """
-    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(_PREFIX + _ROWS)]
-    prefix, path = tokens[:_PREFIX], tokens[_PREFIX:]
+    before = min(_PREFIX, target.context_length - _LONGEST)
+    if before < 1:
+        return "rounding"
+    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(before + _ROWS)]
+    prefix, path = tokens[:before], tokens[before:]
     cache, slot = _filled(target, prefix)
     plain = []
     for token in path:
@@ -29,20 +33,20 @@ def exactness(target: Target) -> Exact:
     alone = torch.stack(plain)
     trees = cache.fit(slot, Tree(nodes=8, depth=4, branch=2)).branch > 1
     for draft, rows in _other_ways(path, trees):
-        cache.truncate(slot, _PREFIX)
+        cache.truncate(slot, before)
         if not torch.equal(_logits(target, cache, slot, path[0], draft)[rows], alone):
             return "rounding"
-    return "bits" if torch.equal(_shared(target, cache, slot, path), alone) else "rounding"
+    return "bits" if torch.equal(_shared(target, cache, slot, path, before), alone) else "rounding"
 
 
-def _shared(target: Target, cache: KVCache, slot: int, path: list[int]) -> Tensor:
+def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: int) -> Tensor:
     """[T, V] of the path, verified beside a longer text."""
-    cache.truncate(slot, _PREFIX)
+    cache.truncate(slot, before)
     other = cache.fork(slot)
     _logits(target, cache, other, path[0], Draft.chain(path[1:]))
     cache.commit(other, range(1, len(path)))
     drafts = [Draft(), Draft.chain(path[1:])]
-    rows = pack([path[0]] * 2, drafts, [other, slot], [cache.lengths[other], _PREFIX], target.device)
+    rows = pack([path[0]] * 2, drafts, [other, slot], [cache.lengths[other], before], target.device)
     return target.forward(rows, cache, Want()).logits[1, : len(path)]
 
 

@@ -181,6 +181,9 @@ class _Job:
             for request in requests:
                 self._engine.finish(request)
                 request.stats.close()
+        for sampler, reply in zip(self._samplers, self._replies, strict=True):
+            if isinstance(sampler, Recorder):
+                sampler.cut(len(reply))
 
     def _stream(self, live: Sequence[Sampler]) -> None:
         """Hand over the tokens that every sequence has by now, one [B] after the other, as `generate` does."""

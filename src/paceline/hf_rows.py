@@ -115,6 +115,10 @@ class Recorder(Sampler):
         self.scores.append(self.process(logits, path).float())
         return Sampler.choose(self, logits, path)
 
+    def cut(self, count: int) -> None:
+        """Forget what was chosen beyond the reply's `count` tokens: the reply ended inside a draft."""
+        del self.logits[count:], self.scores[count:]
+
 
 def rows_of(
     input_ids: Tensor,

@@ -37,7 +37,7 @@ class Layout:
         return self.sources == tuple(range(len(self.sources)))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def layout(parents: tuple[int, ...], length: int) -> Layout:
     """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens.
 

@@ -7,6 +7,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+from torch import Tensor
+
 from paceline.accept import promise
 from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
@@ -124,7 +127,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False) -> Stream:
         """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for."""
-        sampling = sampling or Sampling()
+        sampling = _checked(sampling)
         tokens = self._fitting(prompt, raw)
         return Stream(self.engine, self._start(tokens, sampling))
 
@@ -143,15 +146,21 @@ class LLM:
         `width`: requests that share a pass at most; the others wait. Each reply is the one its prompt would get alone.
         Raises `PacelineError` for a bad prompt or option before anything is computed.
         """
-        one = isinstance(sampling, Sampling) or sampling is None
-        each = [sampling or Sampling()] * len(prompts) if one else list(sampling)  # type: ignore[arg-type]
+        if isinstance(prompts, str):
+            raise InvalidPrompt("a batch is a list of prompts, and this is one text", "Give [text], or call generate")
+        each = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidOption(f"{len(prompts)} prompts have {len(each)} samplings", "Give one for all, or one each")
-        if n < 1 or width < 1:
-            raise InvalidOption(f"n={n} replies per prompt, {width} at once, are not possible", "Give 1 or more")
+        if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in (n, width)):
+            raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
         jobs = []
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
-            tokens, seeded = self._fitting(prompt, raw), how.seeded()  # type: ignore[union-attr]
+            seeded = _checked(how).seeded()
+            try:
+                tokens = self._fitting(prompt, raw)
+            except InvalidPrompt as error:
+                where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
+                raise type(error)(where + error.cause, error.fix) from error
             seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
             jobs += [Job(index, partial(self._start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
@@ -185,7 +194,8 @@ class LLM:
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.target.vocab_size:
                 raise InvalidPrompt(
-                    f"prompt token {token!r} is not a token id", f"Ids go from 0 to {self.model.target.vocab_size - 1}"
+                    f"prompt token {token!r} is not a token id",
+                    f"Give ids from 0 to {self.model.target.vocab_size - 1}, or text, or messages",
                 )
         return tokens
 
@@ -194,10 +204,20 @@ class LLM:
             if not prompt or raw or self.tokenizer.chat_template is None:
                 return self.tokenizer.encode(prompt) if prompt else []
             prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, (Tensor, np.ndarray)):
+            prompt = prompt.tolist()
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise InvalidPrompt(f"a prompt is no {type(prompt).__name__}", "Give text, token ids [T] or chat messages")
         items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
             return self.tokenizer.encode(self.tokenizer.apply_chat_template(items), special=False)
         return items
+
+
+def _checked(sampling: Any) -> Sampling:
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InvalidOption(f"sampling is a {type(sampling).__name__}", "Give a paceline.Sampling, or one per prompt")
+    return sampling or Sampling()
 
 
 def _is_batch(prompt: Any) -> bool:
@@ -251,6 +271,8 @@ def load(
             progress=progress,
         )
     else:
+        if (dtype, device, revision) != ("auto", "auto", None):
+            raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
         if adapter is not None:
             raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
         loaded = wrap(model, tokenizer)

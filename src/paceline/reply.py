@@ -142,8 +142,8 @@ class Batch(Iterator[tuple[int, Chunk]]):
     """Several replies at once, in ragged rounds: iterate over (index of the reply, chunk).
 
     Up to `width` requests share a pass. Each accepts its own number of tokens; one that ends makes room for the next
-    that waits. Replies to one prompt share its prefill. A request that fails ends alone, and the error is raised when
-    all others are done, with every completion as its `partial`.
+    that waits. Replies to one prompt that run together share its prefill. A request that fails ends alone, and the
+    error is raised when all others are done; a `PacelineError` brings every completion as its `partial`.
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], width: int) -> None:
@@ -153,7 +153,8 @@ class Batch(Iterator[tuple[int, Chunk]]):
         # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
         self._active: list[int] = []
         self._ready: deque[tuple[int, Chunk]] = deque()
-        self._count = len(jobs)
+        self._prefilled: dict[int, Request] = {}
+        """Per prompt the latest request, which others can begin like as long as it has a slot."""
 
     def __next__(self) -> tuple[int, Chunk]:
         try:
@@ -163,8 +164,10 @@ class Batch(Iterator[tuple[int, Chunk]]):
                 if not self._active:
                     self._end()
                 self._round()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, PacelineError):
+                error.partial = self.completions
             raise
         index, chunk = self._ready.popleft()
         return index, self._replies[index].show(chunk)
@@ -177,14 +180,14 @@ class Batch(Iterator[tuple[int, Chunk]]):
                 self._active[self._active.index(index)] = last
 
     def _admit(self) -> None:
-        fresh: dict[int, Request] = {}
         while self._waiting and len(self._active) < self._width:
             index, job = self._waiting.popleft()
-            request = job.begin(fresh.get(job.prompt))
+            like = self._prefilled.get(job.prompt)
+            request = job.begin(None if like is None or like.closed else like)
             self._replies[index] = Reply(self._engine, request)
             self._active.append(index)
             self._engine.prefill(request)
-            fresh[job.prompt] = request
+            self._prefilled[job.prompt] = request
 
     def _round(self) -> None:
         chunks = self._engine.step([self._replies[i].request for i in self._active])
@@ -193,7 +196,6 @@ class Batch(Iterator[tuple[int, Chunk]]):
     def _end(self) -> None:
         """All is done: stop, or raise the first error there was."""
         for error in self.errors.values():
-            error.partial = self.completions
             raise error
         raise StopIteration
 
@@ -217,7 +219,7 @@ class Batch(Iterator[tuple[int, Chunk]]):
         self.close()
 
     @property
-    def errors(self) -> dict[int, PacelineError]:
+    def errors(self) -> dict[int, Exception]:
         """The replies that failed so far, and why."""
         failed = {i: reply.request.error for i, reply in self._replies.items()}
         return {i: error for i, error in failed.items() if error}

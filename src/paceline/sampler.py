@@ -146,7 +146,8 @@ class Sampler:
         position = len(self.text) + len(path)
         try:
             tokens, scores = self._shaped(self.process(logits, path), logits, position)
-        except (NonFiniteLogits, NoTokenLeft):
+        except Exception:
+            # A row without a candidate, or a processor that fails on it: the target says so if it gets there.
             return Ranked([], [])
         if self.draws:
             # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by

@@ -126,6 +126,7 @@ class Session:
         Raises `SessionError` for ids out of range or a history longer than the context.
         """
         self._kv()
+        ids = _ids(ids)
         self._check_ids(ids)
         self._check_room(len(ids))
         for token in ids:
@@ -168,7 +169,7 @@ class Session:
         `SessionError` for a snapshot of another session.
         """
         self._kv()
-        if snapshot._owner is not self._key:
+        if not isinstance(snapshot, Snapshot) or snapshot._owner is not self._key:
             raise SessionError("this snapshot is of another session", "Restore it there, or observe its `history` here")
         self.rollback_to(_common(self._text, snapshot.history))
         self.observe(snapshot.history[len(self._text) :])
@@ -190,7 +191,7 @@ class Session:
 
         The history stays; observing these very tokens reuses the pass. Raises `SessionError`.
         """
-        return self.tree_logits(Draft.chain(list(drafts)))
+        return self.tree_logits(Draft.chain(_ids(drafts)))
 
     def tree_logits(self, tree: Draft) -> Tensor:
         """Logits [N + 1, V] from one pass: row 0 after the history, row i + 1 after node i and its ancestors.
@@ -199,6 +200,8 @@ class Session:
         exactly in one pass (`KVCache.fit`) takes more of them and leaves no keys and values. Raises `SessionError`,
         and `InvalidOption` for what is no tree.
         """
+        if not isinstance(tree, Draft):
+            raise SessionError(f"a {type(tree).__name__} is no draft", "Give a paceline.Draft of tokens and parents")
         scored, rows = self._score(tree, ())
         return scored.logits[rows]
 
@@ -209,6 +212,8 @@ class Session:
         was asked) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
         output. Taps asked for once come along with every later pass; the first time costs a pass of its own.
         """
+        if isinstance(taps, str) or not isinstance(taps, Sequence):
+            raise SessionError(f"taps are {taps!r}", 'Give a list: numbers of layers, or "final"')
         scored, rows = self._score(self._asked, tuple(taps))
         return {tap: scored.taps[tap][rows] for tap in taps}
 
@@ -383,3 +388,12 @@ def _paths(draft: Draft) -> list[list[int]]:
     for row, parent in enumerate(draft.parents, 1):
         paths[row] = [*paths[parent], row]
     return [paths[row] for row in paths if row not in draft.parents]
+
+
+def _ids(ids: Sequence[int]) -> list[int]:
+    """Token ids as a list, from a tensor [T] too. Raises `SessionError` for what is neither."""
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        return ids.tolist()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise SessionError(f"a {type(ids).__name__} is no list of token ids", "Give [id, ...], of one token too")
+    return list(ids)

@@ -97,3 +97,13 @@ def test_lookups_take_turns_and_stay_up_to_date() -> None:
 def test_a_stack_of_none_is_refused() -> None:
     with pytest.raises(InvalidOption, match="no drafters"):
         Stack([])
+
+
+def test_forks_reach_every_part() -> None:
+    class Fed(Recorder):
+        def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+            self.told.append(("fork", slot, source, tuple(prompt)))
+
+    parts = [Fed(1, []), Fed(2, [])]
+    Stack(parts).fork(3, 0, [1, 2])
+    assert [p.told for p in parts] == [[("fork", 3, 0, (1, 2))]] * 2

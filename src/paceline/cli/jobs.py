@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -87,7 +86,7 @@ def write_one_by_one(job: Job, rows: list[Row], quiet: bool) -> int:
 
 def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: bool) -> int:
     """All rows in one batch, written in their order; returns how many prompts failed."""
-    progress = _Progress(len(rows) * samples, quiet)
+    progress = _Progress(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
     sound = [row for row in rows if _sound(job, row)]
     failed = len(rows) - len(sound)
     progress.advance(0, failed * samples)
@@ -104,17 +103,22 @@ def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: b
                 job.whole(sound[row], sample if samples > 1 else None, batch.completion(written))
             written += 1
 
-    with batch, contextlib.suppress(PacelineError):
-        ended: set[int] = set()
+    ended: set[int] = set()
+    try:
         for index, chunk in batch:
             if chunk.finish_reason:
                 ended.add(index)
                 progress.advance(batch.completion(index).stats.tokens)
                 write(ended)
-    for index, error in batch.errors.items():
-        complain(f"row {sound[index // samples].id}: {error}")
-        progress.advance(0)
-    write(set(range(len(sound) * samples)))
+    except PacelineError as error:
+        if error not in batch.errors.values():
+            raise
+    finally:
+        batch.close()
+        for index, failure in batch.errors.items():
+            complain(f"row {sound[index // samples].id}: {failure}")
+            progress.advance(0)
+        write(ended | set(batch.errors))
     failed += len({index // samples for index in batch.errors})
     progress.finish(failed)
     return failed
@@ -133,8 +137,8 @@ def _sound(job: Job, row: Row) -> bool:
 class _Progress:
     """One line on stderr: rewritten in place on a terminal, else repeated every few seconds."""
 
-    def __init__(self, total: int, quiet: bool) -> None:
-        self._total, self._quiet, self._live = total, quiet, sys.stderr.isatty()
+    def __init__(self, total: int, quiet: bool, what: str = "prompts") -> None:
+        self._total, self._quiet, self._live, self._what = total, quiet, sys.stderr.isatty(), what
         self._done = self._tokens = 0
         self._began = self._last = time.perf_counter()
 
@@ -160,4 +164,4 @@ class _Progress:
 
     def _line(self) -> str:
         seconds = time.perf_counter() - self._began
-        return f"{self._done}/{self._total} prompts · {self._tokens} tokens · {self._tokens / seconds:.1f} tok/s"
+        return f"{self._done}/{self._total} {self._what} · {self._tokens} tokens · {self._tokens / seconds:.1f} tok/s"

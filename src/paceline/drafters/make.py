@@ -37,7 +37,12 @@ def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoa
 
 
 def check_spec(spec: str | Drafter | None) -> None:
-    """Raises `InvalidOption` for a name that means no drafter, before anything is loaded."""
+    """Raises `InvalidOption` for what means no drafter, before anything is loaded."""
+    if not isinstance(spec, (str, Drafter, type(None))):
+        raise InvalidOption(
+            f"drafter={spec!r:.80} is a {type(spec).__name__}",
+            "Give a name, a paceline.Drafter (an object, not its class) or None",
+        )
     if isinstance(spec, str) and spec != "none":
         for part in _split(spec):
             _check_name(part)
@@ -52,7 +57,7 @@ def _check_name(part: str) -> None:
 def _split(spec: str) -> list[str]:
     """At "+", but not inside the reference of a draft model, which may hold one: it comes last."""
     head, colon, reference = spec.partition("model:")
-    parts = head.split("+")
+    parts = [part.strip() for part in head.split("+")]
     parts[-1] += colon + reference
     return parts
 

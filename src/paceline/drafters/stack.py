@@ -32,6 +32,10 @@ class Stack(Drafter):
         for drafter in self._drafters:
             drafter.admit(slot, prompt)
 
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        for drafter in self._drafters:
+            drafter.fork(slot, source, prompt)
+
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         for drafter in self._drafters:
             drafter.feed(slot, tokens, taps)

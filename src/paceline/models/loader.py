@@ -131,8 +131,11 @@ def _is_pretrained(model: object) -> bool:
     return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
 
 
-def pick_device(device: Device) -> torch.device:
+def pick_device(device: Device | str | torch.device) -> torch.device:
     """`auto`: CUDA, then MPS, then the CPU. Raises `InvalidOption` for one that is not there."""
+    device, _, index = str(device).partition(":")
+    if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
+        raise InvalidOption(f"device {device}:{index} is not available here", "Choose cpu or auto")
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
         device = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
@@ -140,12 +143,13 @@ def pick_device(device: Device) -> torch.device:
         raise InvalidOption(f"device {device!r} is unknown", "Choose auto, cpu, cuda or mps")
     if not here[device]:
         raise InvalidOption(f"device {device!r} is not available here", "Choose cpu or auto, or install torch for it")
-    return torch.device(device)
+    return torch.device(f"{device}:{index}" if index else device)
 
 
 def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 where the device is fast with it, float16 on MPS, else float32."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     if dtype != "auto":
         if dtype not in known:
             raise InvalidOption(f"dtype {dtype!r} is unknown", f"Choose auto, {', '.join(known)}")

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.engine import Engine
+from paceline.engine import Engine, Request
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampler import Prefix
 from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import TextStream
 from paceline.testing.tiny import run, run_together, tiny_target
 from paceline.tree import check, depths
 from paceline.types import Draft, Tap, Tree, Verdict
@@ -79,6 +81,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
         run(target, prompt, Sampling(max_new_tokens=32, temperature=0.9, seed=7, rule="block"), engine=engine)
     _check_company(make(), target, prompt)
+    _check_forks(make(), target, prompt)
     _check_lives(make(), prompt)
 
 
@@ -94,6 +97,22 @@ def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> N
     engine = Engine(target, _Checked(drafter), Tree(8, 4, 2))
     together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
     assert together == plain, "requests that share rounds change each other's text"
+
+
+def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+    """A second sample of one prompt is drafted for as the first is, though its prompt is not fed again."""
+    engine = Engine(target, drafter, Tree.chain(4))
+    sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
+    requests: list[Request] = []
+    for _ in range(2):
+        sampler = sampling.sampler(prompt)
+        stream = TextStream(sampling, (), lambda ids: "", target.context_length - len(prompt))
+        requests.append(engine.start(sampler, stream, Stats(7, "rounding"), requests[0] if requests else None))
+        engine.prefill(requests[-1])
+    first, second = drafter.propose([Ask(r.slot, Tree.chain(4), r.sampler) for r in requests])
+    assert first == second, "a fork is drafted for in another way than its source"
+    for request in requests:
+        engine.finish(request)
 
 
 def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
@@ -127,6 +146,9 @@ class _Checked(Drafter):
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         self._inner.admit(slot, prompt)
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        self._inner.fork(slot, source, prompt)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._inner.feed(slot, tokens, taps)
