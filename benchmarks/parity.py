@@ -1,7 +1,7 @@
 """Is the text right? Two comparisons on the demo model over Spec-Bench questions; exit code 1 if either fails.
 
 a) float32, greedy: Paceline without drafting against transformers' generate, each with its own GGUF reader, on the
-   same token ids (prompts that transformers would tokenise otherwise are listed). EOS ids must be equal. Texts may part
+   same token ids (prompts that transformers would tokenise otherwise are listed), ending at the same. Texts may part
    only where transformers all but ties: our token within `LIMIT` of its choice. Every divergence is listed.
 b) bfloat16, greedy and seeded: every drafter against drafter=None, token id by token id. Nothing is excused.
 """
