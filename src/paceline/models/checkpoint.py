@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.models.files import is_adapter, read_json
+from paceline.models.lazy import LazyTensors
 from paceline.tokenizer import Tokenizer
 
 _AGAIN = "Fetch the model again"
@@ -117,7 +118,7 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
 Read = Callable[[str], Tensor]
 
 
-class Shards(Mapping[str, Tensor]):
+class Shards(LazyTensors):
     """Tensors by name over one or more files. All headers are checked here, tensors are read at each access."""
 
     def __init__(
@@ -125,7 +126,7 @@ class Shards(Mapping[str, Tensor]):
         files: Mapping[Path, tuple[str, ...] | None],
         opener: Callable[[Path], tuple[list[str], Read]],
     ) -> None:
-        self._home: dict[str, tuple[Path, Read]] = {}
+        self._names = self._home = dict[str, tuple[Path, Read]]()
         for path, promised in files.items():
             if not path.is_file():
                 raise CorruptModel(f"the shard {path} is missing", _AGAIN)
@@ -140,16 +141,6 @@ class Shards(Mapping[str, Tensor]):
             return read(name)
         except (RuntimeError, OSError, ValueError) as error:
             raise CorruptModel(f"cannot read {name} from {path} ({error})", _AGAIN) from error
-
-    def __contains__(self, name: object) -> bool:
-        # Mapping's own would read the tensor.
-        return name in self._home
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
-
-    def __len__(self) -> int:
-        return len(self._home)
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:

@@ -5,7 +5,7 @@ A new architecture needs an entry in `LAYOUTS`; what lies as llama's tensors do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_file import GGUFFile, GGUFTensor
+from paceline.models.lazy import LazyTensors
 
 Fix = Callable[[Tensor], Tensor]
 
@@ -85,7 +86,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 """Tensors that belong to the config."""
 
 
-class GGUFTensors(Mapping[str, Tensor]):
+class GGUFTensors(LazyTensors):
     """The tensors of a file by Hugging Face name; each access reads and dequantises anew (quantised: float32).
 
     Raises `UnsupportedModel` for tensors or tensor types that `layout` and the `gguf` library do not know.
@@ -93,7 +94,7 @@ class GGUFTensors(Mapping[str, Tensor]):
 
     def __init__(self, file: GGUFFile, layout: Layout, config: Mapping[str, Any]) -> None:
         self._file, self._config, self._layout = file, config, layout
-        self._tensors = _named(file, layout)
+        self._names = self._tensors = _named(file, layout)
         for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
             tensor.check()
 
@@ -101,12 +102,6 @@ class GGUFTensors(Mapping[str, Tensor]):
         tensor = self._tensors[name].read()
         fix = self._fix(name)
         return fix(tensor) if fix else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def _fix(self, name: str) -> Fix | None:
         if self._layout.shifted and name.endswith("norm.weight"):

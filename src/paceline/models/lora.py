@@ -7,7 +7,7 @@ W' = W + s B A with s = alpha / r (Hu et al. 2021), alpha / sqrt(r) where rank-s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.models.checkpoint import Checkpoint, open_checkpoint, open_weights
 from paceline.models.files import ADAPTER_CONFIG, is_adapter, read_json, resolve
+from paceline.models.lazy import LazyTensors
 from paceline.tokenizer import Tokenizer
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -170,7 +171,7 @@ def open_adapter(path: Path, *, allow_pickle: bool = False) -> Adapter:
     return adapter
 
 
-class Merged(Mapping[str, Tensor]):
+class Merged(LazyTensors):
     """A base model's tensors with an adapter's changes: merged at each access, in float32 or better."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: Adapter, *, untied: bool) -> None:
@@ -189,15 +190,6 @@ class Merged(Mapping[str, Tensor]):
         if kind == "bias" and "bias" in parts:
             return self._with_bias(module, parts["bias"])
         return self._start(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # Mapping's own would merge the tensor to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def _start(self, name: str) -> Tensor:
         """The tensor before any product is added: the base's, or the one that replaces it."""
