@@ -285,7 +285,7 @@ class Watched(Dense):
     def __init__(self, number: int, seen: list[tuple[int, int]]) -> None:
         make = torch.Generator().manual_seed(number)
         gate, up = (torch.randn(8, 6, generator=make) for _ in range(2))
-        super().__init__(gated(gate, up, None, "silu"), linear(torch.randn(6, 8, generator=make)))
+        super().__init__(gated(torch.cat([gate, up]), None, "silu"), linear(torch.randn(6, 8, generator=make)))
         self.number, self.seen = number, seen
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

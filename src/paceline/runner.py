@@ -34,9 +34,9 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
 
 
-def gated(gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: str) -> Activation:
-    """x -> act(x G^T) * (x U^T) for `gate` and `up` [out, in]."""
-    both = linear(torch.cat([gate, up]), torch.cat(biases) if biases else None)
+def gated(weight: Tensor, bias: Tensor | None, activation: str) -> Activation:
+    """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
+    both = linear(weight, bias)
     act = ACTIVATIONS[activation]
 
     def run(x: Tensor) -> Tensor:

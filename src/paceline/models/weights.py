@@ -37,23 +37,21 @@ class Weights:
 
     def linear(self, parts: Mapping[str, int], width: int) -> Linear:
         """One product for several projections of the same input, biases included where there are any."""
-        weight = [self.get(name + ".weight", (out, width)) for name, out in parts.items()]
-        bias = None
-        if any(name + ".bias" in self for name in parts):
-            bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
-        return linear(weight[0] if len(weight) == 1 else torch.cat(weight), bias)
+        return linear(*self._stacked(parts, width))
 
     def gated(self, parts: Sequence[str], shape: tuple[int, int], activation: str) -> Activation:
         """The first half of a gated MLP: the projections `parts` are gate and up, or one that holds both, to `shape`
         [out, in] each."""
         out, width = shape[0] * 2 // len(parts), shape[1]
-        weight = torch.cat([self.get(name + ".weight", (out, width)) for name in parts])
-        biases = None
+        return gated(*self._stacked(dict.fromkeys(parts, out), width), activation)
+
+    def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor, Tensor | None]:
+        """The projections one above the other, and their biases if any has one."""
+        weight = [self.get(name + ".weight", (out, width)) for name, out in parts.items()]
+        bias = None
         if any(name + ".bias" in self for name in parts):
-            gate_bias, up_bias = torch.cat([self._bias(name, out) for name in parts]).chunk(2)
-            biases = (gate_bias, up_bias)
-        gate, up = weight.chunk(2)
-        return gated(gate, up, biases, activation)
+            bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
+        return weight[0] if len(weight) == 1 else torch.cat(weight), bias
 
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
