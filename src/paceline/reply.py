@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
+from paceline.closing import Closing
 from paceline.engine import Engine, Request
 from paceline.errors import PacelineError
 from paceline.stats import Stats
@@ -74,7 +74,7 @@ class Reply:
         )
 
 
-class Stream(Iterator[Chunk]):
+class Stream(Closing, Iterator[Chunk]):
     """A reply as it grows: iterate over its chunks; close it, or leave its `with` block, to stop early.
 
     `completion` is the reply so far, whole once the iteration has ended.
@@ -113,17 +113,6 @@ class Stream(Iterator[Chunk]):
         self._reply.close()
         self._ready.clear()
 
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
     @property
     def completion(self) -> Completion:
         """What has been handed out so far, as a completion."""
@@ -138,7 +127,7 @@ class Job:
     begin: Callable[[Request | None], Request]
 
 
-class Batch(Iterator[tuple[int, Chunk]]):
+class Batch(Closing, Iterator[tuple[int, Chunk]]):
     """Several replies at once, in ragged rounds: iterate over (index of the reply, chunk).
 
     Up to `width` requests share a pass. Each accepts its own number of tokens; one that ends makes room for the next
@@ -206,17 +195,6 @@ class Batch(Iterator[tuple[int, Chunk]]):
         self._active.clear()
         self._waiting.clear()
         self._ready.clear()
-
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
     @property
     def errors(self) -> dict[int, Exception]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from paceline.closing import Closing
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import KVCache
 from paceline.tree import CHUNK, check, depths, pack, pack_prefix
@@ -61,7 +61,7 @@ class Snapshot:
     _path: tuple[int, ...] = field(repr=False)
 
 
-class Session:
+class Session(Closing):
     """One text over a target, advanced by what you observe and by nothing else. Make one with `LLM.session()`.
 
     The last token of the history is the pending one: row 0 of the next pass. What was scored stays at hand until the
@@ -225,17 +225,6 @@ class Session:
             self._cache.release(self._slot)
         self._cache = None
         self._forget()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Session({len(self._text)} tokens{', closed' if self._cache is None else ''})"
