@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layout import NONE, Layout
+from paceline.layout import Layout, depths
 from paceline.types import Rows
 
 BLOCK = 512
@@ -200,22 +200,14 @@ def _window_mask(count: int, rows: Rows, layouts: Sequence[Layout], window: int,
     """The same [B, T, reach] for a window that has moved on, over a ring that may have wrapped."""
     masks = []
     for length, parents, x in zip(rows.lengths, rows.parents, layouts, strict=True):
-        depths = torch.tensor(_depths(parents[: rows.start + count]))
-        here = length + depths[rows.start :, None]
+        deep = torch.tensor(depths(parents[: rows.start + count]))
+        here = length + deep[rows.start :, None]
         # The position that each column holds of the prefix: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > here - window)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        there = length + depths[[*range(rows.start), *(rows.start + s for s in x.sources)]]
+        there = length + deep[[*range(rows.start), *(rows.start + s for s in x.sources)]]
         visible[:, tail] = x.visible & (there > here - window)
         masks.append(torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf))
     return torch.stack(masks)
-
-
-def _depths(parents: Sequence[int]) -> list[int]:
-    """Rows between each row and the committed prefix."""
-    out: list[int] = []
-    for parent in parents:
-        out.append(0 if parent == NONE else out[parent] + 1)
-    return out

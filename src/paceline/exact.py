@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.protocols import KVCache, Target
 from paceline.stats import Exact
-from paceline.tree import pack, pack_prefix
+from paceline.tree import beside, pack, pack_prefix
 from paceline.types import Draft, Tree, Want
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
@@ -66,10 +66,9 @@ def _filled(target: Target, prefix: list[int]) -> tuple[KVCache, int]:
 
 def _other_ways(path: list[int], trees: bool) -> list[tuple[Draft, list[int]]]:
     """Drafts that hold the path, and the rows where it lies. `trees`: whether the target takes any."""
-    # At every level another sibling first, so that the path has gaps everywhere.
-    tree = Draft(tuple(t for token in path[1:] for t in (path[0], token)), (0, 0, 2, 2, 4, 4, 6, 6))
+    tree, rows = beside(path[1:], path[0])
     return [
         (Draft.chain(path[1:]), [0, 1, 2, 3, 4]),
         (Draft.chain(path[1:] + path * 5), [0, 1, 2, 3, 4]),
-        *([(tree, [0, 2, 4, 6, 8])] if trees else []),
+        *([(tree, [0, *rows])] if trees else []),
     ]

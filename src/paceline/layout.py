@@ -9,6 +9,7 @@ child after the first gets a copy of its parent beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,6 +57,14 @@ def layout_of(parents: tuple[int, ...], length: int, start: int) -> Layout:
         return layout(parents, length % 2)
     rows = tuple(range(len(parents) - start))
     return Layout(rows, rows, ancestors(parents)[start:])
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Rows of this tree between each row and the committed prefix."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent == NONE else out[parent] + 1)
+    return out
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 import torch
 
+from paceline import layout
 from paceline.errors import InvalidOption
 from paceline.layout import NONE
 from paceline.types import Draft, Rows, Tree
@@ -24,10 +25,7 @@ packed bfloat16 products are faster with four rows than with two (LOG.md)."""
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Depth of every row (row 0 is 0), from the parents of nodes 1..N."""
-    out = [0]
-    for parent in parents:
-        out.append(out[parent] + 1)
-    return out
+    return layout.depths((NONE, *parents))
 
 
 def check(draft: Draft) -> None:
@@ -62,6 +60,14 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
                 parents.append(rows[prefix[:-1]])
                 rows[prefix] = len(tokens)
     return Draft(tuple(tokens), tuple(parents))
+
+
+def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
+    """A tree that holds `path`, each token after a sibling `other`, and the rows of the path: what a self-check drafts,
+    since such a path lies with gaps everywhere."""
+    tokens = tuple(t for token in path for t in (other, token))
+    rows = list(range(2, 2 * len(path) + 1, 2))
+    return Draft(tokens, tuple(parent for parent in (0, *rows[:-1]) for _ in range(2))), rows
 
 
 @lru_cache(maxsize=64)

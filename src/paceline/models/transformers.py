@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from paceline.errors import InvalidOption, UnsupportedModel
-from paceline.layout import NONE, ancestors
+from paceline.layout import NONE, ancestors, depths
 from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verifies
@@ -202,10 +202,7 @@ def _context_length(config: Any) -> int:
 @lru_cache(maxsize=256)
 def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(ancestors bool [T, T], depths [T]) of the rows of a tree."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent == NONE else depths[parent] + 1)
-    return ancestors(parents), torch.tensor(depths)
+    return ancestors(parents), torch.tensor(depths(parents))
 
 
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -215,10 +212,10 @@ def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
     visible = torch.zeros(len(rows.slots), count, end, dtype=torch.bool)
     columns = torch.arange(end).repeat(len(rows.slots), 1)
     for slot, (length, parents) in enumerate(zip(rows.lengths, rows.parents, strict=True)):
-        seen, depths = _tree(parents)
+        seen, deep = _tree(parents)
         visible[slot, :, :length] = True
         visible[slot, :, length : length + len(parents)] = seen[rows.start :]
-        columns[slot, length : length + len(parents)] = length + depths
+        columns[slot, length : length + len(parents)] = length + deep
     own = torch.stack([n + _tree(p)[1][rows.start :] for n, p in zip(rows.lengths, rows.parents, strict=True)])
     return visible, own[:, :, None] - columns[:, None]
 

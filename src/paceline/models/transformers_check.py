@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.tree import pack, pack_prefix
+from paceline.tree import beside, pack, pack_prefix
 from paceline.types import Draft, Want
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def _draft(trees: bool, words: list[int]) -> tuple[Draft, list[int]]:
     path = words[3 : 3 + _DEPTH]
     if not trees:
         return Draft.chain(path), list(range(1, _DEPTH + 1))
-    tokens = tuple(t for token in path for t in (words[-1], token))
-    return Draft(tokens, (0, 0, 2, 2, 4, 4, 6, 6)), [2, 4, 6, 8]
+    return beside(path, words[-1])
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor | None) -> str | None:
