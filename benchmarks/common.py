@@ -23,6 +23,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from paceline import Tree
+
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT.parent / "shared" / "data" / "prompts" / "spec_bench_dev.jsonl"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -243,6 +245,12 @@ def _heading(name: str, source: Mapping[str, Any]) -> str:
         f"# {name}, {source['date'][:10]}\n\n`{source['command']}` at {commit}; {machine['cpu']}, "
         f"{machine['cores']} cores, {machine['threads']} threads; {used}.\n"
     )
+
+
+def tree_option(text: str) -> Tree:
+    """An option NODES,DEPTH,BRANCH."""
+    nodes, depth, branch = map(int, text.split(","))
+    return Tree(nodes, depth, branch)
 
 
 def progress(items: Sequence[T], title: str) -> Iterator[T]:

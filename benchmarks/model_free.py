@@ -29,6 +29,7 @@ from common import (
     progress,
     provenance,
     report,
+    tree_option,
     write,
 )
 from peers import Transformers, model_file
@@ -249,11 +250,6 @@ def _claim(ours: dict[str, Any], theirs: dict[str, Any], wanted: float) -> str:
         f"{ours['system']} over {theirs['system']}: {total:.2f}x of all tokens by all seconds, median "
         f"{ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]; wanted {wanted}x"
     )
-
-
-def tree_option(text: str) -> Tree:
-    nodes, depth, branch = map(int, text.split(","))
-    return Tree(nodes, depth, branch)
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from common import RESULTS, Grid, Prompt, load_prompts, pick, progress, provenance, report, write
+from common import RESULTS, Grid, Prompt, load_prompts, pick, progress, provenance, report, tree_option, write
 from torch import Tensor
 
 import paceline
@@ -138,11 +138,6 @@ def _cell(samples: Sequence[Sample]) -> str:
         return "as match"
     low, high = interval(samples)
     return f"{tokens_per_round(samples):.2f} [{low:.2f}, {high:.2f}]"
-
-
-def tree_option(text: str) -> Tree:
-    nodes, depth, branch = map(int, text.split(","))
-    return Tree(nodes, depth, branch)
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
+from paceline.errors import ModelNotFound
 from paceline.models.decoder import Decoder
+from paceline.models.loader import Loaded, load_model
 from paceline.testing import tiny_target
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -25,6 +30,20 @@ def pytest_configure() -> None:
 def toy() -> Decoder:
     """A float64 decoder of 37 tokens: rounding decides nothing."""
     return tiny_target()
+
+
+@contextmanager
+def packaged_model(name: str) -> Iterator[Loaded]:
+    """A real model out of PyPI wheels, on two threads; skips where it cannot be had, but not in CI."""
+    torch.set_num_threads(2)
+    try:
+        yield load_model(name)
+    except ModelNotFound as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{name} cannot be had: {error}")
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

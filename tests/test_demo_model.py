@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 
 import paceline
 from paceline.drafters.make import make_drafter
-from paceline.errors import ModelNotFound
 from paceline.exact import exactness
 from paceline.llm import LLM
-from paceline.models.loader import Loaded, load_model
+from paceline.models.loader import Loaded
 from paceline.sampling import Sampling
 from paceline.types import Tree
+from tests.conftest import packaged_model
 
 pytestmark = pytest.mark.model
 
@@ -32,15 +31,8 @@ WARM = Sampling(max_new_tokens=56, temperature=0.8, top_p=0.95, seed=11)
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Loaded]:
-    torch.set_num_threads(2)
-    try:
-        yield load_model("demo")
-    except ModelNotFound as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"the demo model cannot be had: {error}")
-    finally:
-        torch.set_num_threads(1)
+    with packaged_model("demo") as model:
+        yield model
 
 
 def drafted(demo: Loaded, spec: str, draft: Tree | None) -> LLM:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from paceline.drafters.suffix import Suffix
-from paceline.errors import ModelNotFound
 from paceline.llm import LLM
-from paceline.models.loader import Loaded, load_model
+from paceline.models.loader import Loaded
 from paceline.sampling import Sampling
 from paceline.types import Tree
+from tests.conftest import packaged_model
 
 pytestmark = pytest.mark.model
 
@@ -22,15 +20,8 @@ PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capi
 
 @pytest.fixture(scope="module")
 def gemma() -> Iterator[Loaded]:
-    torch.set_num_threads(2)
-    try:
-        yield load_model("gemma3-270m")
-    except ModelNotFound as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"Gemma cannot be had: {error}")
-    finally:
-        torch.set_num_threads(1)
+    with packaged_model("gemma3-270m") as model:
+        yield model
 
 
 def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded) -> None:

@@ -118,7 +118,6 @@ class SlabCache:
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
         windows = dict.fromkeys(layer.window for layer in layers)
         self.slabs = tuple(Slab(sum(x.window == w for x in layers), w, empty, limit + BLOCK) for w in windows)
-        self._limit = limit
         self._lengths: list[int] = []
         self._prompts: list[int] = []
         self._tops: list[int] = []

@@ -103,7 +103,8 @@ class Engine:
         slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
         request = Request(sampler, stream, stats, slot)
         try:
-            self.cache.truncate(slot, min(request.position, self.cache.lengths[slot]))
+            if like:
+                self.cache.truncate(slot, request.position)
             if self.drafter and like and not begun:
                 self.drafter.fork(request.slot, like.slot, request.text)
             elif self.drafter:

@@ -128,7 +128,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False) -> Stream:
         """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for."""
         sampling = _checked(sampling)
-        tokens = self._fitting(prompt, raw)
+        tokens = self.prompt_ids(prompt, raw=raw)
         return Stream(self.engine, self._start(tokens, sampling))
 
     def batch(
@@ -157,7 +157,7 @@ class LLM:
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             seeded = _checked(how).seeded()
             try:
-                tokens = self._fitting(prompt, raw)
+                tokens = self.prompt_ids(prompt, raw=raw)
             except InvalidPrompt as error:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
@@ -173,7 +173,8 @@ class LLM:
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         return self.engine.start(sampler, text, Stats(sampler.noise.seed, promise(sampler, self.exact)), like)
 
-    def _fitting(self, prompt: Prompt, raw: bool) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """`encode`, for a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
         tokens = self.encode(prompt, raw=raw)
         if len(tokens) >= self.model.target.context_length:
             raise PromptTooLong(

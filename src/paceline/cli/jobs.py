@@ -87,10 +87,11 @@ def write_one_by_one(job: Job, rows: list[Row], quiet: bool) -> int:
 def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: bool) -> int:
     """All rows in one batch, written in their order; returns how many prompts failed."""
     progress = _Progress(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
-    sound = [row for row in rows if _sound(job, row)]
+    prompts = [(row, _prompt_ids(job, row)) for row in rows]
+    sound = [row for row, ids in prompts if ids]
     failed = len(rows) - len(sound)
     progress.advance(0, failed * samples)
-    batch = job.llm.batch([row.prompt for row in sound], job.sampling, n=samples, raw=job.raw, width=width)
+    batch = job.llm.batch([ids for _, ids in prompts if ids], job.sampling, n=samples, width=width)
     written = 0
 
     def write(ended: set[int]) -> None:
@@ -124,14 +125,13 @@ def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: b
     return failed
 
 
-def _sound(job: Job, row: Row) -> bool:
-    """Whether a row can be answered; it says so where not."""
+def _prompt_ids(job: Job, row: Row) -> list[int] | None:
+    """The row's token ids; None, said on stderr, where it cannot be answered."""
     try:
-        job.llm.batch([row.prompt], job.sampling, raw=job.raw).close()
+        return job.llm.prompt_ids(row.prompt, raw=job.raw)
     except InvalidPrompt as error:
         complain(f"row {row.id}: {error}")
-        return False
-    return True
+        return None
 
 
 class _Progress:
