@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -16,6 +17,37 @@ from paceline.cli.options import LoadOptions, Quiet, SamplingOptions, progress_w
 from paceline.cli.prompts import STDIN, Row, read_rows, single_prompt
 from paceline.cli.show import summary
 from paceline.errors import InvalidOption
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How many replies, how many at once, and where they go."""
+
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object per reply: id, token_ids, text, finish_reason, stats."),
+    ] = False
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            help="With --json: each token's log-probability before any sampling option, and the N likeliest tokens.",
+        ),
+    ] = None
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, help="Replies per prompt, which share its prefill.")
+    ] = 1
+    width: Annotated[
+        int,
+        typer.Option(
+            "--batch",
+            metavar="N",
+            min=1,
+            help="Answer so many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
+        ),
+    ] = 1
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None
 
 
 def generate(
@@ -36,31 +68,7 @@ def generate(
             "of turns, the first.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON object per reply: id, token_ids, text, finish_reason, stats."),
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="N",
-            help="With --json: each token's log-probability before any sampling option, and the N likeliest tokens.",
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Replies per prompt, which share its prefill.")
-    ] = 1,
-    width: Annotated[
-        int,
-        typer.Option(
-            "--batch",
-            metavar="N",
-            min=1,
-            help="Answer so many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
-        ),
-    ] = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
+    out: OutputOptions,
     quiet: Quiet = False,
 ) -> None:
     """Write the model's reply to PROMPT, as it comes.
@@ -69,17 +77,17 @@ def generate(
     """
     if prompt is not None and prompts is not None:
         raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
-    if logprobs is not None and not as_json:
+    if out.logprobs is not None and not out.as_json:
         raise InvalidOption("--logprobs has nowhere to go in a text", "Give --json too")
     rows = [Row(None, single_prompt(prompt))] if prompts is None else read_rows(prompts)
-    sampling.check(logprobs=logprobs)
-    _keep_apart(prompts, output)
-    with _destination(output) as file:
+    sampling.check(logprobs=out.logprobs)
+    _keep_apart(prompts, out.output)
+    with _destination(out.output) as file:
         llm = load.load(progress=progress_wanted(quiet))
-        _clear(file, output)
-        job = Job(llm, sampling.of(llm, logprobs=logprobs), raw, as_json, file)
-        if samples > 1 or (width > 1 and prompts is not None):
-            failed = write_together(job, rows, samples, max(width, samples), quiet)
+        _clear(file, out.output)
+        job = Job(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
+        if out.samples > 1 or (out.width > 1 and prompts is not None):
+            failed = write_together(job, rows, out.samples, max(out.width, out.samples), quiet)
         elif prompts is None:
             _one(job, rows[0], quiet)
             return
