@@ -106,6 +106,18 @@ class Target(Protocol):
         ...
 
 
+class Ends(Protocol):
+    """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens, int64 of any shape [...], to what enters layer 0 [..., H], in the target's dtype."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Normed states [..., H] (the tap "final", or what a drafter has for it) to float32 logits [..., V]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request for one draft.

@@ -76,9 +76,7 @@ class Decoder:
         """See `protocols.Target`. One embedding, L layers, one norm, and the head for the rows that want it."""
         attention: Pass = cache.begin(rows)
         ropes = self._ropes(rows, cache)
-        x = F.embedding(rows.tokens, self._embed)
-        if self._embed_scale != 1.0:
-            x = x * self._embed_scale
+        x = self.embed(rows.tokens)
         taps: dict[Tap, Tensor] = {}
         for index, layer in enumerate(self._layers):
             if index in want.taps:
@@ -90,7 +88,12 @@ class Decoder:
         if "final" in want.taps:
             taps["final"] = x
         x = {"all": x, "last": x[:, -1:], "none": x[:, :0]}[want.logits]
-        return Forward(self._logits(x), taps)
+        return Forward(self.logits(x), taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `protocols.Ends`."""
+        x = F.embedding(tokens, self._embed)
+        return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
         """The factors of every kind of rotary embedding, then None for layers without."""
@@ -98,7 +101,8 @@ class Decoder:
         prompts = [cache.prompts[slot] for slot in rows.slots]
         return [*(rotary(rows.positions, highest, prompts) for rotary in self._rotaries), None]
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """See `protocols.Ends`."""
         logits = self._head(x).to(self._precise)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -113,6 +113,18 @@ class CausalLM:
         return Forward(logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32), states)
 
     @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `protocols.Ends`."""
+        with torch.inference_mode():
+            states: Tensor = self.model.get_input_embeddings()(tokens)
+        return states
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See `protocols.Ends`. A cap or scale that the model puts on its logits outside its head is left out."""
+        with torch.inference_mode():
+            logits: Tensor = self.model.get_output_embeddings()(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
     def _plain(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole text in one pass, by nothing but the model."""
         ids = torch.tensor([tokens], device=self.device)

@@ -1,0 +1,102 @@
+"""What a learned drafter is made of: read from any layout by `head_files.py`, run by `drafters/`, made by `train/`.
+
+Tensors travel under one set of names, those of the `speculators` layout:
+
+    eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
+             layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
+             layers.0.mlp.{gate,up,down}_proj.weight, norm.weight, lm_head.weight [draft_vocab, H], d2t [draft_vocab],
+             t2d [vocab]; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+    eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
+             optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
+    medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
+             optional token_map [draft_vocab]
+    block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
+             embedding and head are the target's
+    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: what stands between layer E and the head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.models.config import ModelConfig
+from paceline.types import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858).
+
+    `layer`: the one decoder layer, with the target's vocabulary and a `context_length` that is nobody's limit (the
+    target's counts). `taps`: what it listens to, in order. `norm_before_residual`: the residual stream of the layer is
+    the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their concatenation
+    is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
+    """
+
+    layer: ModelConfig
+    taps: tuple[Tap, ...]
+    target_hidden: int
+    draft_vocab: int
+    version: int = 3
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """Medusa (arXiv 2401.10774): head i guesses the token i + 2 places after the one whose "final" state it sees.
+
+    `layers`: residual SiLU blocks per head. `shared`: the heads end in the target's own output head.
+    """
+
+    hidden: int
+    vocab_size: int
+    heads: int
+    layers: int = 1
+    shared: bool = False
+    paths: tuple[tuple[int, ...], ...] = ()
+    """The static tree, each node by the ranks on its path; () leaves it to the drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """DFlash: `size` tokens (the pending one and masks) are drafted in one pass over the target's hidden states."""
+
+    layer: ModelConfig
+    taps: tuple[Tap, ...]
+    size: int
+    mask_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitConfig:
+    """Early exit after `layers` of the target's layers. `rank`: of the residual adapter before the head, 0 for none."""
+
+    hidden: int
+    layers: int
+    rank: int = 0
+
+
+HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """A learned drafter on disk. `layout`: whose ("speculators", "reference", "sglang", "vllm", "paceline").
+
+    `target`: the model it was trained for, as its config names it, or None. `extra`: the rest of its config that is
+    worth keeping, such as stored acceptance by category.
+    """
+
+    path: Path
+    layout: str
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+    target: str | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)
