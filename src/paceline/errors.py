@@ -59,6 +59,10 @@ class OutOfMemory(PacelineError, MemoryError):
     """The device cannot hold what was asked of it."""
 
 
+class TrainingFailed(PacelineError):
+    """Training cannot go on. What was finished is kept."""
+
+
 class SessionError(PacelineError, ValueError):
     """A session was asked for what it cannot do in the state it is in. It is as it was before."""
 
