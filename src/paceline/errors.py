@@ -55,6 +55,10 @@ class PromptTooLong(InvalidPrompt):
     """The prompt leaves no room for a reply in the model's context."""
 
 
+class InvalidData(PacelineError, ValueError):
+    """A file of training data is malformed, contradicts another, or was made with other options."""
+
+
 class OutOfMemory(PacelineError, MemoryError):
     """The device cannot hold what was asked of it."""
 
