@@ -117,6 +117,10 @@ class Ends(Protocol):
         """Normed states [..., H] (the tap "final", or what a drafter has for it) to float32 logits [..., V]."""
         ...
 
+    def head(self) -> Tensor:
+        """The matrix [V, H] that logits are made with: what a drafter is trained towards."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

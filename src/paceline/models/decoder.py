@@ -107,6 +107,10 @@ class Decoder:
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def head(self) -> Tensor:
+        """See `protocols.Ends`."""
+        return self._head.weight()
+
 
 def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
     """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""

@@ -125,6 +125,11 @@ class CausalLM:
             logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def head(self) -> Tensor:
+        """See `protocols.Ends`."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
+
     def _plain(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole text in one pass, by nothing but the model."""
         ids = torch.tensor([tokens], device=self.device)

@@ -33,6 +33,9 @@ class Document:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
 
 class Selection:
     """Some of the documents, in an order of their own; each is made when it is asked for."""

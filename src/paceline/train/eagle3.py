@@ -62,7 +62,8 @@ class _Attention(nn.Module):
         mixed = (weights[..., :t].flatten(2, 3) @ true[1]).view(q.shape)
         for i, (_, v) in enumerate(own):
             mixed = mixed + weights[..., t + i, None] * v[:, :, None]
-        return self.o_proj(mixed.permute(0, 3, 1, 2, 4).reshape(b, p, -1))
+        out: Tensor = self.o_proj(mixed.permute(0, 3, 1, 2, 4).reshape(b, p, -1))
+        return out
 
 
 class _MLP(nn.Module):
@@ -147,14 +148,14 @@ class Eagle3(Recipe):
 
     module: Head
 
-    def __init__(self, config: EagleConfig, target: Ends, head: Tensor, vocabulary: Tensor, steps: int = 5) -> None:
-        """`head` [V, H], the target's own output matrix; `vocabulary` [draft_vocab], ascending target ids."""
+    def __init__(self, config: EagleConfig, target: Ends, vocabulary: Tensor, steps: int) -> None:
+        """`vocabulary` [draft_vocab]: ascending ids of the target."""
         self.taps, self.steps = config.taps, steps
         self.module = Head(config)
         self._config, self._target = config, target
-        self._teacher = Teacher(target, head, vocabulary)
+        self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
-            self.module.lm_head.weight.copy_(head[vocabulary])
+            self.module.lm_head.weight.copy_(self._teacher.kept)
 
     @property
     def config(self) -> EagleConfig:

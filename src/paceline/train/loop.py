@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -93,7 +93,7 @@ class Trainer:
         """`identity`: names the data and the recipe; a checkpoint of another one is refused."""
         self._recipe, self._states, self._held, self._plan = recipe, states, held, plan
         self._path = folder / CHECKPOINT
-        self._identity = f"{identity} {asdict(plan) | dict(every=0, evaluate=0, held=0)}"
+        self._identity = f"{identity} {replace(plan, every=0, evaluate=0, held=0)}"
         self._report = report
         self._micro = plan.batch
         self._device = next(recipe.module.parameters()).device
@@ -184,7 +184,7 @@ class Trainer:
         for part in batch.split(self._micro):
             guesses = self._guess(part)
             loss = guesses.loss / answers
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
             counts += guesses.counts
         return total, counts

@@ -122,10 +122,10 @@ class Taught:
 class Teacher:
     """The target's head, over the tokens that a drafter knows."""
 
-    def __init__(self, target: Ends, head: Tensor, vocabulary: Tensor) -> None:
-        """`head` [V, H], the target's output matrix; `vocabulary` [K], ascending target ids."""
-        self.vocabulary = vocabulary
-        self._target, self._kept = target, head[vocabulary]
+    def __init__(self, target: Ends, vocabulary: Tensor) -> None:
+        """`vocabulary` [K]: ascending ids. `kept` [K, H]: their rows of the target's head."""
+        self._target, self.vocabulary = target, vocabulary
+        self.kept = target.head()[vocabulary]
 
     @torch.no_grad()
     def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:
@@ -133,7 +133,7 @@ class Teacher:
         steps, (_, places) = len(answered.real), answered.pending.shape
         columns = answered.pending[:, :1] + torch.arange(places + steps - 1, device=answered.pending.device)
         states = take(batch.states["final"], columns)
-        scores = F.linear(states, self._kept.to(states.dtype)).float()
+        scores = F.linear(states, self.kept.to(states.dtype)).float()
         if not exact:
             return Taught(scores, self.vocabulary[scores.argmax(-1)])
         return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
