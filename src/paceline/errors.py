@@ -39,6 +39,14 @@ class AdapterMismatch(PacelineError):
     """An adapter changes modules that its base model lacks or has in other shapes."""
 
 
+class HeadMismatch(PacelineError):
+    """A learned drafter was made for another target, or is of another kind than its name says."""
+
+
+class CannotWrite(PacelineError, OSError):
+    """A file could not be written: no space, no permission, no such folder. Nothing half-written was left behind."""
+
+
 class TokenizerMismatch(PacelineError):
     """Target and draft model do not share one vocabulary."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -106,8 +106,14 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Ends(Protocol):
     """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are: the taps are 0 to layers - 1, and "final"."""
+        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens, int64 of any shape [...], to what enters layer 0 [..., H], in the target's dtype."""

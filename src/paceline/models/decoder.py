@@ -65,6 +65,10 @@ class Decoder:
     def context_length(self) -> int:
         return self.config.context_length
 
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
     def new_cache(self) -> KVCache:
         c = self.config
         scale = c.query_scale or c.head_dim**-0.5

@@ -60,6 +60,7 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = self._config.vocab_size
+        self.layers: int = self._config.num_hidden_layers
         key = (self.dtype, self.device, self._config._attn_implementation)
         known = _SETTLED.setdefault(model, {})
         if key not in known:
