@@ -47,6 +47,9 @@ class Selection:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def first(self, count: int | None) -> Selection:
+        return Selection(self._rows[:count], self._make)
+
     def __getitem__(self, index: int) -> Document:
         return self._make(int(self._rows[range(len(self))[index]]))
 
@@ -68,9 +71,11 @@ class Documents:
         answer_tokens: int = 192,
         max_length: int = 2048,
         seed: int = 0,
+        limit: int | None = None,
     ) -> None:
         """`answer_tokens`: how long the answers could become, for those that do not say whether they ended.
-        `max_length`: what a longer document is cut to (`cut`), in tokens.
+        `max_length`: what a longer document is cut to (`cut`), in tokens. `limit`: train on so many at most, the first
+        of their order.
 
         Raises `InvalidData` naming file and line, `InvalidOption`, `OSError`. Every line is checked once, here; a
         prompt that the chat template refuses shows when it is asked for, as `InvalidPrompt`.
@@ -87,6 +92,7 @@ class Documents:
         asked = torch.frombuffer(self._asked, dtype=torch.int64)
         held = torch.from_numpy(prompts.held.copy())[asked]
         self.train, self.held = (self._select(part, seed) for part in (~held, held))
+        self.train = self.train.first(limit)
         options = [answer_tokens, max_length, seed, *llm.model.eos]
         parts = [prompts.digest, self._answers.digest, llm.tokenizer.digest, options]
         self.digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

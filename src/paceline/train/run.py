@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from paceline.llm import LLM
 from paceline.models.head_fit import fingerprint
 from paceline.models.head_write import write_head
 from paceline.models.heads import HeadFile
-from paceline.train import answers, loop
+from paceline.train import answers as writing
+from paceline.train import loop
 from paceline.train.card import card
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, Wish
@@ -37,8 +37,9 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class Order:
     """What to train. `target`: what the user called it. `prompts`: None lets the target make `own_prompts` of its own.
-    `answers`: of the target to these prompts; None lets it write them. `documents`: use so many at most. `cache`: GiB of
-    hidden states that may lie on disk between epochs. `layout`: see `head_write.LAYOUTS`; None is the kind's own.
+    `answers`: the target's to these prompts; None lets it write them. `documents`: use so many at most. `cache`: GiB
+    of hidden states that may lie on disk between epochs. `layout`: see `head_write.LAYOUTS`; None is the kind's own.
+    `command`: for the model card.
     """
 
     target: str
@@ -55,7 +56,8 @@ class Order:
     steps: int = 5
     cache: float = 8.0
     layout: str | None = None
-    writing: answers.Plan = field(default_factory=answers.Plan)
+    command: str = "paceline.train.run.train(llm, order)"
+    mix: writing.Plan = field(default_factory=writing.Plan)
     plan: loop.Plan = field(default_factory=loop.Plan)
 
     @property
@@ -79,9 +81,8 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
 
     Raises `PacelineError`.
     """
+    check(order)
     listener = listener or Listener()
-    if order.kind not in KINDS:
-        raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
     order.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(order.plan.seed)
     documents = _documents(llm, order, listener)
@@ -101,10 +102,23 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     }
     head = HeadFile(order.out, order.layout or "", recipe.config, recipe.tensors(), order.target, extra=extra)
     write_head(order.out, head, order.layout)
-    (order.out / "README.md").write_text(card(order, report, documents, covered), encoding="utf-8")
+    (order.out / "README.md").write_text(card(order, report, len(states), len(held), covered), encoding="utf-8")
     for kept in (*order.work.glob("states-*"), *order.work.glob("held-*")):
         shutil.rmtree(kept)
     return report
+
+
+def check(order: Order) -> None:
+    """Raises `InvalidOption` for what can be seen to be wrong before anything is loaded."""
+    if order.kind not in KINDS:
+        raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
+    if order.answers is not None and order.prompts is None:
+        raise InvalidOption("--answers without --prompts are answers to nothing", "Name the prompts' file too")
+    if not (0 < order.plan.epochs < 1e6 and 0 < order.plan.rate < 1):
+        raise InvalidOption(
+            f"{order.plan.epochs:g} epochs at a rate of {order.plan.rate:g} are not possible",
+            "Give epochs above 0 and a rate between 0 and 1",
+        )
 
 
 def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
@@ -116,12 +130,12 @@ def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
     said = order.answers or order.work / "answers.jsonl"
     if order.answers is None:
         listener.stage("the target answers")
-        write_answers(llm, prompts, said, order.writing, listener.writing)
+        write_answers(llm, prompts, said, order.mix, listener.writing)
     return Documents(
         llm,
         prompts,
         said,
-        answer_tokens=order.writing.answer_tokens,
+        answer_tokens=order.mix.answer_tokens,
         max_length=min(order.max_length, llm.model.target.context_length),
         seed=order.plan.seed,
         limit=order.documents,
@@ -132,6 +146,7 @@ def _vocabulary(llm: LLM, order: Order, documents: Documents, listener: Listener
     """The tokens to draft from, and the share of the answers' tokens that they cover; all, unless a size is wished."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size
-    counts = count((d.answer for d in islice(documents.train, COUNTED)), size)
+    learnt = documents.train.first(COUNTED)
+    counts = count((learnt[i].answer for i in range(len(learnt))), size)
     chosen = choose(counts, order.vocabulary or size, llm.model.eos)
     return chosen, coverage(counts, chosen)

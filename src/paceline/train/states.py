@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.protocols import Target
-from paceline.train.documents import Document
+from paceline.train.documents import Document, Selection
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64
@@ -77,7 +77,7 @@ class States:
     def __init__(
         self,
         target: Target,
-        documents: Sequence[Document],
+        documents: Selection,
         taps: Sequence[Tap],
         folder: Path | None = None,
         limit: int = 0,
