@@ -29,6 +29,13 @@ def default_taps(layers: int) -> tuple[Tap, ...]:
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 
+class Norm(nn.RMSNorm):
+    """In float32, whatever comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 class _Attention(nn.Module):
     """Grouped-query attention of drafts: over the true rows of their document, then over their own."""
 
@@ -83,9 +90,9 @@ class _Layer(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps), nn.RMSNorm(c.hidden, c.norm_eps)
+        self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
         self.self_attn = _Attention(c)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
         self.mlp = _MLP(c)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -99,16 +106,16 @@ class Head(nn.Module):
         super().__init__()
         c = config.layer
         self.config = config
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden, c.norm_eps) for _ in config.taps)
+        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in config.taps)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden, c.hidden, bias=False)
         self.layers = nn.ModuleList([_Layer(c)])
-        self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.norm = Norm(c.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
     def fuse(self, batch: Batch) -> Tensor:
         """The taps [B, T, H] that every row begins from."""
-        parts = [norm(batch.states[tap].float()) for norm, tap in zip(self.fc_norm, self.config.taps, strict=True)]
+        parts = [norm(batch.states[tap]) for norm, tap in zip(self.fc_norm, self.config.taps, strict=True)]
         return self.fc(torch.cat(parts, -1))  # type: ignore[no-any-return]
 
     def forward(self, embedded: Tensor, fused: Tensor, pending: Tensor, steps: int) -> list[Tensor]:
@@ -156,6 +163,9 @@ class Eagle3(Recipe):
         self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
             self.module.lm_head.weight.copy_(self._teacher.kept)
+            # Logits of a standard deviation of 1 to begin with: at the target's own scale, those of a head that knows
+            # nothing yet are confident nonsense, and much of the training would go into unlearning them.
+            self.module.norm.weight.fill_(1 / (self._teacher.kept.float().std() * config.layer.hidden**0.5))
 
     @property
     def config(self) -> EagleConfig:
@@ -164,7 +174,7 @@ class Eagle3(Recipe):
     def guess(self, batch: Batch) -> Guesses:
         answered = Answered.of(batch, self.steps)
         taught = self._teacher.of(batch, answered, exact=not self.module.training)
-        embedded = self._target.embed(batch.tokens).clone()  # made in inference mode, which autograd refuses
+        embedded = self._target.embed(batch.tokens).float().clone()  # autograd refuses what inference mode made
         outputs = self.module(embedded, self.module.fuse(batch), answered.pending, self.steps)
         tally = Tally(self._teacher, taught, answered, _DECAY)
         for output, real in zip(outputs, answered.real, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -247,7 +248,13 @@ class Trainer:
     def _resume(self) -> None:
         if not self._path.exists():
             return
-        kept = torch.load(self._path, map_location=self._device, weights_only=True)
+        try:
+            kept = torch.load(self._path, map_location=self._device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise TrainingFailed(
+                f"the checkpoint {self._path} cannot be read ({str(error).splitlines()[0]})",
+                "Delete it to begin anew; answers and hidden states are kept",
+            ) from error
         if kept["identity"] != self._identity:
             raise InvalidOption(
                 f"{self._path} was made with other options or other data",

@@ -20,6 +20,9 @@ from paceline.types import Rows, Tap, Want
 SHARD = 64
 """Documents that are computed, kept and read together."""
 
+_HEADER = 4096
+"""Bytes of a shard's file besides its tensors, at most."""
+
 _PASS = 4096
 """Tokens of one target pass at most: more are no faster, and logits are never asked for."""
 
@@ -160,7 +163,7 @@ def _write(path: Path, studied: Sequence[Studied], room: int) -> int:
     tensors["tokens"] = torch.cat([s.tokens for s in studied]).to(torch.int32)
     tensors["lengths"] = torch.tensor([len(s.tokens) for s in studied])
     tensors["prompts"] = torch.tensor([s.prompt for s in studied])
-    if sum(t.nbytes for t in tensors.values()) > room:
+    if sum(t.nbytes for t in tensors.values()) + _HEADER > room:
         return 0
     torn = path.with_suffix(".part")
     try:
