@@ -51,7 +51,7 @@ def write_prompts(
     with Journal(path) as journal:
         writer = _Writer(llm, turn, journal, seed, Progress(count), on_progress)
         Lines(path, writer.recall)
-        while writer.progress.kept + writer.progress.written < count:
+        while writer.progress.done < count:
             writer.write(GROUP * width, width)
     return writer.progress
 
@@ -116,7 +116,7 @@ class _Writer:
         """So many texts more, of which the useful ones are written in their order."""
         numbers = range(self.next, self.next + tries)
         for number, completion in zip(numbers, self._complete(numbers, width), strict=True):
-            if self.progress.kept + self.progress.written == self.progress.total:
+            if self.progress.done >= self.progress.total:
                 return
             self._take(number, completion)
         self.next += tries

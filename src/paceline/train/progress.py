@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Progress:
     """Counted while it goes on. `total`: wanted altogether; `kept`: there from before; `written`: by this run;
-    `skipped`: not to be had. `tokens`: written by this run, those of unfinished texts too."""
+    `skipped`: tried without success. `tokens`: written by this run, those of unfinished texts too."""
 
     total: int
     kept: int = 0
@@ -21,7 +21,8 @@ class Progress:
 
     @property
     def done(self) -> int:
-        return self.kept + self.written + self.skipped
+        """So many of `total` are there."""
+        return self.kept + self.written
 
     @property
     def seconds(self) -> float:

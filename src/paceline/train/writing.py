@@ -47,7 +47,7 @@ def write_answers(
             writer.answer(group)
     if not slots.filled:
         raise InvalidData(f"none of the {len(prompts)} prompts could be answered ({writer.why})", "Give other prompts")
-    if progress.done == progress.total:
+    if progress.done + progress.skipped == progress.total:
         slots.sort()
     return progress
 
