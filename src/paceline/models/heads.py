@@ -37,8 +37,8 @@ class EagleConfig:
     `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is what the file says (2048 in
     many published ones) and nobody's limit: the target's counts. `taps`: what it listens to, in order; () in a file
     that leaves it to the target, which `head_fit.fits` then names. `norm_before_residual`: the residual stream of the
-    layer is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their concatenation
-    is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
+    layer is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
+    concatenation is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
     """
 
     layer: ModelConfig
