@@ -16,7 +16,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 _AGAIN = "Fetch the head again"
 _INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
-_MAPS = ("d2t", "t2d", "token_map")
+MAPS = ("d2t", "t2d", "token_map")
+"""Tensors that say which tokens the rows of a smaller vocabulary are."""
 
 
 def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
@@ -107,7 +108,7 @@ def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
         raise CorruptModel(f"the head {where} lacks {missing[0]}", _AGAIN)
     if unknown := [name for name in tensors if name not in needed and name not in allowed]:
         raise CorruptModel(
-            f"the head {where} holds {len(unknown)} tensors that its config does not account for ({unknown[0]}, ...)",
+            f"the head {where} holds {unknown[0]}, which its config does not account for",
             "Config and weights are of different heads; fetch it again",
         )
     for name, tensor in tensors.items():
@@ -121,7 +122,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
             f"{name} of the head {where} has shape {tuple(tensor.shape)} where its config means {shape}",
             "Config and weights are of different heads; fetch it again",
         )
-    if name in _MAPS:
+    if name in MAPS:
         if tensor.dtype not in _INTEGERS:
             raise CorruptModel(f"{name} of the head {where} is {tensor.dtype}, and it maps tokens", _AGAIN)
     elif tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

@@ -21,7 +21,7 @@ from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig
 from paceline.models.families import read_config
 from paceline.models.files import read_json, resolve
-from paceline.models.head_check import check_tensors
+from paceline.models.head_check import MAPS, check_tensors
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 from paceline.types import Tap
 
@@ -101,17 +101,19 @@ def open_head(
 
 
 def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
-    """With token maps in the types that the rest counts on, and t2d made from d2t where it is missing."""
+    """With token maps in the types that the rest counts on, and d2t and t2d made from each other where one is missing.
+
+    Maps that are none (not whole numbers, not one row) are left for `check_tensors` to name.
+    """
     whole = dict(tensors)
-    for name in whole.keys() & {"d2t", "token_map"}:
-        whole[name] = whole[name].long()
-    if "t2d" in whole:
-        whole["t2d"] = whole["t2d"].bool()
-    elif "d2t" in whole and isinstance(config, EagleConfig):
-        vocab = config.layer.vocab_size
-        marks = torch.zeros(vocab, dtype=torch.bool)
-        whole["t2d"] = marks.index_fill(0, (torch.arange(len(whole["d2t"])) + whole["d2t"]).clamp(0, vocab - 1), True)
-    if "d2t" not in whole and whole.get("t2d") is not None:
+    maps = {name: x for name, x in tensors.items() if name in MAPS and x.dim() == 1 and not x.is_floating_point()}
+    for name, tensor in maps.items():
+        whole[name] = tensor.bool() if name == "t2d" else tensor.long()
+    if "d2t" in maps and "t2d" not in tensors and isinstance(config, EagleConfig):
+        tokens = torch.arange(len(whole["d2t"])) + whole["d2t"]
+        marks = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+        whole["t2d"] = marks.index_fill(0, tokens.clamp(0, len(marks) - 1), True)
+    if "t2d" in maps and "d2t" not in tensors:
         tokens = whole["t2d"].nonzero().flatten()
         whole["d2t"] = tokens - torch.arange(len(tokens))
     return whole
@@ -317,7 +319,9 @@ def _read_speculators_dflash(folder: _Folder) -> Found:
 def _block(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw) -> BlockConfig:
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
         raise CorruptModel(f"config.json of the head {folder.path} gives a block_size of {size!r}", _AGAIN)
-    return BlockConfig(replace(layer, tied=False), taps, size, folder.number("mask_token_id", own))
+    windows = any(x.window for x in layer.plan)
+    layer = replace(layer, tied=False, special=layer.special if windows else ())
+    return BlockConfig(layer, taps, size, folder.number("mask_token_id", own))
 
 
 def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:

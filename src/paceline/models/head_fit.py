@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-import paceline
 from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.models.config import ModelConfig
 from paceline.models.files import read_json
-from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, taps_of
+from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.models.loader import Loaded
 from paceline.protocols import Ends
 from paceline.types import Tap
@@ -84,7 +83,7 @@ def _expects(config: HeadConfig) -> tuple[int, int | None]:
         return config.target_hidden, config.layer.vocab_size
     if isinstance(config, BlockConfig):
         return config.layer.hidden, config.layer.vocab_size
-    return config.hidden, getattr(config, "vocab_size", None)
+    return config.hidden, config.vocab_size if isinstance(config, MedusaConfig) else None
 
 
 def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
@@ -115,7 +114,7 @@ def same_target(one: str, other: str) -> bool:
     return bin(int(signs, 16) ^ int(signs2, 16)).count("1") <= _ALIKE * 4 * len(signs)
 
 
-TRAINED = Path(paceline.__file__).parent / "trained"
+TRAINED = Path(__file__).parents[1] / "trained"
 """Heads that come with Paceline, a folder each."""
 
 

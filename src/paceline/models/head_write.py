@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
 from paceline.models.head_check import check_tensors
-from paceline.models.head_files import complete
+from paceline.models.head_files import complete, holds_head
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, kind_of
 
 Raw = dict[str, Any]
@@ -66,32 +66,33 @@ def write_head(folder: str | Path, head: HeadFile, layout: str | None = None) ->
 
 
 def _replace(folder: Path, written: Written) -> None:
-    if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
+    if folder.exists() and not (holds_head(folder) or (folder.is_dir() and not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
-    fresh = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        _fill(fresh / "new", written)
-        if folder.exists():
-            folder.rename(fresh / "old")
-        (fresh / "new").rename(folder)
-    except Exception as error:  # OSError, and whatever safetensors and torch make of one
-        if fresh and (fresh / "old").exists() and not folder.exists():
-            with suppress(OSError):
-                (fresh / "old").rename(folder)
+        beside: Any = {"dir": folder.parent, "prefix": f".{folder.name}."}
+        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as at:
+            _fill(Path(at, "new"), written)
+            _swap(folder, Path(at))
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CannotWrite(
-            f"cannot write the head {folder} ({reason})", "Check free disk space and permissions"
-        ) from error
-    finally:
-        if fresh:
-            shutil.rmtree(fresh, ignore_errors=True)
+        cause = f"cannot write the head {folder} ({reason})"
+        raise CannotWrite(cause, "Check free disk space and permissions") from error
+
+
+def _swap(folder: Path, at: Path) -> None:
+    """`at`/new becomes `folder`. If that fails, what was there before is there again."""
+    if folder.exists():
+        folder.rename(at / "old")
+    try:
+        (at / "new").rename(folder)
+    except BaseException:
+        if (at / "old").exists():
+            (at / "old").rename(folder)
+        raise
 
 
 def _fill(folder: Path, written: Written) -> None:
-    from safetensors.torch import save_file
-
     folder.mkdir()
     # Copies: safetensors refuses tensors that share memory, and torch would store all of it.
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in written.tensors.items()}
