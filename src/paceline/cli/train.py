@@ -61,6 +61,13 @@ def train(
         int | None,
         typer.Option("--ffn", min=1, help="Feed-forward width; without it, the target's.", rich_help_panel=_HEAD),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="Of the target, before an early exit.", rich_help_panel=_HEAD),
+    ] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", min=1, help="Of an early exit's adapter.", rich_help_panel=_HEAD)
+    ] = 256,
     layout: Annotated[
         str | None, typer.Option("--layout", help="speculators, sglang, reference, vllm...", rich_help_panel=_HEAD)
     ] = None,
@@ -96,6 +103,8 @@ def train(
         documents=documents,
         vocabulary=vocabulary,
         ffn=ffn,
+        layers=layers,
+        rank=rank,
         steps=steps,
         cache=cache,
         layout=layout,

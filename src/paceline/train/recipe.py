@@ -148,6 +148,15 @@ class Tally:
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
 
+    def once(self, logits: Tensor) -> None:
+        """`logits` [N, K]: of a drafter without steps, at the real places of the first: what it says after each
+        pending token. The later steps of a draft are then the first ones of the places after it."""
+        self.add(logits)
+        first = F.pad(self._right[0], (0, len(self._answered.real) - 1))
+        places = self._answered.pending.shape[1]
+        for step in range(1, len(self._answered.real)):
+            self._right.append(first[:, step : step + places] & self._answered.real[step])
+
     def add(self, logits: Tensor) -> None:
         """`logits` [N, K]: the next step's, at its real places in order. The loss is the cross-entropy against the
         target's distribution over the same tokens."""

@@ -53,6 +53,8 @@ class Order:
     vocabulary: int | None = None
     ffn: int | None = None
     taps: tuple[Tap, ...] | None = None
+    layers: int | None = None
+    rank: int = 256
     steps: int = 5
     cache: float = 8.0
     layout: str | None = None
@@ -87,7 +89,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     torch.manual_seed(order.plan.seed)
     documents = _documents(llm, order, listener)
     vocabulary, covered = _vocabulary(llm, order, documents, listener)
-    recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn))
+    recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn, order.layers, order.rank))
     listener.stage(f"training {order.kind}")
     limit, name = int(order.cache * GIB), documents.digest[:12]
     states = States(llm.model.target, documents.train, recipe.taps, order.work / f"states-{name}", limit)
