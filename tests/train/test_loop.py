@@ -10,7 +10,7 @@ from paceline.train.recipe import Guesses, walk
 from paceline.train.states import States
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
-PLAN = Plan(epochs=1, batch=4, rate=3e-3, every=1e9, evaluate=1e9)
+PLAN = Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
 
 
 class Stop(Exception):

@@ -43,5 +43,5 @@ def recipe(steps: int = 3, vocabulary: int = 30, seed: int = 0, **flags: bool) -
 def trainer(folder: Path, plan: Plan | None = None, count: int = 96, identity: str = "toy", **more: object) -> Trainer:
     states = States(TARGET, selection(documents(count)), TAPS)
     held = States(TARGET, selection(documents(16, seed=1)), TAPS)
-    plan = plan or Plan(epochs=1, batch=4, rate=3e-3, every=1e9, evaluate=1e9)
+    plan = plan or Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
     return Trainer(recipe(), states, held, plan, folder, identity, **more)  # type: ignore[arg-type]

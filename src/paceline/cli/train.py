@@ -76,7 +76,7 @@ def train(
     ] = 5,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the data.", rich_help_panel=_LOOP)] = 1.0,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Documents per step.", rich_help_panel=_LOOP)] = 4,
-    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", rich_help_panel=_LOOP)] = 1e-3,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", rich_help_panel=_LOOP)] = 2e-3,
     seed: Annotated[int, typer.Option("--seed", help="Of data, order and weights.", rich_help_panel=_LOOP)] = 0,
     quiet: Quiet = False,
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory
+from paceline.train.optimizer import Optimizer
 from paceline.train.recipe import Guesses, Recipe, walk
 from paceline.train.states import Batch, States
 
@@ -22,14 +23,14 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to train. `epochs`: passes over the documents, a part of one too. `batch`: documents per step. `rate`: of
-    AdamW's matrices, after `warmup` and before `cooldown` (shares of the whole). `every`: seconds between checkpoints.
+    """How to train. `epochs`: passes over the documents, a part of one too. `batch`: documents per step. `rate`: see
+    `Optimizer`; full after `warmup` and before `cooldown` (shares of the whole). `every`: seconds between checkpoints.
     `evaluate`: seconds between looks at held-out documents, of which `held` are used.
     """
 
     epochs: float = 1.0
     batch: int = 4
-    rate: float = 1e-3
+    rate: float = 2e-3
     warmup: float = 0.01
     cooldown: float = 0.6
     clip: float = 1.0
@@ -98,8 +99,7 @@ class Trainer:
         self._report = report
         self._micro = plan.batch
         self._device = next(recipe.module.parameters()).device
-        self._optimizer = torch.optim.AdamW(recipe.groups(plan.rate), betas=(0.9, 0.95), weight_decay=0.0)
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._optimizer = Optimizer(recipe.module, plan.rate)
         self._total = int(plan.epochs * len(states))
         self._progress = _Progress()
         self._resume()
@@ -152,9 +152,6 @@ class Trainer:
             epoch += 1
 
     def _step(self, batch: Batch) -> None:
-        rate = self._schedule()
-        for group, full in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = full * rate
         self._recipe.module.train()
         loss, counts = self._accumulate(batch)
         norm = torch.nn.utils.clip_grad_norm_(self._recipe.module.parameters(), self._plan.clip)
@@ -163,7 +160,7 @@ class Trainer:
                 f"the loss became {loss}, its gradient {norm.item()}, after {self._progress.documents} documents",
                 f"Use a lower --rate, and go on from the last checkpoint in {self._path.parent}",
             )
-        self._optimizer.step()
+        self._optimizer.step(self._schedule())
         self._progress.count(loss, counts, len(batch))
 
     def _accumulate(self, batch: Batch) -> tuple[float, Tensor]:

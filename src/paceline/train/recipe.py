@@ -51,12 +51,6 @@ class Recipe(ABC):
     def guess(self, batch: Batch) -> Guesses:
         """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
 
-    def groups(self, rate: float) -> list[dict[str, object]]:
-        """Parameter groups of AdamW: vectors (norms) learn faster than matrices and never decay."""
-        vectors = [p for p in self.module.parameters() if p.requires_grad and p.ndim < 2]
-        matrices = [p for p in self.module.parameters() if p.requires_grad and p.ndim >= 2]
-        return [{"params": matrices, "lr": rate}, {"params": vectors, "lr": 3 * rate, "weight_decay": 0.0}]
-
     def tensors(self) -> dict[str, Tensor]:
         """What is written, under the names of `models/heads.py`, in bfloat16 where it is a weight."""
         return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
