@@ -83,10 +83,11 @@ class Reference:
         return mixed.transpose(0, 1).reshape(n, -1) @ self.t["layers.0.self_attn.o_proj.weight"].T
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotary embedding by complex numbers: row t turns t times."""
+        """Rotary embedding by complex numbers: row t turns t times. Angles are float32, as in training."""
         half = x.shape[-1] // 2
-        speeds = self.config.layer.rope.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        turns = torch.polar(torch.ones(x.shape[1], half).double(), torch.arange(x.shape[1])[:, None] * speeds)
+        speeds = 1 / self.config.layer.rope.theta ** (torch.arange(half) / half)
+        angles = torch.arange(x.shape[1])[:, None] * speeds
+        turns = torch.complex(angles.cos().double(), angles.sin().double())
         turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turns
         return torch.cat([turned.real, turned.imag], -1)
 
