@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -24,7 +25,7 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import Oracle, eagle_config, eagle_tensors, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
@@ -32,6 +33,7 @@ from tests.test_tree import drafts
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -41,6 +43,8 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
+    "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
@@ -281,7 +285,8 @@ def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]
-    engine = Engine(toy, Stack([Suffix(), DraftModel(OTHER, 37)]), Tree(6, 3, 2))
+    eagle = Eagle(EAGLE, eagle_tensors(EAGLE), toy)
+    engine = Engine(toy, Stack([Suffix(), eagle, DraftModel(OTHER, 37)]), Tree(6, 3, 2))
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)
