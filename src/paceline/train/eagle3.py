@@ -106,7 +106,8 @@ class Head(nn.Module):
         super().__init__()
         c = config.layer
         self.config = config
-        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in config.taps)
+        normed = config.taps if config.fc_norm else ()
+        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in normed)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden, c.hidden, bias=False)
         self.layers = nn.ModuleList([_Layer(c)])
         self.norm = Norm(c.hidden, c.norm_eps)
@@ -115,7 +116,9 @@ class Head(nn.Module):
 
     def fuse(self, batch: Batch) -> Tensor:
         """The taps [B, T, H] that every row begins from."""
-        parts = [norm(batch.states[tap]) for norm, tap in zip(self.fc_norm, self.config.taps, strict=True)]
+        parts = [batch.states[tap].float() for tap in self.config.taps]
+        if self.config.fc_norm:
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return self.fc(torch.cat(parts, -1))  # type: ignore[no-any-return]
 
     def forward(self, embedded: Tensor, fused: Tensor, pending: Tensor, steps: int) -> list[Tensor]:
