@@ -106,7 +106,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     write_head(order.out, head, order.layout)
     (order.out / "README.md").write_text(card(order, report, len(states), len(held), covered), encoding="utf-8")
     for kept in (*order.work.glob("states-*"), *order.work.glob("held-*")):
-        shutil.rmtree(kept)
+        shutil.rmtree(kept, ignore_errors=True)
     return report
 
 
