@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -24,14 +25,16 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import TINY_MEDUSA, Oracle, fitted_medusa, medusa_tensors, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
+from tests.toys import toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+LOADED = replace(toy_model(), target=TOY)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -42,6 +45,8 @@ DRAFTERS: dict[str, Make] = {
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
+    "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
+    "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),

@@ -37,7 +37,8 @@ class Medusa(Drafter):
     taps: tuple[Tap, ...] = ("final",)
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
-        """`tensors`: see `models/heads.py`. Raises `CorruptModel`, and `InvalidOption` for a target they do not fit."""
+        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
+        `UnsupportedModel` for a target without ends."""
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target.target), config.heads, config.paths
         self.draft = Tree(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
@@ -62,19 +63,23 @@ class Medusa(Drafter):
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)
 
-    @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         shapes = [self._shape(ask) for ask in asks]
         able = [i for i, shape in enumerate(shapes) if shape.widths]
         drafts = [Draft()] * len(asks)
         if not able:
             return drafts
-        states = torch.stack([self._states[asks[i].slot] for i in able])
         deepest = max(len(shapes[i].widths) for i in able)
-        logits = self._heads.logits(self._heads.states(states, deepest)).cpu()
+        logits = self._logits([asks[i].slot for i in able], deepest)
         for line, i in enumerate(able):
             drafts[i] = shapes[i].draft(_rank(asks[i], logits[:, line], shapes[i].widths))
         return drafts
+
+    @torch.inference_mode()
+    def _logits(self, slots: Sequence[int], heads: int) -> Tensor:
+        """[heads, R, V] on the host, from one pass for all slots."""
+        states = torch.stack([self._states[slot] for slot in slots])
+        return self._heads.logits(self._heads.states(states, heads)).cpu()
 
     def _hear(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
         # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.errors import CorruptModel, InvalidOption
+from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import MedusaConfig
 from paceline.models.weights import Weights
 from paceline.protocols import Ends, Target
@@ -24,12 +24,12 @@ class MedusaHeads:
     """All heads at once, in the target's dtype and on its device."""
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Target) -> None:
-        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for missing, misshapen or unknown ones,
-        `InvalidOption` for a target that they do not fit."""
+        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for missing, misshapen or unknown ones
+        and for a target that they do not fit, `UnsupportedModel` for a target without ends."""
         ends = _borrow(target)
         like = ends.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
         if like.shape[-1] != config.hidden:
-            raise InvalidOption(
+            raise CorruptModel(
                 f"Medusa heads for hidden states of {config.hidden} do not fit a target of {like.shape[-1]}",
                 "Use heads that were trained for this target",
             )
@@ -55,9 +55,10 @@ class MedusaHeads:
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
         # vLLM's files may hold all rows, of which the map then chooses; without a map the last may be padding.
         chosen = slice(rows) if len(ids) == rows else ids
-        self._outs = [linear(weights.get(name, (rows, config.hidden))[chosen]) for name in names]
+        found = [weights.get(name, (rows, config.hidden))[chosen] for name in names]
+        self._outs = [linear(weight) for weight in found]
         if not torch.equal(ids, every):
-            self._ids = ids.to(self._blocks[0][0].device)
+            self._ids = ids.to(found[0].device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
         """The states [heads, R, H] that the first `heads` heads make of "final" states x [R, H] of the target."""
@@ -82,7 +83,7 @@ class MedusaHeads:
 def _borrow(target: Target) -> Ends:
     if isinstance(target, Ends):
         return target
-    raise InvalidOption(
+    raise UnsupportedModel(
         f"{type(target).__name__} lends no embedding and no head to a learned drafter",
         "Give it `embed` and `logits` (paceline.protocols.Ends), or take another drafter",
     )
