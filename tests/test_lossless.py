@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -25,15 +26,26 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import Oracle, eagle_config, eagle_tensors, run, tiny_target
+from paceline.testing import (
+    TINY_MEDUSA,
+    Oracle,
+    eagle_config,
+    eagle_tensors,
+    fitted_medusa,
+    medusa_tensors,
+    run,
+    tiny_target,
+)
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
+from tests.toys import toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
+LOADED = replace(toy_model(), target=TOY)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -46,6 +58,8 @@ DRAFTERS: dict[str, Make] = {
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
+    "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
+    "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),

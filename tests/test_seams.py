@@ -11,6 +11,7 @@ import torch
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -21,19 +22,23 @@ from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import (
     TINY,
+    TINY_MEDUSA,
     ListCache,
     ToyTarget,
     check_drafter,
     check_target,
     eagle_config,
     eagle_tensors,
+    medusa_tensors,
     random_tensors,
     run,
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.toys import toy_model
 
 OTHER = tiny_target(seed=9)
+SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
 
 
 def eagle(**changes: object) -> Eagle:
@@ -49,6 +54,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "eagle-3": lambda: eagle(fc_norm=True),
     "eagle-1": lambda: eagle(version=1),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
+    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
 }
 
 

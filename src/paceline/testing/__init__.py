@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from paceline.testing.drafters import Oracle, check_drafter
 from paceline.testing.heads import eagle_config, eagle_tensors
+from paceline.testing.medusa import TINY_MEDUSA, fitted_medusa, medusa_tensors
 from paceline.testing.targets import check_target
 from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
 from paceline.testing.toy import ListCache, ToyTarget
 
 __all__ = [
     "TINY",
+    "TINY_MEDUSA",
     "ListCache",
     "Oracle",
     "ToyTarget",
@@ -20,6 +22,8 @@ __all__ = [
     "check_target",
     "eagle_config",
     "eagle_tensors",
+    "fitted_medusa",
+    "medusa_tensors",
     "random_tensors",
     "run",
     "run_together",
