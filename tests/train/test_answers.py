@@ -122,7 +122,7 @@ def test_a_prompt_that_cannot_be_answered_is_skipped_and_counted(tmp_path: Path)
     progress = write_answers(toy_llm(context_length=32), prompts, path, PLAN)
     assert (progress.done, progress.skipped, {row["id"] for row in rows_of(path)}) == (4, 2, {1, 3})
     only = Prompts(write_rows(tmp_path / "q.jsonl", rows[1:2]))
-    with pytest.raises(InvalidData, match="none of the 1 prompts could be answered .*has 50 tokens"):
+    with pytest.raises(InvalidData, match=r"none of the 1 prompts could be answered .*has 50 tokens"):
         write_answers(toy_llm(context_length=32), only, tmp_path / "none" / "answers.jsonl", PLAN)
 
 

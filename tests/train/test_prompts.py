@@ -137,11 +137,18 @@ def test_no_prompt_to_train_on_is_a_question_of_the_benchmark(shared_prompts: Pa
 # The model's own prompts.
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's own turns are long, and one of 24 tokens will do."""
+    monkeypatch.setattr("paceline.train.own.LONGEST", 24)
+    monkeypatch.setattr("paceline.train.own.TRIES", 12)
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.open()]
 
 
-def test_a_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
+def test_a_model_writes_prompts_of_its_own(short: None, tmp_path: Path) -> None:
     llm, path = toy_llm(), tmp_path / "own.jsonl"
     progress = write_prompts(llm, path, 6, width=4)
     rows = rows_of(path)
@@ -157,7 +164,7 @@ def test_a_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
     assert len(one.token_ids) > SHORTEST
 
 
-def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruptions(tmp_path: Path) -> None:
+def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruptions(short: None, tmp_path: Path) -> None:
     llm = toy_llm()
     whole, parts, other = (tmp_path / name / "own.jsonl" for name in ("whole", "parts", "other"))
     write_prompts(llm, whole, 6, width=4)
@@ -205,11 +212,11 @@ def test_a_template_that_does_not_frame_the_user_is_no_source_of_prompts(templat
     assert not (tmp_path / "own.jsonl").exists()
 
 
-def test_a_model_that_never_ends_its_turn_is_given_up(tmp_path: Path) -> None:
+def test_a_model_that_never_ends_its_turn_is_given_up(short: None, tmp_path: Path) -> None:
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
     with pytest.raises(UnsupportedModel, match="0 can be used"):
-        write_prompts(mute, tmp_path / "own.jsonl", 3, width=32)
+        write_prompts(mute, tmp_path / "own.jsonl", 3, width=8)
 
 
 @pytest.mark.model
