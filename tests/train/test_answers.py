@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,14 @@ def test_ctrl_c_leaves_a_file_that_is_used_and_continued(whole: Path, tmp_path: 
     assert seen == list(range(1, sum(len(row["token_ids"]) for row in new) + 1)), "nothing was written twice"
     assert path.read_bytes() == whole.read_bytes()
     assert write_answers(toy_llm(), prompts, path, PLAN).tokens == 0
+
+
+def test_answers_that_ended_in_any_order_are_put_in_the_plans(whole: Path, tmp_path: Path) -> None:
+    prompts, path = some_prompts(tmp_path / "p.jsonl", 5), tmp_path / "answers.jsonl"
+    path.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3:-1]))
+    shutil.copy(whole.with_suffix(".settings.json"), tmp_path)
+    assert write_answers(toy_llm(), prompts, path, PLAN).written == 4
+    assert path.read_bytes() == whole.read_bytes()
 
 
 SCRIPT = """
