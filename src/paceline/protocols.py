@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Ends(Protocol):
     """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
 

@@ -47,8 +47,8 @@ class Decoder:
         self._layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
-            self._layers.append(_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._norm = _norm(config, weights, "model.norm")
+            self._layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+        self._norm = make_norm(config, weights, "model.norm")
         if config.tied:
             weights.skip("lm_head.weight")
             self._head = linear(self._embed)
@@ -108,29 +108,29 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
+def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
     """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
     out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
     mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else _mlp(c, weights, prefix + "mlp.")
     before = "post_attention_layernorm"
     if c.sandwich:
-        out = Sandwiched(out, _norm(c, weights, prefix + "post_attention_layernorm"))
-        mlp = Sandwiched(mlp, _norm(c, weights, prefix + "post_feedforward_layernorm"))
+        out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm"))
+        mlp = Sandwiched(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm"))
         before = "pre_feedforward_layernorm"
     return Layer(
-        _norm(c, weights, prefix + "input_layernorm"),
+        make_norm(c, weights, prefix + "input_layernorm"),
         _attention(c, weights, prefix + "self_attn."),
         out,
-        _norm(c, weights, prefix + before),
+        make_norm(c, weights, prefix + before),
         mlp,
     )
 
 
-def _norm(c: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    return RMSNorm(_norm_weight(c, weights, name, c.hidden), c.norm_eps)
+def make_norm(c: ModelConfig, weights: Weights, name: str) -> RMSNorm:
+    return RMSNorm(norm_weight(c, weights, name, c.hidden), c.norm_eps)
 
 
-def _norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
     if not c.norm_shift:
         return weights.get(name + ".weight", (size,))
     # bfloat16 would lose most of a weight that is stored as its distance from 1.
@@ -144,7 +144,7 @@ def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
         parts = {prefix + "qkv_proj": q + 2 * kv}
     norm = None
     if c.qk_norm:
-        q_norm, k_norm = (_norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
     return Attention(weights.linear(parts, c.hidden), c.heads, c.kv_heads, c.head_dim, norm)
 

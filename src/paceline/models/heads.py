@@ -66,12 +66,26 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash: `size` tokens (the pending one and masks) are drafted in one pass over the target's hidden states."""
+    """DFlash (arXiv 2602.06036): one pass over the pending token and `size` - 1 mask tokens drafts a block.
+
+    `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
+    `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none, which is right
+    where all layers see everything. Layers with a window are trained causal, unless the config says otherwise
+    (speculators' `sliding_window_non_causal`, vLLM's `dflash_config.causal` and `is_causal`). `from_anchor`: entry j
+    predicts the token after its own place, the pending token's entry included (speculators' `sample_from_anchor`).
+    """
 
     layer: ModelConfig
     taps: tuple[Tap, ...]
     size: int
     mask_token: int
+    causal: tuple[bool, ...] = ()
+    from_anchor: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one pass drafts."""
+        return self.size if self.from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Small enough to compare token by token, real enough to fail.
 
 from __future__ import annotations
 
+from paceline.testing.block import TINY_BLOCK, block_tensors
 from paceline.testing.drafters import Oracle, check_drafter
 from paceline.testing.targets import check_target
 from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
@@ -12,9 +13,11 @@ from paceline.testing.toy import ListCache, ToyTarget
 
 __all__ = [
     "TINY",
+    "TINY_BLOCK",
     "ListCache",
     "Oracle",
     "ToyTarget",
+    "block_tensors",
     "check_drafter",
     "check_target",
     "random_tensors",
