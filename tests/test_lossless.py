@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.block import Block
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -24,10 +25,11 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import TINY_BLOCK, Oracle, block_tensors, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
+from tests.toys import loaded
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
@@ -41,6 +43,7 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "block": lambda text: Block(TINY_BLOCK, block_tensors(), loaded(TOY)),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from paceline.drafters.model import _Drawn
+from paceline.drafters.growth import ROOT, Drawn
 from paceline.sampler import Ranked, Sampler
 from paceline.types import Draft, Tree
 
@@ -59,7 +59,7 @@ def _likeliest(budget: Tree, levels: list[Ranked]) -> Draft:
 
 def _drawn(sampler: Sampler, budget: Tree, logits: Tensor) -> Draft:
     """Level by level, every parent's children drawn from the same row with noise of their own."""
-    nodes, chosen = _Drawn(budget), [-1]
+    nodes, chosen = Drawn(budget), [ROOT]
     for row in logits:
         first = len(nodes.tokens)
         rows = row.expand(len(chosen), -1)

@@ -3,14 +3,14 @@
 What the published implementations do (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
 vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`), and so this one:
 
-- **Context.** The taps of a token, one after the other in the config's order, pass `fc` and then `hidden_norm`. This one
-  vector is all that a layer sees of the token: each layer's `k_proj` and `v_proj` make its key (then `k_norm`, rotary)
-  and value of it, without `input_layernorm`. It never changes with depth, so keys and values of all layers can be kept.
-- **Block.** Its first entry is the pending token, whose hidden states nobody has yet, then come mask tokens, through the
+- **Context.** The taps of a token, side by side in the config's order, pass `fc`, then `hidden_norm`. This one vector
+  is all that a layer sees of the token: each layer's `k_proj` and `v_proj` make its key (then `k_norm`, rotary) and
+  value of it, without `input_layernorm`. It is the same at every depth, so keys and values of all layers can be kept.
+- **Block.** Its first entry is the pending token, whose hidden states nobody has yet; mask tokens follow, through the
   target's embedding. Entry j stands at the pending token's position + j and predicts the token of its own place (with
   `from_anchor` the next one); context tokens stand where they stand in the text. It is always fed whole, as trained.
-- **Attention.** A block's entry sees the context and all of its block, both ways. In layers marked `causal` it sees only
-  earlier entries: that is how drafters with sliding windows are trained. A window counts positions, the entry's included.
+- **Attention.** A block's entry sees the context and all of its block, both ways. In layers marked `causal` it sees of
+  the block only what is before: drafters with sliding windows are trained so. A window counts the entry itself.
 - **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
   already counts that way.
 - **Ends.** Embedding and output head are the target's; `norm` stands before the head.
