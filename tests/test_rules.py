@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,7 @@ from paceline.drafters.ngram import NGram
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits
 from paceline.noise import Noise
-from paceline.protocols import Ask
+from paceline.protocols import Ask, Drafter
 from paceline.sampler import Ranked, Sampler
 from paceline.testing import run, tiny_target
 from paceline.tree import shape
@@ -37,7 +37,11 @@ CHAIN, TREE = Tree.chain(2), Tree(4, 2, 2)
 
 
 def chi_square(
-    rule: str, draft: Tree, drafter: type[DraftModel] = DraftModel, seeds: int = SEEDS, length: int = LENGTH
+    rule: str,
+    draft: Tree,
+    drafter: Callable[[Bigram, int], Drafter] = DraftModel,
+    seeds: int = SEEDS,
+    length: int = LENGTH,
 ) -> float:
     """How far the texts of many seeds are from the target's exact distribution, in units of the 0.1 % quantile.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from paceline.drafters.independent import independent
+from paceline.protocols import Ask, Drafter
 from paceline.sampler import Prefix
 from paceline.sampling import Sampling
 from paceline.tree import check, depths
-from paceline.types import Draft, Tree
+from paceline.types import Draft, Tap, Tree, Verdict
+from tests.bigram import Bigram
+from tests.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
 
@@ -85,3 +90,36 @@ def test_every_parent_draws_for_itself() -> None:
     below = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent]
     assert len(below) > 3
     assert len(set(below)) == len(below)
+
+
+class Guess(Drafter):
+    """Guesses each depth from a table, as `tests.bigram` knows it, going by the pending token alone."""
+
+    def __init__(self, model: Bigram, vocab_size: int) -> None:
+        chances = [model.table.softmax(-1)]
+        for _ in range(2):
+            chances.append(chances[-1] @ chances[0])
+        self._rows = torch.stack(chances).log()
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, torch.Tensor]) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [independent(ask.sampler, ask.budget, self._rows[:, ask.last]) for ask in asks]
+
+
+@pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", TREE)])
+def test_texts_have_the_targets_distribution(rule: str, draft: Tree) -> None:
+    assert chi_square(rule, draft, Guess) < 1
+
+
+def test_a_q_of_another_depth_is_noticed() -> None:
+    class Mistaken(Guess):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            wrong = self._rows[1, asks[0].last].exp()
+            return [replace(draft, q=dict.fromkeys(draft.q, wrong)) for draft in super().propose(asks)]
+
+    assert chi_square("block", CHAIN, Mistaken) > 1

@@ -49,14 +49,14 @@ class BlockNetwork:
         self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
         self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
         self._fuse = linear(weights.get("fc.weight", (c.hidden, len(config.taps) * c.hidden)))
-        self._fused_norm = make_norm(c, weights, "hidden_norm")
+        self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
         self._read = weights.linear(parts, c.hidden)
         self._key_norms = [_key_norm(config, weights, name) for name in names]
         self._layers = [make_layer(c, False, weights, name) for name in names]
-        self._norm = make_norm(c, weights, "norm")
+        self._norm = make_norm(c, weights, "norm", c.hidden)
         weights.finish()
 
     def new_cache(self, context_length: int) -> SlabCache:

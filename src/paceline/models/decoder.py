@@ -48,7 +48,7 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             self._layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._norm = make_norm(config, weights, "model.norm")
+        self._norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
             self._head = linear(self._embed)
@@ -114,20 +114,20 @@ def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> L
     mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else _mlp(c, weights, prefix + "mlp.")
     before = "post_attention_layernorm"
     if c.sandwich:
-        out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm"))
-        mlp = Sandwiched(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm"))
+        out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
+        mlp = Sandwiched(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm", c.hidden))
         before = "pre_feedforward_layernorm"
     return Layer(
-        make_norm(c, weights, prefix + "input_layernorm"),
+        make_norm(c, weights, prefix + "input_layernorm", c.hidden),
         _attention(c, weights, prefix + "self_attn."),
         out,
-        make_norm(c, weights, prefix + before),
+        make_norm(c, weights, prefix + before, c.hidden),
         mlp,
     )
 
 
-def make_norm(c: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    return RMSNorm(norm_weight(c, weights, name, c.hidden), c.norm_eps)
+def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
+    return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
 
 
 def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
