@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.protocols import KVCache, Pass
@@ -45,7 +46,7 @@ class Lengths:
 
 
 class Bigram:
-    """A `Target`: `table` [V, V] holds the logits after each token."""
+    """A `Target` with `Ends`: `table` [V, V] holds the logits after each token, which is its own "final" state."""
 
     context_length = 64
     device = torch.device("cpu")
@@ -57,5 +58,11 @@ class Bigram:
         return Lengths()
 
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        logits = self.table[rows.tokens]
-        return Forward({"all": logits, "last": logits[:, -1:], "none": logits[:, :0]}[want.logits])
+        logits, taps = self.table[rows.tokens], dict.fromkeys(want.taps, self.embed(rows.tokens))
+        return Forward({"all": logits, "last": logits[:, -1:], "none": logits[:, :0]}[want.logits], taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.one_hot(tokens, self.vocab_size).to(self.table)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.table

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -25,7 +26,16 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import TINY_BLOCK, Oracle, block_tensors, run, tiny_target
+from paceline.testing import (
+    TINY_BLOCK,
+    TINY_MEDUSA,
+    Oracle,
+    block_tensors,
+    fitted_medusa,
+    medusa_tensors,
+    run,
+    tiny_target,
+)
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
@@ -34,6 +44,7 @@ from tests.toys import loaded
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+LOADED = loaded(TOY)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -43,8 +54,10 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
-    "block": lambda text: Block(TINY_BLOCK, block_tensors(), loaded(TOY)),
+    "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
+    "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
+    "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),

@@ -90,6 +90,51 @@ class Drafter:
         return drawn, q
 
 
+def by_levels(shape: Shape) -> Callable[[Script], Draft]:
+    """One draw for all parents of a depth, as of heads; its q hangs on what was drawn first above."""
+
+    def draft(chance: Script) -> Draft:
+        widths: dict[int, int] = defaultdict(int)
+        for node, count in shape.items():
+            widths[len(node)] = max(widths[len(node)], count)
+        levels: list[tuple[list[int], Tensor]] = []
+        for depth in sorted(widths):
+            first = tuple(drawn[0] for drawn, _ in levels)
+            q = left = toy("drafter", first)
+            drawn: list[int] = []
+            while len(drawn) < widths[depth] and left.sum() > 0:
+                drawn.append(chance.token(left / left.sum()))
+                left = left.index_fill(0, torch.tensor(drawn[-1]), 0.0)
+            levels.append((drawn, q))
+        return placed(shape, levels)
+
+    return draft
+
+
+def placed(shape: Shape, levels: Sequence[tuple[Sequence[int], Tensor]]) -> Draft:
+    """The tree of these levels' candidates."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    tokens: list[int] = []
+    parents: list[int] = []
+    q: dict[int, Tensor] = {}
+    for node in sorted(shape, key=lambda n: (len(n), n)):
+        if node not in rows:
+            continue
+        drawn, q[rows[node]] = levels[len(node)]
+        for rank, token in enumerate(drawn[: shape[node]]):
+            tokens.append(token)
+            parents.append(rows[node])
+            rows[(*node, rank)] = len(tokens)
+    return Draft(tuple(tokens), tuple(parents), q)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("walk", WALKS)
+def test_one_draw_may_serve_all_parents_of_a_depth(walk: str, shape: str) -> None:
+    length = 1 + max((len(node) + 1 for node in SHAPES[shape]), default=0)
+    assert distance(WALKS[walk], by_levels(SHAPES[shape]), length) < 1e-12
+
+
 MADE = ["drawn", "chosen", "drawn, then chosen below", "what q rules out chosen, then drawn"]
 
 
@@ -240,6 +285,17 @@ def test_the_q_of_another_parent_is_noticed(walk: str) -> None:
         return Draft(draft.tokens, draft.parents, {0: toy("drafter", (0,)), 1: toy("drafter", ())})
 
     assert broken(walk, "chain of 2", drafter) > 0.01
+
+
+def test_one_draw_for_parents_of_two_depths_is_noticed() -> None:
+    def drafter(chance: Script) -> Draft:
+        q = toy("drafter", ())
+        first = chance.token(q)
+        rest = q.index_fill(0, torch.tensor(first), 0.0)
+        drawn = [first, chance.token(rest / rest.sum())]
+        return placed(SHAPES["siblings everywhere"], [(drawn, q), (drawn, q)])
+
+    assert broken("rejection", "siblings everywhere", drafter) > 0.01
 
 
 def test_a_chosen_token_that_poses_as_drawn_is_noticed() -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from paceline import Sampling, rejection
 from paceline.accept import RULES, promise, typical
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits
+from paceline.models.heads import MedusaConfig
 from paceline.noise import Noise
 from paceline.protocols import Ask, Drafter
 from paceline.sampler import Ranked, Sampler
@@ -25,7 +27,7 @@ from paceline.testing import run, tiny_target
 from paceline.tree import shape
 from paceline.types import Draft, Tree
 from tests.bigram import Bigram
-from tests.toys import toy_llm
+from tests.toys import toy_llm, toy_model
 
 VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
 # What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there
@@ -42,6 +44,7 @@ def chi_square(
     drafter: Callable[[Bigram, int], Drafter] = DraftModel,
     seeds: int = SEEDS,
     length: int = LENGTH,
+    prompt: Sequence[int] = (0,),
 ) -> float:
     """How far the texts of many seeds are from the target's exact distribution, in units of the 0.1 % quantile.
 
@@ -51,10 +54,10 @@ def chi_square(
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
         sampling = Sampling(max_new_tokens=length, temperature=WARM, seed=seed, rule=rule)  # type: ignore[arg-type]
-        counts[tuple(run(TARGET, [0], sampling, engine=engine)[0])] += 1
+        counts[tuple(run(TARGET, prompt, sampling, engine=engine)[0])] += 1
     cells: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for text in itertools.product(range(VOCAB), repeat=length):
-        expected = seeds * math.prod(float(P[a, b]) for a, b in itertools.pairwise((0, *text)))
+        expected = seeds * math.prod(float(P[a, b]) for a, b in itertools.pairwise((prompt[-1], *text)))
         cell = cells[text if expected >= 5 else "rare"]
         cell[0], cell[1] = cell[0] + expected, cell[1] + counts[text]
     total, free = sum((seen - expected) ** 2 / expected for expected, seen in cells.values()), len(cells) - 1
@@ -67,7 +70,25 @@ def test_texts_have_the_targets_distribution(rule: str, draft: Tree) -> None:
     assert chi_square(rule, draft) < 1
 
 
+def heads(other: Bigram, vocab: int) -> Medusa:
+    """The first guesses what the draft model does two places on, the second another thing."""
+    tensors = {f"lm_heads.{head}.weight": other.table.roll(head, 0).T for head in range(2)}
+    config = MedusaConfig(vocab, vocab, heads=2, layers=0)
+    return Medusa(config, tensors, replace(toy_model(), target=TARGET))
+
+
+@pytest.mark.parametrize(("rule", "draft"), [("rejection", Tree(6, 2, 2)), ("block", CHAIN), ("block", Tree(5, 2, 2))])
+def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rule: str, draft: Tree) -> None:
+    assert chi_square(rule, draft, heads, prompt=(2, 1)) < 1
+
+
 # Negative controls.
+
+
+def test_heads_that_draw_with_the_noise_of_the_head_above_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Noise.stream
+    monkeypatch.setattr(Noise, "stream", lambda self, *key: honest(self, *key[:2]))
+    assert chi_square("rejection", Tree(6, 2, 2), heads, prompt=(2, 1)) > 1
 
 
 def test_typical_is_lossy_and_the_statistics_see_it() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
@@ -18,10 +19,23 @@ from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
-from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
+from paceline.testing import (
+    TINY,
+    TINY_MEDUSA,
+    ListCache,
+    ToyTarget,
+    check_drafter,
+    check_target,
+    medusa_tensors,
+    random_tensors,
+    run,
+    tiny_target,
+)
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.toys import toy_model
 
 OTHER = tiny_target(seed=9)
+SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
@@ -29,6 +43,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix that remembers": lambda: Suffix(remember=True),
     "model": lambda: DraftModel(OTHER, 37),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
+    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
 }
 
 

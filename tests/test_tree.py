@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption
-from paceline.tree import MIN_ROWS, check, depths, from_paths, pack, shape
+from paceline.tree import MIN_ROWS, Place, check, close, depths, from_paths, pack, places, shape
 from paceline.types import Draft, Tree
 
 CPU = torch.device("cpu")
@@ -110,3 +110,33 @@ def test_a_fixed_shape_is_widest_where_it_is_likeliest() -> None:
     assert wide[()] >= wide[(0,)] >= wide[(0, 0)] >= wide[(0, 0, 0)]
     assert wide[(0,)] > wide.get((1,), 0)
     assert (0, 0, 0, 0) in wide, "the first path goes all the way"
+
+
+ORDERS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=20)
+
+
+@given(ORDERS, st.integers(0, 12), st.integers(0, 4), st.integers(1, 4))
+def test_an_order_is_cut_to_a_tree_within_its_budget(order: list[Place], nodes: int, depth: int, branch: int) -> None:
+    kept = places(Tree(nodes, depth, branch), tuple(order))
+    assert len(set(kept)) == len(kept) <= nodes
+    assert all(place[:-1] in ((), *kept[:i]) for i, place in enumerate(kept)), "a place comes after the one above it"
+    assert all(len(place) <= depth and max(place) < branch for place in kept)
+    fitting = {place for place in order if len(place) <= depth and max(place) < branch}
+    assert len(kept) == nodes or fitting <= set(kept), "nothing is left out as long as there is room"
+
+
+@given(ORDERS)
+def test_closing_gaps_keeps_the_tree_and_numbers_its_siblings(order: list[Place]) -> None:
+    kept = places(Tree(30, 4, 4), tuple(order))
+    closed = close(kept)
+    assert from_paths(closed).parents == from_paths(kept).parents
+    assert all(place[-1] == 0 or (*place[:-1], place[-1] - 1) in closed for place in closed)
+    assert sum(shape(Tree(30, 4, 4), tuple(order)).values()) == len(kept)
+
+
+def test_the_first_of_an_order_stay() -> None:
+    order = ((0,), (1,), (0, 2), (1, 0, 0), (2,))
+    assert places(Tree(3, 3, 3), order) == ((0,), (1,), (0, 2))
+    assert places(Tree(9, 3, 3), order) == ((0,), (1,), (0, 2), (1, 0), (1, 0, 0), (2,))
+    assert close(places(Tree(9, 3, 3), order))[2] == (0, 0)
+    assert places(Tree(9, 3, 1), order) == ((0,),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -21,6 +21,10 @@ CHUNK = 256
 MIN_ROWS = 4
 """No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
 packed bfloat16 products are faster with four rows than with two (LOG.md)."""
+
+
+Place = tuple[int, ...]
+"""Where a node of a fixed tree stands: the ranks on its path. (0, 1) is the second child of the first, () the root."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -71,23 +75,52 @@ def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 
 @lru_cache(maxsize=64)
-def shape(budget: Tree) -> Mapping[tuple[int, ...], int]:
-    """A tree fixed beforehand: how many children each node has. A node is named by the ranks on its path: () is the
-    root, (0, 1) the second child of the first. Nodes without children are left out.
-
-    The most probable nodes, if a first child stands with .7 and each further one with a quarter of the one before it:
-    a step to the next sibling then costs as much as four steps down.
+def shape(budget: Tree, order: tuple[Place, ...] = ()) -> Mapping[Place, int]:
+    """A tree fixed beforehand, for siblings that are drawn: how many children each place has. Places without children
+    are left out. `order`: as in `places`, but gaps among siblings are closed: there is no third draw without a second.
     """
-    wanted: list[tuple[int, ...]] = []
-    heap: list[tuple[int, tuple[int, ...]]] = [(1, (0,))] if budget.depth else []
-    while heap and len(wanted) < budget.nodes:
-        cost, node = heappop(heap)
-        wanted.append(node)
-        if len(node) < budget.depth:
-            heappush(heap, (cost + 1, (*node, 0)))
-        if node[-1] + 1 < budget.branch:
-            heappush(heap, (cost + 4, (*node[:-1], node[-1] + 1)))
-    return Counter(node[:-1] for node in wanted)
+    return Counter(place[:-1] for place in close(places(budget, order)))
+
+
+@lru_cache(maxsize=64)
+def places(budget: Tree, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
+    """A tree fixed beforehand: as many of `order` as the budget has room for, each after the places above it.
+
+    `order`: the most useful first (`drafters/shapes.py` finds it). Without one, the most probable places if a first
+    child stands with .7 and each further one with a quarter of the one before it.
+    """
+    kept: dict[Place, None] = {}
+    for place in order or _usual(budget):
+        if len(place) <= budget.depth and max(place) < budget.branch:
+            # What is missing above comes with it, as far as there is room.
+            above = [place[:end] for end in range(1, len(place) + 1) if place[:end] not in kept]
+            kept.update(dict.fromkeys(above[: budget.nodes - len(kept)]))
+    return tuple(kept)
+
+
+def close(places: Iterable[Place]) -> tuple[Place, ...]:
+    """The same tree with its siblings numbered from 0 without gaps."""
+    names: dict[Place, Place] = {(): ()}
+    children: Counter[Place] = Counter()
+    for place in places:
+        above = place[:-1]
+        names[place] = (*names[above], children[above])
+        children[above] += 1
+    return tuple(names.values())[1:]
+
+
+def _usual(budget: Tree) -> Iterator[Place]:
+    """A step to the next sibling costs as much as four steps down."""
+    heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
+    count = 0
+    while heap and count < budget.nodes:
+        cost, place = heappop(heap)
+        yield place
+        count += 1
+        if len(place) < budget.depth:
+            heappush(heap, (cost + 1, (*place, 0)))
+        if place[-1] + 1 < budget.branch:
+            heappush(heap, (cost + 4, (*place[:-1], place[-1] + 1)))
 
 
 def pack(

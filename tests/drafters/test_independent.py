@@ -82,16 +82,6 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
         assert max(depths(independent(sampler, Tree(12, 4, 2), rows).parents)) == 2
 
 
-def test_every_parent_draws_for_itself() -> None:
-    """Siblings' children come from one row, but not from the same noise: else they would always agree."""
-    rows = torch.zeros(2, 1000)
-    sampler = Sampling(temperature=1.0, seed=1, rule="rejection").sampler(PROMPT)
-    draft = independent(sampler, Tree(12, 2, 3), rows)
-    below = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent]
-    assert len(below) > 3
-    assert len(set(below)) == len(below)
-
-
 class Guess(Drafter):
     """Guesses each depth from a table, as `tests.bigram` knows it, going by the pending token alone."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from paceline.testing.block import TINY_BLOCK, block_tensors
 from paceline.testing.drafters import Oracle, check_drafter
+from paceline.testing.medusa import TINY_MEDUSA, fitted_medusa, medusa_tensors
 from paceline.testing.targets import check_target
 from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
 from paceline.testing.toy import ListCache, ToyTarget
@@ -14,12 +15,15 @@ from paceline.testing.toy import ListCache, ToyTarget
 __all__ = [
     "TINY",
     "TINY_BLOCK",
+    "TINY_MEDUSA",
     "ListCache",
     "Oracle",
     "ToyTarget",
     "block_tensors",
     "check_drafter",
     "check_target",
+    "fitted_medusa",
+    "medusa_tensors",
     "random_tensors",
     "run",
     "run_together",

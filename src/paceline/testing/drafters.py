@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.drafters.around import Around
 from paceline.engine import Engine, Request
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampler import Prefix
@@ -138,29 +139,11 @@ def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
     drafter.release(0)
 
 
-class _Checked(Drafter):
-    """Passes everything on, and looks at every draft."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self._inner, self.taps, self.draft = inner, inner.taps, inner.draft
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._inner.admit(slot, prompt)
-
-    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        self._inner.fork(slot, source, prompt)
-
-    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._inner.feed(slot, tokens, taps)
-
-    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._inner.observe(slot, verdict, out)
-
-    def release(self, slot: int) -> None:
-        self._inner.release(slot)
+class _Checked(Around):
+    """Looks at every draft."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        drafts = self._inner.propose(asks)
+        drafts = super().propose(asks)
         assert len(drafts) == len(asks), "one draft per ask"
         for ask, draft in zip(asks, drafts, strict=True):
             check(draft)

@@ -1,0 +1,35 @@
+"""A drafter around another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from paceline.protocols import Ask, Drafter
+from paceline.types import Draft, Tap, Verdict
+
+
+class Around(Drafter):
+    """Passes everything on: override what you want to see or change."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.taps, self.draft = inner, inner.taps, inner.draft
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self.inner.admit(slot, prompt)
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        self.inner.fork(slot, source, prompt)
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self.inner.feed(slot, tokens, taps)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return self.inner.propose(asks)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self.inner.observe(slot, verdict, out)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)

@@ -1,0 +1,85 @@
+"""Medusa: heads on the target's last hidden state that guess the tokens after the next, all in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.independent import Shape, fixed, rank
+from paceline.models.heads import MedusaConfig
+from paceline.models.loader import Loaded
+from paceline.models.medusa import MedusaHeads
+from paceline.protocols import Ask, Drafter
+from paceline.tree import places
+from paceline.types import Draft, Tap, Tree, Verdict
+
+_WHOLE = Tree(512, 512, 1 << 20)
+"""A budget that cuts nothing."""
+
+
+class Medusa(Drafter):
+    """Drafts with Medusa heads (arXiv 2401.10774): head i speaks for depth i + 1, whatever stands above.
+
+    The tree has a fixed shape, `config.paths` (the most useful place first: the budget cuts from the end) or that of
+    `tree.places`. Every place of a depth takes its token from one ranking, that of its head, made after the likeliest
+    path (see `independent.rank`).
+    """
+
+    taps: tuple[Tap, ...] = ("final",)
+
+    def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
+        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
+        `UnsupportedModel` for a target without ends."""
+        self._heads, self._depth, self._order = MedusaHeads(config, tensors, target.target), config.heads, config.paths
+        self.draft = Tree(15, config.heads, 4)
+        if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
+            self.draft = Tree(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
+        self._states: dict[int, Tensor] = {}
+        """The "final" state [H] behind each slot's pending token, where one was heard of."""
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._states.pop(slot, None)
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        self.admit(slot, prompt)
+        if source in self._states:
+            self._states[slot] = self._states[source]
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self._hear(slot, taps, -1)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._hear(slot, out, verdict.path[-1] if verdict.path else 0)
+
+    def release(self, slot: int) -> None:
+        self._states.pop(slot, None)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        shapes = [self._shape(ask) for ask in asks]
+        able = [i for i, shape in enumerate(shapes) if shape.widths]
+        drafts = [Draft()] * len(asks)
+        if not able:
+            return drafts
+        deepest = max(len(shapes[i].widths) for i in able)
+        logits = self._logits([asks[i].slot for i in able], deepest)
+        for line, i in enumerate(able):
+            drafts[i] = shapes[i].draft(rank(asks[i].sampler, logits[:, line], shapes[i].widths))
+        return drafts
+
+    @torch.inference_mode()
+    def _logits(self, slots: Sequence[int], heads: int) -> Tensor:
+        """[heads, R, V] on the host, from one pass for all slots."""
+        states = torch.stack([self._states[slot] for slot in slots])
+        return self._heads.logits(self._heads.states(states, heads)).cpu()
+
+    def _hear(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
+        # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
+        self._states[slot] = taps["final"][row].clone()
+
+    def _shape(self, ask: Ask) -> Shape:
+        """Without a state (a prompt of one token was not fed) there is nothing to say."""
+        if ask.slot not in self._states:
+            return Shape((), ())
+        return fixed(ask.budget.within(self._depth), self._order, ask.sampler.draws)

@@ -1,0 +1,138 @@
+"""The best tree of a fixed shape: measure which places the target's tokens are found at, then take the likeliest.
+
+accuracy = Accuracy()
+llm = paceline.load(..., drafter=Measured(drafter, accuracy), draft=Tree(60, 4, 8))  # wide, and let it write
+shape = best(accuracy.chances(), Tree(64, 4, 8)).fastest({4: 0.0099, 8: 0.0133, 16: 0.0157, 64: 0.046})
+places(budget, shape.places)  # or MedusaConfig.paths
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import zip_longest
+
+import numpy as np
+from torch import Tensor
+
+from paceline.drafters.around import Around
+from paceline.protocols import Ask, Drafter
+from paceline.tree import Place
+from paceline.types import Draft, Tap, Tree, Verdict
+
+Chance = Callable[[Place], float]
+"""The probability that a place holds the target's token, given that the place above it does."""
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Where the target's tokens stood. `tried`: how often a place was drafted and the one above it stood; `stood`: how
+    often it then stood itself. Whatever else was drafted does not bend these."""
+
+    tried: Counter[Place] = field(default_factory=Counter)
+    stood: Counter[Place] = field(default_factory=Counter)
+
+    def count(self, draft: Draft, verdict: Verdict) -> None:
+        """One round of any drafter whose siblings stand in the order of their ranks, without gaps."""
+        below: defaultdict[int, list[int]] = defaultdict(list)
+        for row, parent in enumerate(draft.parents, 1):
+            below[parent].append(row)
+        ranks = [below[above].index(row) for above, row in zip((0, *verdict.path), verdict.path, strict=False)]
+        # A text that ended inside the path says nothing of what hangs below its last token.
+        self.add(ranks, [len(below[row]) for row in (0, *verdict.path)[: len(verdict.tokens)]])
+
+    def add(self, ranks: Sequence[int], widths: Sequence[int]) -> None:
+        """One text that was read instead: at each depth the rank of its token, of so many candidates looked at.
+
+        A rank beyond them is a miss, and what lies below a miss is not counted.
+        """
+        place: Place = ()
+        for rank, width in zip_longest(ranks, widths):
+            self.tried.update((*place, other) for other in range(width or 0))
+            if rank is None or rank >= (width or 0):
+                break
+            place = (*place, rank)
+            self.stood[place] += 1
+
+    def chances(self, doubt: float = 20.0) -> Chance:
+        """What was measured of each place, as if `doubt` (> 0) more rounds had gone as at all places of its depth and
+        rank together. 0 for depths and ranks that were never tried."""
+        tried, stood = (_together(counts) for counts in (self.tried, self.stood))
+
+        def chance(place: Place) -> float:
+            kind = len(place), place[-1]
+            usual = stood[kind] / tried[kind] if tried[kind] else 0.0
+            return (self.stood[place] + doubt * usual) / (self.tried[place] + doubt)
+
+        return chance
+
+
+class Measured(Around):
+    """Counts how a drafter's trees fare; the last round of a reply is not heard of."""
+
+    def __init__(self, inner: Drafter, accuracy: Accuracy) -> None:
+        super().__init__(inner)
+        self._accuracy = accuracy
+        self._drafts: dict[int, Draft] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        drafts = super().propose(asks)
+        self._drafts.update((ask.slot, draft) for ask, draft in zip(asks, drafts, strict=True))
+        return drafts
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._accuracy.count(self._drafts.pop(slot, Draft()), verdict)
+        super().observe(slot, verdict, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`places`: the most useful first. `expected[n]`: tokens per round with the first n, the target's own included."""
+
+    places: tuple[Place, ...]
+    expected: tuple[float, ...]
+
+    def fastest(self, seconds: Mapping[int, float], drafting: float = 0.0) -> Shape:
+        """As many places as give the most tokens per second; none where no draft pays.
+
+        `seconds`: what a pass of so many rows takes, the places and the pending token; in between it is interpolated,
+        and no pass is larger than the largest. `drafting`: what a round's draft takes besides, however large.
+        """
+        rows, times = zip(*sorted(seconds.items()), strict=True)
+        counts = range(min(len(self.places), rows[-1] - 1) + 1)
+        took = np.interp([n + 1 for n in counts], rows, times) + [drafting * (n > 0) for n in counts]
+        most = max(counts, key=lambda n: self.expected[n] / took[n])
+        return Shape(self.places[:most], self.expected[: most + 1])
+
+
+def best(chance: Chance, budget: Tree) -> Shape:
+    """The tree within the budget that keeps the most tokens per round, and every smaller one with it.
+
+    A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
+    places. No place has more than the one above it: the places with the highest products are a tree, and no other tree
+    has a higher sum (the greedy rule of Medusa's trees, arXiv 2401.10774, and of Sequoia's, arXiv 2402.12374). Places
+    without a chance are left out.
+    """
+    heap: list[tuple[float, Place]] = [(-1.0, ())]
+    kept: list[Place] = []
+    expected = [1.0]
+    while heap and len(kept) < budget.nodes:
+        odds, place = heappop(heap)
+        if place:
+            kept.append(place)
+            expected.append(expected[-1] - odds)
+        for rank in range(budget.branch if len(place) < budget.depth else 0):
+            below = (*place, rank)
+            if (chances := odds * chance(below)) < 0.0:
+                heappush(heap, (chances, below))
+    return Shape(tuple(kept), tuple(expected))
+
+
+def _together(counts: Mapping[Place, int]) -> Counter[tuple[int, int]]:
+    """Summed by depth and rank."""
+    sums: Counter[tuple[int, int]] = Counter()
+    for place, count in counts.items():
+        sums[len(place), place[-1]] += count
+    return sums
