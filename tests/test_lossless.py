@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -31,6 +32,8 @@ from paceline.testing import (
     TINY_MEDUSA,
     Oracle,
     block_tensors,
+    eagle_config,
+    eagle_tensors,
     fitted_medusa,
     medusa_tensors,
     run,
@@ -45,6 +48,7 @@ TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 LOADED = loaded(TOY)
+EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -55,6 +59,8 @@ DRAFTERS: dict[str, Make] = {
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
     "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
+    "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
+    "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
@@ -297,7 +303,8 @@ def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]
-    engine = Engine(toy, Stack([Suffix(), DraftModel(OTHER, 37)]), Tree(6, 3, 2))
+    eagle = Eagle(EAGLE, eagle_tensors(EAGLE), toy)
+    engine = Engine(toy, Stack([Suffix(), eagle, DraftModel(OTHER, 37)]), Tree(6, 3, 2))
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)

@@ -10,6 +10,8 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.block import Block
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -21,11 +23,15 @@ from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import (
     TINY,
+    TINY_BLOCK,
     TINY_MEDUSA,
     ListCache,
     ToyTarget,
+    block_tensors,
     check_drafter,
     check_target,
+    eagle_config,
+    eagle_tensors,
     medusa_tensors,
     random_tensors,
     run,
@@ -37,12 +43,21 @@ from tests.toys import toy_model
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
 
+
+def eagle(**changes: object) -> Eagle:
+    config = eagle_config(**changes)
+    return Eagle(config, eagle_tensors(config), tiny_target())
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "suffix that remembers": lambda: Suffix(remember=True),
     "model": lambda: DraftModel(OTHER, 37),
+    "eagle-3": lambda: eagle(fc_norm=True),
+    "eagle-1": lambda: eagle(version=1),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_model()),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
     "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
 }

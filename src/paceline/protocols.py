@@ -119,6 +119,14 @@ class Ends(Protocol):
         ...
 
 
+@runtime_checkable
+class Host(Target, Ends, Protocol):
+    """A target that learned drafters can live beside: they take its dtype and device, and its ends."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request for one draft.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.independent import independent
 from paceline.engine import Engine, Request
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.block import BlockNetwork
@@ -149,8 +150,8 @@ def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> No
         torch.testing.assert_close(logits, expected(dense, text, len(logits)), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_block_drafters_keep_the_contract(config: BlockConfig) -> None:
+@pytest.mark.parametrize("config", [WINDOWED, NARROW], ids=["causal windows", "from the anchor"])
+def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) -> None:
     check_drafter(lambda: block(config))
 
 
@@ -302,3 +303,22 @@ def test_tensors_of_another_head_are_refused() -> None:
         block(**{"layers.0.self_attn.extra.weight": torch.ones(3)})
     with pytest.raises(CorruptModel, match="fc"):
         block(**{"fc.weight": torch.ones(32, 96)})
+
+
+def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
+    """The same guesses as with the target's whole head, where only those tokens may be drafted."""
+    ids = torch.tensor([2, 3, 5, 9, 12, 30, 31])
+    head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
+    few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), loaded(TOY))
+    for how in (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, seed=3, rule="rejection")):
+        ask = Ask(0, Tree(8, 4, 2), how.sampler(PROMPT))
+        for drafter in (few, whole):
+            drafter.admit(0, PROMPT)
+        (draft,) = few.propose([ask])
+        whole.propose([ask])
+        rows = torch.full((4, 37), -torch.inf).double()
+        rows[:, ids] = whole.seen[-1][1][:, ids]
+        assert draft == independent(ask.sampler, ask.budget, rows)
+        assert set(draft.tokens) <= set(ids.tolist())
+    text = run(TOY, PROMPT, Sampling(max_new_tokens=20))[0]
+    assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, Tree(8, 4, 2))[0] == text

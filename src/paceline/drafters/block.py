@@ -14,7 +14,7 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
 from paceline.models.loader import Loaded
-from paceline.protocols import Ask, Drafter, Ends
+from paceline.protocols import Ask, Drafter, Host
 from paceline.tree import CHUNK
 from paceline.types import Draft, Tap, Tree, Verdict
 
@@ -47,14 +47,14 @@ class Block(Drafter):
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
         """Raises `CorruptModel` for a head that is not the target's, `UnsupportedModel` for a target without ends."""
         model = target.target
-        if not isinstance(model, Ends):
+        if not isinstance(model, Host):
             raise UnsupportedModel(
                 f"a block drafter needs the embedding and the head of its target, which {type(model).__name__} lacks",
                 "Use a model of Paceline's own decoder, or a drafter without hidden states",
             )
         _check(config, model.vocab_size)
-        self._ends: Ends = model
-        self._mask = self._ends.embed(torch.tensor([config.mask_token], device=model.device))
+        self._host: Host = model
+        self._mask = model.embed(torch.tensor([config.mask_token], device=model.device))
         if self._mask.shape[-1] != config.layer.hidden:
             raise CorruptModel(
                 f"the block drafter has hidden size {config.layer.hidden}, its target {self._mask.shape[-1]}",
@@ -62,8 +62,8 @@ class Block(Drafter):
             )
         self._config, self.taps = config, config.taps
         self.draft = Tree.chain(config.depth)
-        self._network = BlockNetwork(config, tensors, self._mask.dtype, model.device)
-        self._cache = self._network.new_cache(model.context_length)
+        self._network = BlockNetwork(config, tensors, model)
+        self._cache = self._network.new_cache()
         self._slots: dict[int, _Slot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
@@ -93,20 +93,20 @@ class Block(Drafter):
         busy = [ask for ask, budget in zip(asks, budgets, strict=True) if budget.nodes]
         guesses = iter(self._guess(busy, max(budget.depth for budget in budgets))) if busy else iter(())
         return [
-            independent(ask.sampler, budget, next(guesses)) if budget.nodes else Draft()
+            independent(ask.sampler, budget, next(guesses), self._network.subset) if budget.nodes else Draft()
             for ask, budget in zip(asks, budgets, strict=True)
         ]
 
     @torch.inference_mode()
     def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
-        """Logits [B, depth, V] of the tokens that follow the pending ones."""
+        """Logits [B, depth, C] of the tokens that follow the pending ones (see `BlockNetwork.logits`)."""
         states = [self._slots[ask.slot] for ask in asks]
         self._catch_up(states)
-        last = self._ends.embed(torch.tensor([[ask.last] for ask in asks], device=self._mask.device))
+        last = self._host.embed(torch.tensor([[ask.last] for ask in asks], device=self._mask.device))
         x = torch.cat([last, self._mask.expand(len(asks), self._config.size - 1, -1)], 1)
         x = self._network.draft(self._cache, [state.own for state in states], [ask.position for ask in asks], x)
         first = self._config.size - self._config.depth
-        return self._ends.logits(x[:, first : first + depth])
+        return self._network.logits(x[:, first : first + depth])
 
     @torch.inference_mode()
     def _catch_up(self, states: Sequence[_Slot]) -> None:

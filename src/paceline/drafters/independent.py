@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from paceline.sampler import Ranked, Sampler
+from paceline.sampler import Ranked, Sampler, Subset
 from paceline.tree import Place, close, places
 from paceline.types import Draft, Tree
 
@@ -18,20 +18,20 @@ _COMPARED = 16
 """So many of a depth's best candidates share its probability, whatever the tree's branch."""
 
 
-def independent(sampler: Sampler, budget: Tree, logits: Tensor) -> Draft:
+def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset | None = None) -> Draft:
     """The draft within `budget` for one request, row d of logits [D, V] being the guess at depth d + 1.
 
     The likeliest nodes of all that could be, where a node is as likely as its path's candidates together. Under a rule
-    that draws, what stands where is fixed beforehand (`fixed`).
+    that draws, what stands where is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
     """
     logits = logits[: budget.depth].cpu()
     if sampler.draws:
         shape = fixed(budget.within(len(logits)), (), True)
-        return shape.draft(rank(sampler, logits, shape.widths))
-    return _likeliest(budget, rank(sampler, logits, [max(budget.branch, _COMPARED)] * len(logits)))
+        return shape.draft(rank(sampler, logits, shape.widths, subset))
+    return _likeliest(budget, rank(sampler, logits, [max(budget.branch, _COMPARED)] * len(logits), subset))
 
 
-def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int]) -> list[Ranked]:
+def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
     """So many candidates of each depth, from its row of logits [D, V], after the best of the depths before it.
 
     Processors so see the likeliest path. Other parents may get a child that a processor forbids there, which costs
@@ -44,7 +44,7 @@ def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int]) -> list[Ranked
     ranked: list[Ranked] = []
     path: list[int] = []
     for row, width in zip(logits, widths, strict=False):
-        ranked += sampler.rank(row[None], [path], width)
+        ranked += sampler.rank(row[None], [path], width, subset)
         # Where a depth has no candidate, nothing stands below: any token will do for the path.
         path.append(ranked[-1].tokens[0] if ranked[-1].tokens else 0)
     return ranked

@@ -13,7 +13,8 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`), and so this one:
   the block only what is before: drafters with sliding windows are trained so. A window counts the entry itself.
 - **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
   already counts that way.
-- **Ends.** Embedding and output head are the target's; `norm` stands before the head.
+- **Ends.** The embedding is the target's, and so is the output head (speculators may save some of its rows, `d2t` names
+  their tokens); `norm` stands before it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from paceline.layout import NONE
 from paceline.models.decoder import make_layer, make_norm, norm_weight
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
+from paceline.models.output import output_head
 from paceline.models.rope import Rotary, rotate
 from paceline.models.weights import Weights
+from paceline.protocols import Host
 from paceline.runner import linear
 from paceline.types import Rows
 
@@ -38,13 +41,12 @@ from paceline.types import Rows
 class BlockNetwork:
     """The layers between a target's hidden states and its output head. It keeps no text: the cache does."""
 
-    def __init__(
-        self, config: BlockConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
         """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
-        c = config.layer
-        self.config, self.dtype, self.device = config, dtype, device
-        weights = Weights(tensors, dtype, device)
+        c, device = config.layer, host.device
+        self.config, self._host = config, host
+        weights = Weights(tensors, host.dtype, device)
+        self._precise = weights.precise
         ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
         self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
         self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
@@ -57,16 +59,19 @@ class BlockNetwork:
         self._key_norms = [_key_norm(config, weights, name) for name in names]
         self._layers = [make_layer(c, False, weights, name) for name in names]
         self._norm = make_norm(c, weights, "norm", c.hidden)
+        self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
+        """`subset`: the tokens that the columns of its logits stand for; None: all of the target's."""
         weights.finish()
 
-    def new_cache(self, context_length: int) -> SlabCache:
-        c = self.config.layer
+    def new_cache(self) -> SlabCache:
+        """For the host's context, whatever length the head was trained on."""
+        c, host = self.config.layer, self._host
         causal = self.config.causal or (False,) * c.layers
         layers = [
             LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
             for layer, late in zip(c.plan, causal, strict=True)
         ]
-        return SlabCache(layers, c.kv_heads, c.head_dim, context_length, self.dtype, self.device)
+        return SlabCache(layers, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
@@ -95,11 +100,17 @@ class BlockNetwork:
             x = layer(x, i, rope, attention)
         return self._norm(x)
 
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """What `draft` gave [..., H] to logits [..., C], float32 at least: of `subset`, or of all tokens."""
+        return self._head(states).to(self._precise)
+
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[SlabPass, list[tuple[Tensor, Tensor] | None]]:
         """A pass of `count` rows per slot at positions from `first` on, and each layer's rotary factors."""
-        positions = torch.tensor(first, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        device = self._host.device
+        positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
         # The cache looks at how many rows there are, not at their tokens. Drafts may have any bits: the fast way.

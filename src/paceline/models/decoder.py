@@ -111,7 +111,7 @@ class Decoder:
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
     """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
     out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
-    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else _mlp(c, weights, prefix + "mlp.")
+    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
     before = "post_attention_layernorm"
     if c.sandwich:
         out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
@@ -119,7 +119,7 @@ def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> L
         before = "pre_feedforward_layernorm"
     return Layer(
         make_norm(c, weights, prefix + "input_layernorm", c.hidden),
-        _attention(c, weights, prefix + "self_attn."),
+        make_attention(c, weights, prefix + "self_attn.", c.hidden),
         out,
         make_norm(c, weights, prefix + before, c.hidden),
         mlp,
@@ -137,7 +137,8 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
     return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
 
 
-def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
+def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) -> Attention:
+    """`width`: of what queries, keys and values are made from."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts = {prefix + "q_proj": q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
@@ -146,10 +147,10 @@ def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
     if c.qk_norm:
         q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
-    return Attention(weights.linear(parts, c.hidden), c.heads, c.kv_heads, c.head_dim, norm)
+    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
 
 
-def _mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
+def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if prefix + "gate_up_proj.weight" in weights:  # Phi-3
         parts = [prefix + "gate_up_proj"]
