@@ -143,11 +143,12 @@ def test_the_noise_is_that_of_the_place_where_a_token_will_stand() -> None:
 
 
 def test_processors_see_the_likeliest_path() -> None:
-    """A grammar that leaves one token, by the last: drafting within it needs the path and nothing else."""
+    """A grammar that goes by the last token, and has one likely way on: drafting within it needs only the path."""
 
     def counting(prefix: Prefix, logits: Tensor) -> Tensor:
         only = torch.full_like(logits, -torch.inf)
         only[(prefix.tokens[-1] + 5) % 37] = 0.0
+        only[(prefix.tokens[-1] + 7) % 37] = -50.0
         return only
 
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=1, processors=[counting])
@@ -187,6 +188,26 @@ def test_the_budget_cuts_the_tree_from_its_end() -> None:
     assert parents(Tree(7, 2, 3)) == (0, 1, 0, 1, 0, 3)
     assert parents(Tree(7, 3, 2)) == (0, 1, 0, 2, 1, 3)
     assert parents(Tree.chain(7)) == (0, 1, 2)
+
+
+def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
+    drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), MODEL)
+    drafter.admit(0, PROMPT)
+    drafter.feed(0, PROMPT[:-1], {"final": torch.ones(9, 32, dtype=torch.float64)})
+    sampler = Sampling(temperature=1.0, seed=5, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
+    return drafter.propose([Ask(0, drafter.draft, sampler)])[0]
+
+
+def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
+    """The third draw is none without the second: its q is that of what the first two have left."""
+    every, gaps = drawn(((0,), (1,), (0, 0), (0, 1))), drawn(((0,), (2,), (0, 0), (0, 3)))
+    assert (gaps.tokens, gaps.parents) == (every.tokens, every.parents)
+    assert gaps.q.keys() == {0, 1}
+    assert all(abs(float(q.sum()) - 1) < 1e-9 for q in gaps.q.values())
+    assert not torch.equal(gaps.q[0], gaps.q[1]), "each depth has its own head"
+    chosen = drawn(((0,), (2,), (0, 0), (0, 3)), "match")
+    assert chosen.q == {}
+    assert chosen.tokens != drawn(((0,), (1,), (0, 0), (0, 1)), "match").tokens
 
 
 def test_only_the_heads_that_are_wanted_run(monkeypatch: pytest.MonkeyPatch) -> None:
