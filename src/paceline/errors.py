@@ -39,6 +39,14 @@ class AdapterMismatch(PacelineError):
     """An adapter changes modules that its base model lacks or has in other shapes."""
 
 
+class HeadMismatch(PacelineError):
+    """A learned drafter was made for another target, or is of another kind than its name says."""
+
+
+class CannotWrite(PacelineError, OSError):
+    """A file could not be written: no space, no permission, no such folder. Nothing half-written was left behind."""
+
+
 class TokenizerMismatch(PacelineError):
     """Target and draft model do not share one vocabulary."""
 
@@ -55,8 +63,16 @@ class PromptTooLong(InvalidPrompt):
     """The prompt leaves no room for a reply in the model's context."""
 
 
+class InvalidData(PacelineError, ValueError):
+    """A file of training data is malformed, contradicts another, or was made with other options."""
+
+
 class OutOfMemory(PacelineError, MemoryError):
     """The device cannot hold what was asked of it."""
+
+
+class TrainingFailed(PacelineError):
+    """Training cannot go on. What was finished is kept."""
 
 
 class SessionError(PacelineError, ValueError):

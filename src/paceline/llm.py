@@ -15,6 +15,8 @@ from paceline.drafters.make import check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
+from paceline.models.head_files import open_head
+from paceline.models.heads import HeadFile
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
@@ -247,11 +249,13 @@ def load(
     its `tokenizer`: it stays where it is, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
     drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model of
-    the same vocabulary; with an adapter "model:REF@ADAPTER"), several joined by "+" (the first with something to say
-    drafts), or a `Drafter`.
+    the same vocabulary; with an adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF",
+    "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the one that comes with Paceline),
+    "early-exit:LAYERS", several joined by "+" (the first with something to say drafts), or a `Drafter`.
     draft: how much to draft per round: a length, a `Tree`, or "auto".
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    allow_pickle: read `pytorch_model.bin` where there are no safetensors (weights only).
+    allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
+    only).
     progress: show bars for download and load on stderr.
 
     Raises `PacelineError`: what is wrong and what to do about it.
@@ -282,6 +286,9 @@ def load(
         base, merged = split_adapter(reference)
         return load_model(base, adapter=merged, dtype=dtype, device=device, token=token, progress=progress)
 
-    llm = LLM(loaded, make_drafter(drafter, loaded, load_draft), budget)
+    def read_head(reference: str | Path) -> HeadFile:
+        return open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
+
+    llm = LLM(loaded, make_drafter(drafter, loaded, load_draft, read_head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     return llm

@@ -110,12 +110,21 @@ class Target(Protocol):
 class Ends(Protocol):
     """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
 
+    @property
+    def layers(self) -> int:
+        """How many there are: the taps are 0 to layers - 1, and "final"."""
+        ...
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens, int64 of any shape [...], to what enters layer 0 [..., H], in the target's dtype."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
         """Normed states [..., H] (the tap "final", or what a drafter has for it) to float32 logits [..., V]."""
+        ...
+
+    def head(self) -> Tensor:
+        """The matrix [V, H] that logits are made with: what a drafter is trained towards."""
         ...
 
 

@@ -28,6 +28,10 @@ class Linear(Protocol):
         """residual + x W^T + b."""
         ...
 
+    def weight(self) -> Tensor:
+        """W [out, in], as it was given."""
+        ...
+
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own."""
@@ -56,6 +60,9 @@ class _Plain:
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual + self(x)
 
+    def weight(self) -> Tensor:
+        return self._weight
+
 
 class _Packed:
     """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
@@ -71,6 +78,10 @@ class _Packed:
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
         return y
+
+    def weight(self) -> Tensor:
+        weight: Tensor = self._weight.to_dense()
+        return weight
 
 
 def _packs(weight: Tensor) -> bool:

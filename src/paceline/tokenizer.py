@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +95,12 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names this tokenizer: two with the same digest read every text and every chat alike."""
+        parts = (self._backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), self.chat_template or "")
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def token_id(self, token: str | None) -> int | None:
         """The id of one token spelled exactly so, or None."""

@@ -14,9 +14,10 @@ import typer
 
 from paceline.cli.jobs import Job, write_one_by_one, write_together
 from paceline.cli.options import LoadOptions, Quiet, SamplingOptions, progress_wanted
-from paceline.cli.prompts import STDIN, Row, read_rows, single_prompt
+from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
 from paceline.errors import InvalidOption
+from paceline.prompt_rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.info_head import head_facts, head_lines
 from paceline.cli.options import AllowPickle, Revision, Token, progress_wanted
 from paceline.cli.show import percent
 
@@ -33,23 +34,26 @@ def info(
     allow_pickle: AllowPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Show what MODEL is made of, without running it. A hub model is fetched first."""
+    """Show what MODEL (a model, or a learned drafter) is made of, without running it. A hub model is fetched first."""
     facts = _facts(model, revision, token, allow_pickle)
     if as_json:
         typer.echo(json.dumps(facts))
         return
     from rich.console import Console
 
-    Console().print(_table(facts))
+    Console().print(_table(head_lines(facts) if "head" in facts else _lines(facts)))
 
 
 def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
     from paceline.models.checkpoint import eos_token_ids, open_checkpoint
     from paceline.models.files import resolve
     from paceline.models.gguf_file import read_gguf
+    from paceline.models.head_files import holds_head
     from paceline.models.loader import native
 
     path = resolve(model, revision=revision, token=token, quiet=not progress_wanted(False), allow_pickle=allow_pickle)
+    if path.is_dir() and holds_head(path):
+        return head_facts(path, allow_pickle)
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
     config = native(checkpoint)
     header = read_gguf(path) if path.is_file() else None
@@ -130,14 +134,14 @@ def _tokenizer_kind(path: Path, header: GGUFFile | None) -> str:
     return str(kind.get("type", "unknown"))
 
 
-def _table(facts: dict[str, Any]) -> Table:
+def _table(lines: list[tuple[str, str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _lines(facts):
+    for name, value in lines:
         table.add_row(name, Text(value))
     return table
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from paceline.cli.failures import complain
-from paceline.cli.prompts import Row
 from paceline.cli.show import Display
 from paceline.errors import InvalidPrompt, PacelineError
+from paceline.prompt_rows import Row
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -81,9 +81,11 @@ class LoadOptions:
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix or model:REF (a small model of the same vocabulary; REF@ADAPTER merges a "
-            "LoRA adapter into it). Several joined by '+': the first with something to say drafts. The text is the "
-            "same with any of them.",
+            help="auto, none, ngram, suffix, model:REF (a small model of the same vocabulary; REF@ADAPTER merges a "
+            "LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
+            "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
+            "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
+            "with any of them.",
             rich_help_panel=_DRAFT,
         ),
     ] = "auto"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
 
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.errors import InvalidOption, TokenizerMismatch
+from paceline.errors import HeadMismatch, InvalidOption, TokenizerMismatch
+from paceline.models.head_files import open_head
+from paceline.models.head_fit import fits, shipped, sizes_of
+from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
 from paceline.types import Tree
 
 DraftModelLoader = Callable[[str], Loaded]
+HeadOpener = Callable[[str | Path], HeadFile]
 
 _PADDING = re.compile(r"\[PAD\d+\]")
 _BARE: dict[str, Callable[[], Drafter]] = {
@@ -25,14 +31,34 @@ _BARE: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
 }
 
+_LEARNED = {
+    "eagle": "paceline.drafters.eagle:Eagle",
+    "eagle3": "paceline.drafters.eagle:Eagle",
+    "medusa": "paceline.drafters.medusa:Medusa",
+    "block": "paceline.drafters.block:Block",
+    "exit": "paceline.drafters.early_exit:EarlyExit",
+}
+"""Kind of head (`heads.kind_of`) -> the drafter that runs it, as (config, tensors, target)."""
 
-def make_drafter(spec: str | Drafter | None, target: Loaded, load: DraftModelLoader) -> Drafter | None:
-    """`spec` as in `paceline.load`. Raises `InvalidOption` for an unknown one, `TokenizerMismatch`."""
+_HEADS = {"eagle3": "eagle3", "medusa": "medusa", "block": "block", "early-exit": "exit"}
+"""Name -> kind of head. Alone it means the one that comes with Paceline, with a reference the one that is there."""
+
+_REFERENCE = re.compile(r"(?:^|\+)\s*((?:model|eagle3|medusa|block|head|early-exit(?!:\d+\s*(?:\+|$))):)")
+"""What a reference follows, which goes on to the end."""
+
+
+def make_drafter(
+    spec: str | Drafter | None, target: Loaded, load: DraftModelLoader, read: HeadOpener = open_head
+) -> Drafter | None:
+    """`spec` as in `paceline.load`; `load` reads draft models, `read` heads.
+
+    Raises `InvalidOption` for an unknown one, `TokenizerMismatch`, `HeadMismatch`, and what reading raises.
+    """
     if spec is None or spec == "none":
         return None
     if isinstance(spec, Drafter):
         return spec
-    parts = [_make(part, target, load) for part in _split(spec)]
+    parts = [_make(part, target, load, read) for part in _split(spec)]
     return parts[0] if len(parts) == 1 else Stack(parts)
 
 
@@ -49,26 +75,73 @@ def check_spec(spec: str | Drafter | None) -> None:
 
 
 def _check_name(part: str) -> None:
-    if part not in _BARE and (not part.startswith("model:") or part == "model:"):
-        known = ", ".join(["none", *_BARE, "model:REF"])
+    name, _, reference = part.partition(":")
+    named = bool(reference) and (name in _HEADS or name in ("model", "head"))
+    if part not in _BARE and part not in _HEADS and not named:
+        learned = [*_HEADS, *(f"{name}:REF" for name in _HEADS), "early-exit:LAYERS", "head:REF"]
+        known = ", ".join(["none", *_BARE, "model:REF", *learned])
         raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
 
 
 def _split(spec: str) -> list[str]:
-    """At "+", but not inside the reference of a draft model, which may hold one: it comes last."""
-    head, colon, reference = spec.partition("model:")
-    parts = [part.strip() for part in head.split("+")]
-    parts[-1] += colon + reference
-    return parts
+    """At "+", but not inside a reference, which may hold one: it comes last."""
+    found = _REFERENCE.search(spec)
+    if not found:
+        return [part.strip() for part in spec.split("+")]
+    before = spec[: found.start()].split("+") if found.start() else []
+    return [*(part.strip() for part in before), spec[found.start(1) :]]
 
 
-def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
+def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -> Drafter:
     _check_name(part)
     if part in _BARE:
         return _BARE[part]()
-    loaded = load(part.removeprefix("model:"))
-    _check_vocabulary(target, loaded, part)
-    return DraftModel(loaded.target, target.target.vocab_size)
+    name, _, reference = part.partition(":")
+    if name == "model":
+        loaded = load(reference)
+        _check_vocabulary(target, loaded, part)
+        return DraftModel(loaded.target, target.target.vocab_size)
+    if name == "early-exit" and (reference.isdecimal() or not reference):
+        return _early_exit(reference, target, read)
+    head = read(reference or _shipped(name, target))
+    kind = kind_of(head.config)
+    if name != "head" and _HEADS[name] != kind:
+        raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_HEADS[name]}", f"Write head:{reference}")
+    return _learned(fits(head, target), target)
+
+
+def _learned(head: HeadFile, target: Loaded) -> Drafter:
+    return _drafter(head.config, head.tensors, target)
+
+
+def _drafter(config: HeadConfig, tensors: Any, target: Loaded) -> Drafter:
+    module, _, name = _LEARNED[kind_of(config)].partition(":")
+    made: Drafter = getattr(import_module(module), name)(config, tensors, target)
+    return made
+
+
+def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
+    """After so many layers, through the target's own norm and head; "" means the adapter that comes with Paceline, or
+    half of the target."""
+    if not layers and (path := shipped("exit", target)):
+        return _learned(fits(read(path), target), target)
+    sizes = sizes_of(target)
+    count = int(layers) if layers else max(1, sizes.layers // 2)
+    if not 0 < count < sizes.layers:
+        raise InvalidOption(
+            f"early-exit:{count} is not possible in a model of {sizes.layers} layers",
+            f"Give 1 to {sizes.layers - 1}",
+        )
+    return _drafter(ExitConfig(sizes.hidden, count), {}, target)
+
+
+def _shipped(name: str, target: Loaded) -> Path:
+    path = shipped(_HEADS[name], target)
+    if path is None:
+        raise InvalidOption(
+            f"no {name} head for {target.path} comes with Paceline", f"Name one that you have: {name}:FOLDER"
+        )
+    return path
 
 
 def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:

@@ -65,6 +65,10 @@ class Decoder:
     def context_length(self) -> int:
         return self.config.context_length
 
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
     def new_cache(self) -> KVCache:
         c = self.config
         scale = c.query_scale or c.head_dim**-0.5
@@ -106,6 +110,10 @@ class Decoder:
         logits = self._head(x).to(self._precise)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def head(self) -> Tensor:
+        """See `protocols.Ends`."""
+        return self._head.weight()
 
 
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:

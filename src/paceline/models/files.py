@@ -15,7 +15,7 @@ from paceline.models.demo import PACKAGED, packaged
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-_PICKLES = ["pytorch_model*.bin", "adapter_model.bin"]
+_PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a folder one of PEFT's adapters."""
 # Folders and consolidated files of a hub model repeat its weights in other layouts.

@@ -5,7 +5,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
              layers.0.mlp.{gate,up,down}_proj.weight, norm.weight, lm_head.weight [draft_vocab, H], d2t [draft_vocab],
-             t2d [vocab]; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+             t2d [vocab] (token = row + d2t[row], rising; t2d marks the same tokens; neither is needed where
+             draft_vocab is the whole vocabulary); optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
@@ -14,6 +15,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: what stands between layer E and the head
+
+Any projection may have a bias beside its weight.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from paceline.types import Tap
 class EagleConfig:
     """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858).
 
-    `layer`: the one decoder layer, with the target's vocabulary and a `context_length` that is nobody's limit (the
-    target's counts). `taps`: what it listens to, in order. `norm_before_residual`: the residual stream of the layer is
-    the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their concatenation
-    is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
+    `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is what the file says (2048 in
+    many published ones) and nobody's limit: the target's counts. `taps`: what it listens to, in order; () in a file
+    that leaves it to the target, which `head_fit.fits` then names. `norm_before_residual`: the residual stream of the
+    layer is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
+    concatenation is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
     """
 
     layer: ModelConfig
@@ -53,7 +57,8 @@ class EagleConfig:
 class MedusaConfig:
     """Medusa (arXiv 2401.10774): head i guesses the token i + 2 places after the one whose "final" state it sees.
 
-    `layers`: residual SiLU blocks per head. `shared`: the heads end in the target's own output head.
+    `layers`: residual SiLU blocks per head. `shared`: the heads end in the target's own output head. `draft_vocab`: how
+    many tokens they choose from (`token_map` says which, where it is not the whole vocabulary); 0 means all.
     """
 
     hidden: int
@@ -61,8 +66,12 @@ class MedusaConfig:
     heads: int
     layers: int = 1
     shared: bool = False
+    draft_vocab: int = 0
     paths: tuple[tuple[int, ...], ...] = ()
     """The static tree, each node by the ranks on its path; () leaves it to the drafter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_vocab", self.draft_vocab or self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +112,27 @@ class ExitConfig:
 HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
 
 
+def kind_of(config: HeadConfig) -> str:
+    """What users call it: "eagle3", "eagle" (1 and 2), "medusa", "block" or "exit"."""
+    if isinstance(config, EagleConfig):
+        return "eagle3" if config.version == 3 else "eagle"
+    return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
+
+
+def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
+    """What the head listens to; () where EAGLE-3's default was left to the target."""
+    if isinstance(config, (EagleConfig, BlockConfig)):
+        return config.taps
+    return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadFile:
     """A learned drafter on disk. `layout`: whose ("speculators", "reference", "sglang", "vllm", "paceline").
 
-    `target`: the model it was trained for, as its config names it, or None. `extra`: the rest of its config that is
-    worth keeping, such as stored acceptance by category.
+    `target`: the model it was trained for, as its config names it, or None. `target_layers`: how many layers that has,
+    where the file says so. `extra`: what else Paceline keeps in its config (under "paceline"), such as stored
+    acceptance by category and the target's `head_fit.fingerprint`.
     """
 
     path: Path
@@ -116,4 +140,5 @@ class HeadFile:
     config: HeadConfig
     tensors: Mapping[str, Tensor]
     target: str | None = None
+    target_layers: int | None = None
     extra: Mapping[str, object] = field(default_factory=dict)

@@ -60,6 +60,7 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = self._config.vocab_size
+        self.layers: int = self._config.num_hidden_layers
         key = (self.dtype, self.device, self._config._attn_implementation)
         known = _SETTLED.setdefault(model, {})
         if key not in known:
@@ -124,6 +125,11 @@ class CausalLM:
         with torch.inference_mode():
             logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def head(self) -> Tensor:
+        """See `protocols.Ends`."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
 
     def _plain(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole text in one pass, by nothing but the model."""

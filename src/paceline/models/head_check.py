@@ -1,0 +1,152 @@
+"""Whether a learned drafter's tensors are what its config means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.config import ModelConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, MedusaConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+_AGAIN = "Fetch the head again"
+_INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
+MAPS = ("d2t", "t2d", "token_map")
+"""Tensors that say which tokens the rows of a smaller vocabulary are."""
+
+
+def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
+    """Tensors by canonical name (see `heads.py`): those a head must have, and those it may have."""
+    if isinstance(config, EagleConfig):
+        return _eagle3(config) if config.version == 3 else _eagle(config)
+    if isinstance(config, MedusaConfig):
+        return _medusa(config)
+    return _block(config) if isinstance(config, BlockConfig) else _exit(config)
+
+
+def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
+    h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
+    needed, allowed = _layer(c.layer, 0, 2 * h)
+    needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
+    needed |= {"lm_head.weight": (c.draft_vocab, h)}
+    if c.norm_before_fc:
+        needed["input_norm.weight"] = (wide,)
+    if c.fc_norm:
+        needed |= {f"fc_norm.{i}.weight": (c.target_hidden,) for i in range(wide // c.target_hidden)}
+    maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (vocab,)}
+    embedding: Shapes = {"embed_tokens.weight": (vocab, h)}
+    # A head that is narrower than its target cannot borrow the target's embedding.
+    for part, must in ((maps, c.draft_vocab != vocab), (embedding, h != c.target_hidden)):
+        (needed if must else allowed).update(part)
+    return needed, allowed
+
+
+def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
+    h = c.layer.hidden
+    needed, allowed = _layer(c.layer, 0, h)
+    norm = "layers.0.input_layernorm.weight"  # the reference leaves it out: what enters was normed by the target
+    allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
+    return needed | {"fc.weight": (h, 2 * h)}, allowed
+
+
+def _medusa(c: MedusaConfig) -> tuple[Shapes, Shapes]:
+    blocks = [f"blocks.{i}.layers.{j}" for i in range(c.heads) for j in range(c.layers)]
+    needed: Shapes = {f"{name}.weight": (c.hidden, c.hidden) for name in blocks}
+    if not c.shared:
+        needed |= {f"lm_heads.{i}.weight": (c.draft_vocab, c.hidden) for i in range(c.heads)}
+    maps: Shapes = {"token_map": (c.draft_vocab,)}
+    allowed: Shapes = {f"{name}.bias": (c.hidden,) for name in blocks}
+    return (needed | maps, allowed) if c.draft_vocab != c.vocab_size else (needed, allowed | maps)
+
+
+def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
+    h = c.layer.hidden
+    needed: Shapes = {"fc.weight": (h, len(c.taps) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    allowed: Shapes = {}
+    for index in range(c.layer.layers):
+        must, may = _layer(c.layer, index, h)
+        needed, allowed = needed | must, allowed | may
+    return needed, allowed
+
+
+def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
+    needed: Shapes = {"norm.weight": (c.hidden,)}
+    if c.rank:
+        needed |= {"proj.down.weight": (c.rank, c.hidden), "proj.up.weight": (c.hidden, c.rank)}
+    return needed, {}
+
+
+def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
+    """One decoder layer whose queries, keys and values are made of `width` numbers."""
+    start, q, kv = f"layers.{index}.", c.heads * c.head_dim, c.kv_heads * c.head_dim
+    parts: Shapes = {
+        "self_attn.q_proj": (q, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (c.hidden, q),
+        "mlp.gate_proj": (c.ffn, c.hidden),
+        "mlp.up_proj": (c.ffn, c.hidden),
+        "mlp.down_proj": (c.hidden, c.ffn),
+    }
+    norms: Shapes = {"input_layernorm": (c.hidden,), "post_attention_layernorm": (c.hidden,)}
+    if c.qk_norm:
+        norms |= {f"self_attn.{x}_norm": (c.head_dim,) for x in "qk"}
+    biases: Shapes = {f"{start}{name}.bias": (shape[0],) for name, shape in parts.items()}
+    return {f"{start}{name}.weight": shape for name, shape in (parts | norms).items()}, biases
+
+
+def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `CorruptModel` for a tensor that is missing, misshapen, not finite or of no use to the config, and for
+    maps of tokens that contradict themselves; `UnsupportedModel` for quantised weights."""
+    needed, allowed = shapes_of(config)
+    if missing := [name for name in needed if name not in tensors]:
+        raise CorruptModel(f"the head {where} lacks {missing[0]}", _AGAIN)
+    if unknown := [name for name in tensors if name not in needed and name not in allowed]:
+        raise CorruptModel(
+            f"the head {where} holds {unknown[0]}, which its config does not account for",
+            "Config and weights are of different heads; fetch it again",
+        )
+    for name, tensor in tensors.items():
+        _check_tensor(where, name, tensor, (needed | allowed)[name])
+    _check_maps(where, config, tensors)
+
+
+def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CorruptModel(
+            f"{name} of the head {where} has shape {tuple(tensor.shape)} where its config means {shape}",
+            "Config and weights are of different heads; fetch it again",
+        )
+    if name in MAPS:
+        if tensor.dtype not in _INTEGERS:
+            raise CorruptModel(f"{name} of the head {where} is {tensor.dtype}, and it maps tokens", _AGAIN)
+    elif tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModel(
+            f"{name} of the head {where} is stored as {tensor.dtype}", "Use a head in bfloat16, float16 or float32"
+        )
+    elif not tensor.isfinite().all():
+        raise CorruptModel(f"{name} of the head {where} holds NaN or infinity", "Its training went wrong; use another")
+
+
+def _check_maps(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    if "d2t" in tensors and isinstance(config, EagleConfig):
+        targets = torch.arange(config.draft_vocab) + tensors["d2t"]
+        _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)
+        if not targets.diff().gt(0).all():
+            raise CorruptModel(f"d2t of the head {where} does not rise from row to row", _AGAIN)
+        if not torch.equal(targets, tensors["t2d"].nonzero().flatten()):
+            raise CorruptModel(f"d2t and t2d of the head {where} name different tokens", _AGAIN)
+    if "token_map" in tensors and isinstance(config, MedusaConfig):
+        _check_targets(f"token_map of the head {where}", tensors["token_map"], config.vocab_size)
+
+
+def _check_targets(name: str, targets: Tensor, vocab: int) -> None:
+    if outside := targets[(targets < 0) | (targets >= vocab)].tolist():
+        raise CorruptModel(f"{name} names token {outside[0]} of a vocabulary of {vocab}", _AGAIN)
+    if len(targets.unique()) < len(targets):
+        raise CorruptModel(f"{name} names a token twice", _AGAIN)

@@ -1,0 +1,90 @@
+"""One prompt as a line of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_FORMS = ("prompt", "turns", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt: text or chat messages. `id`: None where only one prompt was given."""
+
+    id: str | int | None
+    prompt: str | list[dict[str, Any]]
+
+
+def parse_row(line: bytes, number: int) -> Row:
+    """The prompt on line `number`, which is its id where it has none; of turns the first. Raises `ValueError`."""
+    row = parse_object(line)
+    return Row(parse_id(row.get("id"), number), _prompt(row))
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """A line's JSON object. Raises `ValueError` saying what it is instead."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start} of the line)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("not usable JSON (nested too deeply)") from None
+    if not isinstance(row, dict):
+        raise ValueError('not a JSON object, {"name": value, ...}')
+    return row
+
+
+def parse_id(value: object, number: int) -> str | int:
+    """A row's id, or the number of its line. Raises `ValueError`."""
+    if value is None:
+        return number
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError(f"the id is {json.dumps(value)}; it must be a string or a whole number")
+    return value
+
+
+def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
+    given = [form for form in _FORMS if row.get(form) is not None]
+    if not given:
+        raise ValueError('the row has no prompt; give it "prompt", "turns" or "messages"')
+    if len(given) > 1:
+        raise ValueError(f"the row has {' and '.join(map(repr, given))}; give it only one of them")
+    value = row[given[0]]
+    if given[0] == "messages":
+        return _messages(value)
+    if given[0] == "prompt":
+        return text_of(value, "'prompt'")
+    if not isinstance(value, list) or not value:
+        raise ValueError("'turns' is not a list of at least one text")
+    return text_of(value[0], "the first of 'turns'")
+
+
+def text_of(value: object, what: str) -> str:
+    """The value, which must be text that UTF-8 can write, and some. Raises `ValueError` naming `what` it is."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is not text")
+    if not value:
+        raise ValueError(f"{what} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not valid Unicode text (half of a surrogate pair)") from None
+    return value
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("'messages' is not a list of at least one message")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise ValueError(f'message {number} is not an object with "role" and "content"')
+        text_of(message["role"], f"the role of message {number}")
+        if message["content"] != "":
+            text_of(message["content"], f"the content of message {number}")
+    if not any(message["content"] for message in value):
+        raise ValueError("all messages are empty")
+    return value

@@ -1,0 +1,267 @@
+"""The loop that trains any recipe: batches in order, one optimiser, held-out acceptance, checkpoints, resumption."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory
+from paceline.train.optimizer import Optimizer
+from paceline.train.recipe import Guesses, Recipe, walk
+from paceline.train.states import Batch, States
+
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to train. `epochs`: passes over the documents, a part of one too. `batch`: documents per step. `rate`: see
+    `Optimizer`; full after `warmup` and before `cooldown` (shares of the whole). `every`: seconds between checkpoints.
+    `evaluate`: seconds between looks at held-out documents, of which `held` are used.
+    """
+
+    epochs: float = 1.0
+    batch: int = 4
+    rate: float = 2e-3
+    warmup: float = 0.01
+    cooldown: float = 0.6
+    clip: float = 1.0
+    seed: int = 0
+    held: int = 128
+    every: float = 120.0
+    evaluate: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a run stands. `documents` of `total` seen; `tokens` guessed from in this run, in `seconds`. `loss` per
+    guess and `accuracy` per step, running means in training. `acceptance`: tokens per round of greedy chains on
+    held-out documents, the bonus token included, once measured; `held`: their accuracy per step."""
+
+    documents: int
+    total: int
+    tokens: int
+    seconds: float
+    loss: float
+    accuracy: tuple[float, ...]
+    acceptance: float | None = None
+    held: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a checkpoint holds besides weights: how far the run is, and what it has seen."""
+
+    documents: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    loss: float | None = None
+    accuracy: list[float] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    acceptance: float | None = None
+    held: list[float] = field(default_factory=list)
+
+    def count(self, loss: float, counts: Tensor, documents: int) -> None:
+        """A step over so many documents. `counts` as in `Guesses`."""
+        accuracy = _shares(counts)
+        keep = 0.98 if self.loss is not None else 0.0
+        self.loss = keep * (self.loss or 0.0) + (1 - keep) * loss
+        self.accuracy = [keep * a + (1 - keep) * b for a, b in zip(self.accuracy or accuracy, accuracy, strict=True)]
+        self.tokens += int(counts[1, 0])
+        self.documents += documents
+
+
+class Trainer:
+    """Trains `recipe` on `states` and looks at `held`; what it needs to go on after a kill lies in `folder`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        states: States,
+        held: States,
+        plan: Plan,
+        folder: Path,
+        identity: str,
+        report: Callable[[Report], object] = lambda report: None,
+    ) -> None:
+        """`identity`: names the data and the recipe; a checkpoint of another one is refused."""
+        self._recipe, self._states, self._held, self._plan = recipe, states, held, plan
+        self._path = folder / CHECKPOINT
+        self._identity = f"{identity} {replace(plan, every=0, evaluate=0, held=0)}"
+        self._report = report
+        self._micro = plan.batch
+        self._device = next(recipe.module.parameters()).device
+        self._optimizer = Optimizer(recipe.module, plan.rate)
+        self._total = int(plan.epochs * len(states))
+        self._progress = _Progress()
+        self._resume()
+
+    def run(self) -> Report:
+        """Train to the end of the plan. Raises `TrainingFailed` where the loss is no number. Whatever ends it (an
+        error, Ctrl-C), the checkpoint of a moment ago is there to go on from."""
+        saved = evaluated = monotonic()
+        for batch in self._remaining():
+            began = monotonic()
+            self._step(batch)
+            self._progress.seconds += monotonic() - began
+            if monotonic() - evaluated > self._plan.evaluate:
+                self._evaluate()
+                evaluated = monotonic()
+            if monotonic() - saved > self._plan.every:
+                self._save()
+                saved = monotonic()
+            self._report(self.report())
+        self._evaluate()
+        self._save()
+        return self.report()
+
+    def report(self) -> Report:
+        p = self._progress
+        return Report(
+            p.documents, self._total, p.tokens, p.seconds, p.loss or 0.0, tuple(p.accuracy), p.acceptance, tuple(p.held)
+        )
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One entry per look at the held-out documents."""
+        return self._progress.history
+
+    def _remaining(self) -> Iterator[Batch]:
+        """The batches that are still to be trained on, in the order of the plan."""
+        seen, epoch = 0, 0
+        while seen < self._total:
+            for shard in range(self._states.shards):
+                size = self._states.size(shard)
+                if seen + size <= self._progress.documents:  # finished before: its states are not even computed
+                    seen += size
+                    continue
+                for batch in self._states.batches(shard, self._plan.batch, f"{self._plan.seed}/{epoch}"):
+                    seen += len(batch)
+                    if seen > self._total:
+                        return
+                    if seen > self._progress.documents:
+                        yield batch
+            epoch += 1
+
+    def _step(self, batch: Batch) -> None:
+        self._recipe.module.train()
+        loss, counts = self._accumulate(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self._recipe.module.parameters(), self._plan.clip)
+        if not torch.isfinite(norm) or not loss == loss:
+            raise TrainingFailed(
+                f"the loss became {loss}, its gradient {norm.item()}, after {self._progress.documents} documents",
+                f"Use a lower --rate, and go on from the last checkpoint in {self._path.parent}",
+            )
+        self._optimizer.step(self._schedule())
+        self._progress.count(loss, counts, len(batch))
+
+    def _accumulate(self, batch: Batch) -> tuple[float, Tensor]:
+        """Gradients of the mean loss of a batch, in as many parts as memory asks for."""
+        while True:
+            self._optimizer.zero_grad()
+            try:
+                return self._in_parts(batch)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self._micro == 1:
+                    raise
+                self._micro = max(1, self._micro // 2)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _in_parts(self, batch: Batch) -> tuple[float, Tensor]:
+        answers = int((batch.lengths - batch.prompts).sum())
+        total, counts = 0.0, torch.zeros(2, self._recipe.steps)
+        for part in batch.split(self._micro):
+            guesses = self._guess(part)
+            loss = guesses.loss / answers
+            loss.backward()
+            total += loss.item()
+            counts += guesses.counts
+        return total, counts
+
+    def _guess(self, batch: Batch) -> Guesses:
+        with torch.autocast(self._device.type, torch.bfloat16):
+            return self._recipe.guess(batch)
+
+    def _schedule(self) -> float:
+        """Share of the full rate: up, level, and down to nothing."""
+        done = self._progress.documents / self._total
+        up = (done + 1e-3) / self._plan.warmup if self._plan.warmup else 1.0
+        down = (1 - done) / self._plan.cooldown if self._plan.cooldown else 1.0
+        return min(1.0, up, down)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Tokens per round on held-out documents, as greedy decoding with chains would have it."""
+        self._recipe.module.eval()
+        tokens = rounds = 0
+        counts = torch.zeros(2, self._recipe.steps)
+        for batch in self._looks():
+            guesses = self._guess(batch)
+            walked = walk(guesses)
+            tokens, rounds = tokens + walked[0], rounds + walked[1]
+            counts += guesses.counts
+        p = self._progress
+        p.acceptance, p.held = tokens / max(rounds, 1), _shares(counts)
+        p.history.append({"documents": p.documents, "tokens_per_round": p.acceptance, "accuracy": p.held})
+
+    def _looks(self) -> Iterator[Batch]:
+        left = self._plan.held
+        for shard in range(self._held.shards):
+            for batch in self._held.batches(shard, self._plan.batch, "held"):
+                if left <= 0:
+                    return
+                left -= len(batch)
+                yield batch
+
+    def _save(self) -> None:
+        torn = self._path.with_suffix(".part")
+        try:
+            torch.save(
+                {
+                    "identity": self._identity,
+                    "progress": asdict(self._progress),
+                    "module": self._recipe.module.state_dict(),
+                    "optimizer": self._optimizer.state_dict(),
+                },
+                torn,
+            )
+            os.replace(torn, self._path)
+        except (OSError, RuntimeError) as error:
+            torn.unlink(missing_ok=True)
+            raise TrainingFailed(
+                f"the checkpoint {self._path} could not be written ({error})",
+                "Make room on the disk, and run the same command again: it goes on from the checkpoint before",
+            ) from error
+
+    def _resume(self) -> None:
+        if not self._path.exists():
+            return
+        try:
+            kept = torch.load(self._path, map_location=self._device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise TrainingFailed(
+                f"the checkpoint {self._path} cannot be read ({str(error).splitlines()[0]})",
+                "Delete it to begin anew; answers and hidden states are kept",
+            ) from error
+        if kept["identity"] != self._identity:
+            raise InvalidOption(
+                f"{self._path} was made with other options or other data",
+                "Repeat the command that made it, or give another --out",
+            )
+        self._progress = _Progress(**kept["progress"])
+        self._recipe.module.load_state_dict(kept["module"])
+        self._optimizer.load_state_dict(kept["optimizer"])
+
+
+def _shares(counts: Tensor) -> list[float]:
+    shares: list[float] = (counts[0] / counts[1].clamp(min=1)).tolist()
+    return shares

@@ -1,0 +1,69 @@
+"""Medusa's recipe (arXiv 2401.10774): every head guesses further ahead from one state of the target.
+
+Head s sees the "final" state of the token before the pending one, and guesses the token s + 1 places after the pending
+one. The target's own output head stands behind all of them and stays as it is ("Medusa-1").
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.heads import MedusaConfig
+from paceline.protocols import Ends
+from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
+from paceline.train.states import Batch
+
+_DECAY = 0.8
+"""As in the published recipe: what lies further ahead is less often asked for."""
+
+
+class _Block(nn.Module):
+    """Residual SiLU blocks. At zero they pass on the state, and with it what the target says of the next token."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(layers)])
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class Blocks(nn.Module):
+    """Parameters named as in `models/heads.py`."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(config.hidden, config.layers) for _ in range(config.heads)])
+
+
+class Medusa(Recipe):
+    """Cross-entropy of every head against the target's distribution at the token it guesses."""
+
+    taps = ()
+    module: Blocks
+
+    def __init__(self, config: MedusaConfig, target: Ends, vocabulary: Tensor) -> None:
+        """`vocabulary` [K]: the ids, ascending, over which distributions are compared."""
+        self.steps = config.heads
+        self.module = Blocks(config)
+        self._config = config
+        self._teacher = Teacher(target, vocabulary)
+
+    @property
+    def config(self) -> MedusaConfig:
+        return self._config
+
+    def guess(self, batch: Batch) -> Guesses:
+        answered = Answered.of(batch, self.steps)
+        taught = self._teacher.of(batch, answered, exact=not self.module.training)
+        states = take(batch.states["final"], answered.pending - 1).float()
+        tally = Tally(self._teacher, taught, answered, _DECAY)
+        for block, real in zip(self.module.blocks, answered.real, strict=True):
+            tally.add(F.linear(block(states[real]), self._teacher.kept))
+        return tally.guesses()

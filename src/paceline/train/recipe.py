@@ -1,0 +1,168 @@
+"""What a kind of drafter must say to be trained: everything else is `loop.py`'s."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.heads import HeadConfig
+from paceline.protocols import Ends
+from paceline.train.states import Batch
+from paceline.types import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What a module says of a batch: S steps of the drafts that begin at P places of B documents.
+
+    `loss`: summed over all. `right` [S, B, P]: whether a step's best guess is the target's own choice. `real`
+    [S, B, P]: where there was something to guess; elsewhere `right` is False.
+    """
+
+    loss: Tensor
+    right: Tensor
+    real: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[2, S]: right guesses and all guesses of each step."""
+        return torch.stack([self.right.flatten(1).sum(1), self.real.flatten(1).sum(1)]).cpu()
+
+
+class Recipe(ABC):
+    """A drafter in training. `module` holds float32 parameters under the names of `models/heads.py`."""
+
+    taps: tuple[Tap, ...]
+    """What `guess` needs of the target besides "final"."""
+
+    module: nn.Module
+    steps: int
+    """Tokens of the drafts that it is trained for."""
+
+    @property
+    @abstractmethod
+    def config(self) -> HeadConfig: ...
+
+    @abstractmethod
+    def guess(self, batch: Batch) -> Guesses:
+        """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is written, under the names of `models/heads.py`, in bfloat16 where it is a weight."""
+        return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Where the answers of a batch lie, so that recipes agree on what is a guess.
+
+    A draft begins after each pending token, the last prompt token and every answer token but the last: place p of
+    document b pends at `pending[b, p]`, and step s of its draft guesses the token at `pending + 1 + s`.
+    """
+
+    pending: Tensor
+    """int64 [B, P], within the documents"""
+    real: Tensor
+    """bool [S, B, P]: step s of place p guesses a token of the document"""
+
+    @staticmethod
+    def of(batch: Batch, steps: int) -> Answered:
+        first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state of the token before its pending one
+        places = int((batch.lengths - 1 - first).max())
+        device = batch.tokens.device
+        pending = first[:, None] + torch.arange(places, device=device)
+        reach = torch.arange(1, steps + 1, device=device)[:, None, None]
+        real = pending + reach < batch.lengths[:, None]
+        return Answered(pending.clamp(max=batch.tokens.shape[1] - 1), real)
+
+
+def take(states: Tensor, places: Tensor) -> Tensor:
+    """states [B, T, ...] at places [B, P], those past the end clamped to it: [B, P, ...]."""
+    rows = torch.arange(states.shape[0], device=states.device)[:, None]
+    return states[rows, places.clamp(0, states.shape[1] - 1)]
+
+
+def walk(guesses: Guesses) -> tuple[int, int]:
+    """(tokens, rounds) of greedy decoding with chains of these guesses.
+
+    A round that accepts a guesses goes on a + 1 places further.
+    """
+    accepted = guesses.right.long().cumprod(0).sum(0)
+    tokens = rounds = 0
+    for line, real in zip(accepted.tolist(), guesses.real[0].sum(1).tolist(), strict=True):
+        place = 0
+        while place < real:
+            step = min(line[place] + 1, real - place)
+            tokens, rounds, place = tokens + step, rounds + 1, place + step
+    return tokens, rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What the target thinks of the tokens after each pending one: C = P + S - 1 columns, which the steps share.
+
+    `scores` float32 [B, C, K]: its logits over the K tokens that the drafter knows. `choice` int64 [B, C]: the one it
+    would choose, of all tokens in evaluation, of the known ones in training, where that is cheaper.
+    """
+
+    scores: Tensor
+    choice: Tensor
+
+
+class Teacher:
+    """The target's head, over the tokens that a drafter knows."""
+
+    def __init__(self, target: Ends, vocabulary: Tensor) -> None:
+        """`vocabulary` [K]: ascending ids. `kept` [K, H]: their rows of the target's head."""
+        self._target, self.vocabulary = target, vocabulary
+        self.kept = target.head()[vocabulary]
+
+    @torch.no_grad()
+    def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:
+        """`exact`: choose of all tokens."""
+        steps, (_, places) = len(answered.real), answered.pending.shape
+        columns = answered.pending[:, :1] + torch.arange(places + steps - 1, device=answered.pending.device)
+        states = take(batch.states["final"], columns)
+        scores = F.linear(states, self.kept.to(states.dtype)).float()
+        if not exact:
+            return Taught(scores, self.vocabulary[scores.argmax(-1)])
+        return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
+
+
+class Tally:
+    """Collects the guesses of a batch, step by step, into `Guesses`."""
+
+    def __init__(self, teacher: Teacher, taught: Taught, answered: Answered, decay: float) -> None:
+        """`decay`: the weight of a step's loss over that of the step before."""
+        self._teacher, self._taught, self._answered, self._decay = teacher, taught, answered, decay
+        self._losses: list[Tensor] = []
+        self._right: list[Tensor] = []
+
+    def once(self, logits: Tensor) -> None:
+        """`logits` [N, K]: of a drafter without steps, at the real places of the first: what it says after each
+        pending token. The later steps of a draft are then the first ones of the places after it."""
+        self.add(logits)
+        first = F.pad(self._right[0], (0, len(self._answered.real) - 1))
+        places = self._answered.pending.shape[1]
+        for step in range(1, len(self._answered.real)):
+            self._right.append(first[:, step : step + places] & self._answered.real[step])
+
+    def add(self, logits: Tensor) -> None:
+        """`logits` [N, K]: the next step's, at its real places in order. The loss is the cross-entropy against the
+        target's distribution over the same tokens."""
+        step, places = len(self._losses), self._answered.pending.shape[1]
+        real = self._answered.real[step]
+        wanted = self._taught.scores[:, step : step + places][real]
+        said = logits.float().log_softmax(-1)
+        self._losses.append(-(wanted.softmax(-1) * said).sum() * self._decay**step)
+        right = torch.zeros_like(real)
+        choice = self._taught.choice[:, step : step + places][real]
+        right[real] = self._teacher.vocabulary[said.detach().argmax(-1)] == choice
+        self._right.append(right)
+
+    def guesses(self) -> Guesses:
+        return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._answered.real)

@@ -1,0 +1,187 @@
+"""The target's hidden states over documents: one prefill pass each, streamed, and kept on disk as far as allowed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.protocols import Target
+from paceline.train.documents import Document, Selection
+from paceline.types import Rows, Tap, Want
+
+SHARD = 64
+"""Documents that are computed, kept and read together."""
+
+_HEADER = 4096
+"""Bytes of a shard's file besides its tensors, at most."""
+
+_PASS = 4096
+"""Tokens of one target pass at most: more are no faster, and logits are never asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Studied:
+    """A document [T] and what the target thought at each of its tokens: tap -> [T, H]. `prompt`: tokens before the
+    answer."""
+
+    tokens: Tensor
+    states: Mapping[Tap, Tensor]
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B documents, padded on the right. tokens int64 [B, T]; states: tap -> [B, T, H]; prompts, lengths int64 [B]."""
+
+    tokens: Tensor
+    states: Mapping[Tap, Tensor]
+    prompts: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def split(self, size: int) -> list[Batch]:
+        """Parts of at most `size` documents."""
+        return [self._rows(slice(i, i + size)) for i in range(0, len(self), size)] if size < len(self) else [self]
+
+    def _rows(self, rows: slice) -> Batch:
+        states = {tap: x[rows] for tap, x in self.states.items()}
+        return Batch(self.tokens[rows], states, self.prompts[rows], self.lengths[rows])
+
+    @staticmethod
+    def of(documents: Sequence[Studied], device: torch.device) -> Batch:
+        def padded(parts: Sequence[Tensor]) -> Tensor:
+            return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to(device)
+
+        return Batch(
+            padded([d.tokens for d in documents]),
+            {tap: padded([d.states[tap] for d in documents]) for tap in documents[0].states},
+            torch.tensor([d.prompt for d in documents], device=device),
+            torch.tensor([len(d.tokens) for d in documents], device=device),
+        )
+
+
+class States:
+    """Documents in shards of `SHARD`, each with the target's states at `taps` ("final" is always among them).
+
+    `folder`: where shards are kept for the next epoch, until they fill `limit` bytes; None keeps nothing. A shard that
+    cannot be read (a run was killed, a disk was full) is computed again.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        documents: Selection,
+        taps: Sequence[Tap],
+        folder: Path | None = None,
+        limit: int = 0,
+    ) -> None:
+        self._target, self._documents = target, documents
+        self._taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
+        self._folder = folder
+        self._room = limit
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._room -= sum(file.stat().st_size for file in folder.iterdir())
+
+    def __len__(self) -> int:
+        """Documents in all."""
+        return len(self._documents)
+
+    @property
+    def shards(self) -> int:
+        return -(-len(self) // SHARD)
+
+    def size(self, number: int) -> int:
+        """Documents of a shard."""
+        return min(SHARD, len(self) - number * SHARD)
+
+    def shard(self, number: int) -> list[Studied]:
+        """The documents from `number * SHARD` on, at most `SHARD`, in their order."""
+        kept = self._folder / f"{number:06}.safetensors" if self._folder is not None else None
+        studied = _read(kept, self._taps) if kept is not None else None
+        if studied is None:
+            studied = self._study(number)
+            if kept is not None:
+                self._room -= _write(kept, studied, self._room)
+        return studied
+
+    def batches(self, number: int, size: int, seed: str) -> Iterator[Batch]:
+        """The shard in batches of `size` documents of like length, in an order that `seed` decides."""
+        studied = self.shard(number)
+        ordered = sorted(range(len(studied)), key=lambda i: len(studied[i].tokens))
+        groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+        random.Random(f"{seed}/{number}").shuffle(groups)
+        for group in groups:
+            yield Batch.of([studied[i] for i in group], self._target.device)
+
+    def _study(self, number: int) -> list[Studied]:
+        start = number * SHARD
+        documents = [self._documents[i] for i in range(start, start + self.size(number))]
+        order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
+        studied: dict[int, Studied] = {}
+        while order:
+            count = max(1, _PASS // len(documents[order[0]]))
+            group, order = order[:count], order[count:]
+            studied |= zip(group, self._together([documents[i] for i in group]), strict=True)
+        return [studied[i] for i in range(len(documents))]
+
+    def _together(self, documents: Sequence[Document]) -> list[Studied]:
+        """One pass over documents of like length."""
+        longest, device = max(map(len, documents)), self._target.device
+        tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
+        for line, document in zip(tokens, documents, strict=True):
+            line[: len(document)] = torch.tensor([*document.prompt, *document.answer])
+        cache = self._target.new_cache()
+        rows = Rows(
+            tokens=tokens.to(device),
+            positions=torch.arange(longest, device=device).expand(len(documents), -1).contiguous(),
+            slots=tuple(cache.acquire(longest) for _ in documents),
+            lengths=(0,) * len(documents),
+            parents=(tuple(range(-1, longest - 1)),) * len(documents),
+            prefill=True,
+        )
+        taps = self._target.forward(rows, cache, Want("none", taps=self._taps)).taps
+        return [
+            Studied(line[: len(d)], {tap: taps[tap][i, : len(d)].cpu() for tap in self._taps}, len(d.prompt))
+            for i, (line, d) in enumerate(zip(tokens, documents, strict=True))
+        ]
+
+
+def _write(path: Path, studied: Sequence[Studied], room: int) -> int:
+    """Keep a shard if there is room. Returns the bytes it takes; a disk that is full takes none."""
+    tensors = {str(tap): torch.cat([s.states[tap] for s in studied]) for tap in studied[0].states}
+    tensors["tokens"] = torch.cat([s.tokens for s in studied]).to(torch.int32)
+    tensors["lengths"] = torch.tensor([len(s.tokens) for s in studied])
+    tensors["prompts"] = torch.tensor([s.prompt for s in studied])
+    if sum(t.nbytes for t in tensors.values()) + _HEADER > room:
+        return 0
+    torn = path.with_suffix(".part")
+    try:
+        save_file(tensors, torn)
+        os.replace(torn, path)
+    except (OSError, SafetensorError):
+        torn.unlink(missing_ok=True)
+        return 0
+    return path.stat().st_size
+
+
+def _read(path: Path, taps: Sequence[Tap]) -> list[Studied] | None:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError):
+        return None
+    lengths = tensors["lengths"].tolist()
+    tokens = tensors["tokens"].long().split(lengths)
+    states = {tap: tensors[str(tap)].split(lengths) for tap in taps}
+    prompts = tensors["prompts"].tolist()
+    return [Studied(line, {tap: states[tap][i] for tap in taps}, prompts[i]) for i, line in enumerate(tokens)]

@@ -1,0 +1,65 @@
+"""Heads of random weights, for a target of 8 layers, 32 hidden, 64 tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.head_check import shapes_of
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+
+LAYER = ModelConfig(
+    family="llama",
+    vocab_size=64,
+    hidden=32,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    context_length=256,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=50000.0),
+)
+QWEN = ModelConfig("qwen3", 64, 32, 2, 4, 2, 8, 48, 256, qk_norm=True, rope=RopeConfig(theta=1e6))
+
+EAGLE3 = EagleConfig(LAYER, (2, 4, 5), 32, 16, norm_output=True, fc_norm=True)
+EAGLE = EagleConfig(LAYER, ("final",), 32, 64, version=1)
+MEDUSA = MedusaConfig(32, 64, 3, 2)
+COMPACT = MedusaConfig(32, 64, 3, 1, shared=True, paths=((0,), (0, 0), (1,)))
+BLOCK = BlockConfig(QWEN, (2, 5), 4, 63)
+EXIT = ExitConfig(32, 3, 4)
+
+
+def head_of(config: HeadConfig, dtype: torch.dtype = torch.float32, target: str | None = "owner/name") -> HeadFile:
+    generator = torch.Generator().manual_seed(3)
+    shapes, _ = shapes_of(config)
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) * 0.3 for name, shape in shapes.items()}
+    if isinstance(config, EagleConfig) and config.draft_vocab < config.layer.vocab_size:
+        tensors |= token_maps(torch.arange(config.draft_vocab) * 3 + 1, config.layer.vocab_size)
+    if "token_map" in tensors:
+        tensors["token_map"] = torch.arange(len(tensors["token_map"])) * 2
+    extra = {"acceptance": {"code": 2.5, "chat": 2.0}, "coverage": 0.97}
+    return HeadFile(Path("nowhere"), "", config, tensors, target, 8, extra)
+
+
+def token_maps(tokens: Tensor, vocab: int) -> dict[str, Tensor]:
+    marks = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens, True)
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": marks}
+
+
+def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+    """A folder as another project writes it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: x.clone() for name, x in tensors.items()}, path / file)
+    else:
+        torch.save(tensors, path / file)
+    return path

@@ -1,0 +1,171 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import InvalidOption, TrainingFailed
+from paceline.train.loop import CHECKPOINT, Plan, Report, Trainer
+from paceline.train.recipe import Guesses, walk
+from paceline.train.states import States
+from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
+
+PLAN = Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
+
+
+class Stop(Exception):
+    pass
+
+
+def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trained._recipe.module.named_parameters()}
+
+
+def stop_after(documents: int):
+    def report(at: Report) -> None:
+        if at.documents >= documents:
+            raise Stop
+
+    return report
+
+
+def test_training_learns_what_the_target_says(tmp_path: Path) -> None:
+    before = trainer(tmp_path / "a", replace(PLAN, epochs=0.05)) if (tmp_path / "a").mkdir() is None else None
+    (tmp_path / "b").mkdir()
+    after = trainer(tmp_path / "b", replace(PLAN, epochs=6))
+    assert before is not None
+    untrained, trained = before.run(), after.run()
+    assert trained.loss < 0.8 * untrained.loss
+    assert trained.acceptance is not None
+    assert untrained.acceptance is not None
+    assert trained.acceptance > untrained.acceptance + 0.3
+    assert [entry["documents"] for entry in after.history] == [6 * 96]
+
+
+def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:
+    runs = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        run = trainer(tmp_path / name, count=16)
+        run.run()
+        runs.append(weights(run))
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+
+
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    whole = trainer(tmp_path / "a", replace(PLAN, epochs=1.5, every=0.0))
+    whole.run()
+    for stop in (8, 72, 100):
+        with pytest.raises(Stop):
+            trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0), report=stop_after(stop)).run()
+    resumed = trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0))
+    assert resumed.report().documents == 100
+    resumed.run()
+    expected = weights(whole)
+    assert all(torch.equal(expected[n], p) for n, p in weights(resumed).items())
+    assert resumed.report().documents == whole.report().documents == 144
+
+
+def test_finished_shards_are_not_computed_again_after_a_kill(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(tmp_path, replace(PLAN, every=0.0), report=stop_after(72)).run()
+    states = States(TARGET, selection(documents(96)), TAPS)
+    asked: list[int] = []
+    shard = states.shard
+    states.shard = lambda number: (asked.append(number), shard(number))[1]  # type: ignore[method-assign]
+    held = States(TARGET, selection(documents(16, seed=1)), TAPS)
+    Trainer(recipe(), states, held, replace(PLAN, every=0.0), tmp_path, "toy").run()
+    assert asked == [1]
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
+    with pytest.raises(InvalidOption, match=r"other options or other data\. Repeat the command"):
+        trainer(tmp_path, replace(PLAN, epochs=0.1), identity="other")
+    with pytest.raises(InvalidOption):
+        trainer(tmp_path, replace(PLAN, epochs=0.1, rate=1e-4))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
+    kept = tmp_path / CHECKPOINT
+    kept.write_bytes(kept.read_bytes()[:1000])
+    with pytest.raises(TrainingFailed, match="cannot be read"):
+        trainer(tmp_path, replace(PLAN, epochs=0.1))
+
+
+def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(PLAN, every=0.0))
+    steps = 0
+    guess = run._recipe.guess
+
+    def sick(batch):
+        nonlocal steps
+        steps += 1
+        made = guess(batch)
+        return replace(made, loss=made.loss * (torch.nan if steps == 3 else 1.0))
+
+    run._recipe.guess = sick  # type: ignore[method-assign]
+    with pytest.raises(TrainingFailed, match=r"the loss became nan.*after 8 documents"):
+        run.run()
+    assert trainer(tmp_path, replace(PLAN, every=0.0)).report().documents == 8
+
+
+def test_running_out_of_memory_halves_the_parts_and_changes_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plan = replace(PLAN, batch=8)
+    run, sizes = trainer(tmp_path / "a", plan, count=24), []
+    guess = run._recipe.guess
+
+    def hungry(batch):
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return guess(batch)
+
+    run._recipe.guess = hungry  # type: ignore[method-assign]
+    run._evaluate = lambda: None  # type: ignore[method-assign]
+    run.run()
+    assert sizes == [8, 4, *[2] * 12]
+    whole = trainer(tmp_path / "b", plan, count=24)
+    whole.run()
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(run)[name], weight, atol=2e-2, rtol=0)
+
+
+def test_a_batch_of_one_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+
+    def hungry(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run._recipe.guess = hungry  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        run.run()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(TrainingFailed, match=r"No space left on device.*Make room"):
+        trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_walk_takes_accepted_guesses_and_one_more() -> None:
+    right = torch.tensor([[[1, 0, 1, 1, 0, 0]], [[1, 1, 1, 0, 1, 0]]]).bool()
+    real = torch.ones_like(right)
+    # place 0 accepts 2 -> place 3; it accepts 1 -> place 5; it accepts none.
+    assert walk(Guesses(torch.tensor(0.0), right, real)) == (6, 3)
+
+
+def test_a_walk_ends_with_its_document() -> None:
+    right = torch.ones(3, 2, 4, dtype=torch.bool)
+    real = torch.ones(3, 2, 4, dtype=torch.bool)
+    real[:, 1, 2:] = False
+    assert walk(Guesses(torch.tensor(0.0), right & real, real)) == (6, 2)

@@ -1,0 +1,47 @@
+"""Documents and recipes small enough to train in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.models.heads import EagleConfig
+from paceline.testing import tiny_target
+from paceline.train.documents import Document, Selection
+from paceline.train.eagle3 import Eagle3
+from paceline.train.kinds import one_layer
+from paceline.train.loop import Plan, Trainer
+from paceline.train.states import States
+
+TARGET = tiny_target(layers=4)
+TAPS = (0, 2, 3)
+
+
+def selection(documents: Sequence[Document]) -> Selection:
+    return Selection(torch.arange(len(documents)), lambda i: documents[i])
+
+
+def documents(count: int, seed: int = 0, length: int = 24) -> list[Document]:
+    """Two tokens, a and b, then a answer that counts on by b from a: what anybody can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        a, b = torch.randint(1, 30, (2,), generator=generator).tolist()
+        text = [(a + i * (b % 3)) % 37 for i in range(length + int(torch.randint(0, 6, (1,), generator=generator)))]
+        made.append(Document(tuple(text[:5]), tuple(text[5:])))
+    return made
+
+
+def recipe(steps: int = 3, vocabulary: int = 30, seed: int = 0, **flags: bool) -> Eagle3:
+    torch.manual_seed(seed)
+    config = EagleConfig(one_layer(TARGET.config, 48), TAPS, TARGET.config.hidden, vocabulary, fc_norm=True, **flags)
+    return Eagle3(config, TARGET, torch.arange(37)[-vocabulary:], steps)
+
+
+def trainer(folder: Path, plan: Plan | None = None, count: int = 96, identity: str = "toy", **more: object) -> Trainer:
+    states = States(TARGET, selection(documents(count)), TAPS)
+    held = States(TARGET, selection(documents(16, seed=1)), TAPS)
+    plan = plan or Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
+    return Trainer(recipe(), states, held, plan, folder, identity, **more)  # type: ignore[arg-type]
