@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.block import Block
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
@@ -27,8 +28,10 @@ from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
 from paceline.testing import (
+    TINY_BLOCK,
     TINY_MEDUSA,
     Oracle,
+    block_tensors,
     eagle_config,
     eagle_tensors,
     fitted_medusa,
@@ -39,13 +42,13 @@ from paceline.testing import (
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
-from tests.toys import toy_model
+from tests.toys import loaded
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+LOADED = loaded(TOY)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
-LOADED = replace(toy_model(), target=TOY)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -55,6 +58,7 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),

@@ -10,6 +10,7 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.block import Block
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
@@ -22,9 +23,11 @@ from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import (
     TINY,
+    TINY_BLOCK,
     TINY_MEDUSA,
     ListCache,
     ToyTarget,
+    block_tensors,
     check_drafter,
     check_target,
     eagle_config,
@@ -54,6 +57,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "eagle-3": lambda: eagle(fc_norm=True),
     "eagle-1": lambda: eagle(version=1),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_model()),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
     "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
 }

@@ -20,11 +20,18 @@ would get other bits when more rows travel with it; these cuts stand at absolute
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How a layer attends: scores times `scale`, then cap * tanh(scores / cap) where there is a `softcap`; a row sees
-    the last `window` positions, its own included (None: all)."""
+    the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
+    too (a drafted block)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    mutual: bool = False
+
+    @property
+    def kind(self) -> tuple[int | None, bool]:
+        """Layers of one kind share a slab, and what a row sees in it."""
+        return self.window, self.mutual
 
 
 class Plan:
@@ -77,20 +84,25 @@ class SlabPass:
     """One forward pass over a `SlabCache` (`protocols.Pass`)."""
 
     def __init__(self, plans: Sequence[Plan], layers: Sequence[LayerAttention], prefill: bool) -> None:
-        """`plans`: one per window, in the order in which the layers first name them."""
-        order = list(dict.fromkeys(layer.window for layer in layers))
+        """`plans`: one per kind, in the order in which the layers first name them."""
+        order = list(dict.fromkeys(layer.kind for layer in layers))
         counts = [0] * len(order)
         self._layers: list[tuple[Plan, int, LayerAttention]] = []
         for layer in layers:
-            kind = order.index(layer.window)
+            kind = order.index(layer.kind)
             self._layers.append((plans[kind], counts[kind], layer))
             counts[kind] += 1
         self._prefill = prefill
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values of rows that only later passes look at: the first half of `attend`."""
+        plan, index, _ = self._layers[layer]
+        plan.write(index, k, v)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
+        self.write(layer, k, v)
         plan, index, how = self._layers[layer]
-        plan.write(index, k, v)
         keys, values = plan.read(index)
         mix = _fast if self._prefill and how.softcap is None else _exact
         mixed = mix(q[:, : plan.count], keys, values, plan, how)

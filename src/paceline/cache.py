@@ -116,8 +116,11 @@ class SlabCache:
         that is never committed."""
         self._layers = tuple(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        windows = dict.fromkeys(layer.window for layer in layers)
-        self.slabs = tuple(Slab(sum(x.window == w for x in layers), w, empty, limit + BLOCK) for w in windows)
+        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        counts = [sum(layer.kind == kind for layer in layers) for kind in self._kinds]
+        self.slabs = tuple(
+            Slab(count, window, empty, limit + BLOCK) for count, (window, _) in zip(counts, self._kinds, strict=True)
+        )
         self._lengths: list[int] = []
         self._prompts: list[int] = []
         self._tops: list[int] = []
@@ -217,7 +220,10 @@ class SlabCache:
             if capacity != slab.capacity:
                 slab.resize(len(self._places), capacity, max(self._tops))
         places = [self._places.index(slot) for slot in rows.slots]
-        plans = [Plan(slab.tensors, slab.window, places, rows, layouts) for slab in self.slabs]
+        plans = [
+            Plan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
+            for slab, (window, mutual) in zip(self.slabs, self._kinds, strict=True)
+        ]
         return SlabPass(plans, self._layers, rows.prefill)
 
     @torch.inference_mode()

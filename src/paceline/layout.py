@@ -10,7 +10,7 @@ child after the first gets a copy of its parent beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -36,6 +36,10 @@ class Layout:
     def plain(self) -> bool:
         """Whether column c simply holds row c."""
         return self.sources == tuple(range(len(self.sources)))
+
+    def mutual(self) -> Layout:
+        """The same columns, where every row sees every row."""
+        return replace(self, visible=torch.ones_like(self.visible))
 
 
 @lru_cache(maxsize=256)

@@ -128,6 +128,7 @@ class Ends(Protocol):
         ...
 
 
+@runtime_checkable
 class Host(Target, Ends, Protocol):
     """A target that learned drafters can live beside: they take its dtype and device, and its ends."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.eagle_reference import Reference
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
@@ -28,6 +27,7 @@ from paceline.stream import TextStream
 from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
 from paceline.tree import CHUNK
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.eagle_reference import Reference
 
 TOY = tiny_target()
 LONG = tiny_target(context_length=2048)

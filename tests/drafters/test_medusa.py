@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.toys import toy_model
 from torch import Tensor
 
 from paceline.drafters.medusa import Medusa
@@ -29,6 +28,7 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.toys import toy_model
 
 MODEL = toy_model()
 TOY = MODEL.target

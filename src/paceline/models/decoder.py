@@ -47,7 +47,7 @@ class Decoder:
         self._layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
-            self._layers.append(_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+            self._layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
         self._norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
@@ -116,7 +116,7 @@ class Decoder:
         return self._head.weight()
 
 
-def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
+def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
     """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
     out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
     mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
@@ -135,10 +135,10 @@ def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
-    return RMSNorm(_norm_weight(c, weights, name, size), c.norm_eps)
+    return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
 
 
-def _norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
     if not c.norm_shift:
         return weights.get(name + ".weight", (size,))
     # bfloat16 would lose most of a weight that is stored as its distance from 1.
@@ -153,7 +153,7 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
         parts = {prefix + "qkv_proj": q + 2 * kv}
     norm = None
     if c.qk_norm:
-        q_norm, k_norm = (_norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
     return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
 

@@ -20,11 +20,11 @@ from paceline.cache import SlabCache
 from paceline.errors import CorruptModel
 from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
+from paceline.models.output import output_head
 from paceline.models.rope import Rotary
 from paceline.models.weights import Weights
 from paceline.protocols import Host, Pass
-from paceline.runner import Activation, linear
-from paceline.sampler import Subset
+from paceline.runner import Activation
 from paceline.types import Rows
 
 _LAYER = "layers.0."
@@ -50,7 +50,7 @@ class EagleNetwork:
         self._feeds_normed = config.norm_output
         rope = layer.plan[0].rope
         self._rotary = Rotary(rope, layer.head_dim, self._precise, host.device) if rope else None
-        self.subset, self._head = _head(config, weights, host)
+        self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -163,26 +163,3 @@ def _embedding(config: EagleConfig, weights: Weights, host: Host) -> Activation:
             "Fetch the head again",
         )
     return host.embed
-
-
-def _head(config: EagleConfig, weights: Weights, host: Host) -> tuple[Subset | None, Activation]:
-    """Which of the target's tokens its logits are of (None: all of them, in order), and what makes them."""
-    weights.skip("t2d")
-    if "lm_head.weight" not in weights:
-        return None, host.logits
-    count = config.draft_vocab
-    ids = torch.arange(count)
-    if "d2t" in weights:
-        ids += weights.get("d2t", (count,), torch.int64).cpu()
-    if bool((ids < 0).any()) or len(ids.unique()) < count or ("d2t" in weights and int(ids.max()) >= host.vocab_size):
-        raise CorruptModel(
-            f"the head names tokens beyond the {host.vocab_size} of the target, or one of them twice",
-            "It was made for another model",
-        )
-    # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
-    order = ids.argsort()[: host.vocab_size]
-    weight = weights.get("lm_head.weight", (count, config.layer.hidden))
-    if len(order) < count or not torch.equal(order, torch.arange(count)):
-        weight = weight[order.to(weight.device)]
-    ids = ids[order]
-    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight)

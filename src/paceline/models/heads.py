@@ -12,7 +12,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
-             embedding and head are the target's
+             the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
+             its d2t (and t2d), as in eagle3
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: what stands between layer E and the head
 
 Any projection may have a bias beside its weight.
@@ -75,12 +76,28 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash: `size` tokens (the pending one and masks) are drafted in one pass over the target's hidden states."""
+    """DFlash (arXiv 2602.06036): one pass over the pending token and `size` - 1 mask tokens drafts a block.
+
+    `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
+    `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none, which is right
+    where all layers see everything. Layers with a window are trained causal, unless the config says otherwise
+    (speculators' `sliding_window_non_causal`, vLLM's `dflash_config.causal` and `is_causal`). `from_anchor`: entry j
+    predicts the token after its own place, the pending token's entry included (speculators' `sample_from_anchor`).
+    `draft_vocab`: how many tokens it chooses from, with an `lm_head` of its own; 0 means all, by the target's head.
+    """
 
     layer: ModelConfig
     taps: tuple[Tap, ...]
     size: int
     mask_token: int
+    causal: tuple[bool, ...] = ()
+    from_anchor: bool = False
+    draft_vocab: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one pass drafts."""
+        return self.size if self.from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Small enough to compare token by token, real enough to fail.
 
 from __future__ import annotations
 
+from paceline.testing.block import TINY_BLOCK, block_tensors
 from paceline.testing.drafters import Oracle, check_drafter
 from paceline.testing.heads import eagle_config, eagle_tensors
 from paceline.testing.medusa import TINY_MEDUSA, fitted_medusa, medusa_tensors
@@ -14,10 +15,12 @@ from paceline.testing.toy import ListCache, ToyTarget
 
 __all__ = [
     "TINY",
+    "TINY_BLOCK",
     "TINY_MEDUSA",
     "ListCache",
     "Oracle",
     "ToyTarget",
+    "block_tensors",
     "check_drafter",
     "check_target",
     "eagle_config",

@@ -1,0 +1,136 @@
+"""A block drafter (DFlash): one pass of a small network drafts several tokens at once. See `models/block.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from paceline.drafters.independent import independent
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.block import BlockNetwork
+from paceline.models.heads import BlockConfig
+from paceline.models.loader import Loaded
+from paceline.protocols import Ask, Drafter, Host
+from paceline.tree import CHUNK
+from paceline.types import Draft, Tap, Tree, Verdict
+
+
+@dataclass(slots=True)
+class _Slot:
+    """`own`: the slot in the context's cache. `waiting`: hidden states [n, taps * H] that it does not hold yet."""
+
+    own: int
+    waiting: list[Tensor] = field(default_factory=list)
+
+    @property
+    def late(self) -> int:
+        return sum(map(len, self.waiting))
+
+    def take(self, most: int) -> Tensor:
+        """The first `most` of what waits; the rest goes on waiting."""
+        states = torch.cat(self.waiting)
+        self.waiting = [states[most:]] if len(states) > most else []
+        return states[:most]
+
+
+class Block(Drafter):
+    """Drafts a block with a head that has read the target's hidden states of the whole text.
+
+    Keys and values that the head makes of them are kept from round to round; those of a drafted block never are. What
+    the target has read since is caught up with by the next draft, in one pass for all requests that share it.
+    """
+
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
+        """Raises `CorruptModel` for a head that is not the target's, `UnsupportedModel` for a target without ends."""
+        model = target.target
+        if not isinstance(model, Host):
+            raise UnsupportedModel(
+                f"a block drafter needs the embedding and the head of its target, which {type(model).__name__} lacks",
+                "Use a model of Paceline's own decoder, or a drafter without hidden states",
+            )
+        _check(config, model.vocab_size)
+        self._host: Host = model
+        self._mask = model.embed(torch.tensor([config.mask_token], device=model.device))
+        if self._mask.shape[-1] != config.layer.hidden:
+            raise CorruptModel(
+                f"the block drafter has hidden size {config.layer.hidden}, its target {self._mask.shape[-1]}",
+                "Use the drafter that was trained for this target",
+            )
+        self._config, self.taps = config, config.taps
+        self.draft = Tree.chain(config.depth)
+        self._network = BlockNetwork(config, tensors, model)
+        self._cache = self._network.new_cache()
+        self._slots: dict[int, _Slot] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)))
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        state = self._slots[source]
+        self._slots[slot] = _Slot(self._cache.fork(state.own), list(state.waiting))
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        state = self._slots[slot]
+        state.waiting.append(self._joined(taps))
+        # Hidden states take several times the room of the keys and values made of them.
+        if state.late >= CHUNK:
+            self._catch_up([state])
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._slots[slot].waiting.append(self._joined(out)[[0, *verdict.path]])
+
+    def release(self, slot: int) -> None:
+        state = self._slots.pop(slot, None)
+        if state:
+            self._cache.release(state.own)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        budgets = [ask.budget.within(self._config.depth) for ask in asks]
+        busy = [ask for ask, budget in zip(asks, budgets, strict=True) if budget.nodes]
+        guesses = iter(self._guess(busy, max(budget.depth for budget in budgets))) if busy else iter(())
+        return [
+            independent(ask.sampler, budget, next(guesses), self._network.subset) if budget.nodes else Draft()
+            for ask, budget in zip(asks, budgets, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
+        """Logits [B, depth, C] of the tokens that follow the pending ones (see `BlockNetwork.logits`)."""
+        states = [self._slots[ask.slot] for ask in asks]
+        self._catch_up(states)
+        last = self._host.embed(torch.tensor([[ask.last] for ask in asks], device=self._mask.device))
+        x = torch.cat([last, self._mask.expand(len(asks), self._config.size - 1, -1)], 1)
+        x = self._network.draft(self._cache, [state.own for state in states], [ask.position for ask in asks], x)
+        first = self._config.size - self._config.depth
+        return self._network.logits(x[:, first : first + depth])
+
+    @torch.inference_mode()
+    def _catch_up(self, states: Sequence[_Slot]) -> None:
+        """Make keys and values of all that waits, in passes that fit a window's ring."""
+        while late := [state for state in states if state.waiting]:
+            parts = [state.take(CHUNK) for state in late]
+            features = pad_sequence(parts, batch_first=True)
+            self._network.read(self._cache, [state.own for state in late], features, [len(part) for part in parts])
+
+    def _joined(self, taps: Mapping[Tap, Tensor]) -> Tensor:
+        """The taps [n, H] side by side, in the head's order [n, taps * H]: a copy, which does not hold the pass."""
+        return torch.cat([taps[tap] for tap in self.taps], -1)
+
+
+def _check(config: BlockConfig, vocab_size: int) -> None:
+    wrong = {
+        f"it drafts {config.depth} tokens": config.depth < 1,
+        f"its mask token is {config.mask_token}, of a vocabulary of {vocab_size}": not 0
+        <= config.mask_token
+        < vocab_size,
+        f"it marks {len(config.causal)} of {config.layer.layers} layers causal or not": len(config.causal)
+        not in (0, config.layer.layers),
+        "it listens to no layer": not config.taps,
+    }
+    for cause, found in wrong.items():
+        if found:
+            raise CorruptModel(f"the block drafter's config contradicts itself: {cause}", "Fetch the drafter again")

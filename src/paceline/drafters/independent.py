@@ -1,0 +1,106 @@
+"""Trees of heads that guess several depths at once, none of them knowing what the others choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+from paceline.sampler import Ranked, Sampler, Subset
+from paceline.tree import Place, close, places
+from paceline.types import Draft, Tree
+
+_COMPARED = 16
+"""So many of a depth's best candidates share its probability, whatever the tree's branch."""
+
+
+def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset | None = None) -> Draft:
+    """The draft within `budget` for one request, row d of logits [D, V] being the guess at depth d + 1.
+
+    The likeliest nodes of all that could be, where a node is as likely as its path's candidates together. Under a rule
+    that draws, what stands where is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
+    """
+    logits = logits[: budget.depth].cpu()
+    if sampler.draws:
+        shape = fixed(budget.within(len(logits)), (), True)
+        return shape.draft(rank(sampler, logits, shape.widths, subset))
+    return _likeliest(budget, rank(sampler, logits, [max(budget.branch, _COMPARED)] * len(logits), subset))
+
+
+def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
+    """So many candidates of each depth, from its row of logits [D, V], after the best of the depths before it.
+
+    Processors so see the likeliest path. Other parents may get a child that a processor forbids there, which costs
+    nothing but the place.
+
+    Under the rules rejection and block each depth draws once for all parents. That is sound: a walk goes down one path
+    and so sees the draws of a depth once; what it decided above depends on other draws; and a q that a processor bent
+    by the tokens drawn above is still what the draws below it come from.
+    """
+    ranked: list[Ranked] = []
+    path: list[int] = []
+    for row, width in zip(logits, widths, strict=False):
+        ranked += sampler.rank(row[None], [path], width, subset)
+        # Where a depth has no candidate, nothing stands below: any token will do for the path.
+        path.append(ranked[-1].tokens[0] if ranked[-1].tokens else 0)
+    return ranked
+
+
+def _likeliest(budget: Tree, ranked: Sequence[Ranked]) -> Draft:
+    """Best first: a node's child and its next sibling are less likely than itself, so nothing better is missed."""
+    costs = [(-torch.tensor(best.scores).log_softmax(-1)).tolist()[: budget.branch] for best in ranked]
+    tokens: list[int] = []
+    parents: list[int] = []
+    # Cost of the path, cost of the path above, rank, depth, row of the parent.
+    heap = [(cost, 0.0, 0, 0, 0) for line in costs[:1] for cost in line[:1]]
+    while heap and len(tokens) < budget.nodes:
+        cost, above, place, depth, parent = heappop(heap)
+        tokens.append(ranked[depth].tokens[place])
+        parents.append(parent)
+        if place + 1 < len(costs[depth]):
+            heappush(heap, (above + costs[depth][place + 1], above, place + 1, depth, parent))
+        if depth + 1 < len(costs) and costs[depth + 1]:
+            heappush(heap, (cost + costs[depth + 1][0], cost, 0, depth + 1, len(tokens)))
+    return Draft(tuple(tokens), tuple(parents))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A fixed tree. `nodes`: of each the parent's row, the depth (from 0) and the rank. `widths`: candidates of each
+    depth."""
+
+    nodes: tuple[tuple[int, int, int], ...]
+    widths: tuple[int, ...]
+
+    def draft(self, ranked: Sequence[Ranked]) -> Draft:
+        """The tree of these candidates, less the places for which there are none."""
+        rows: list[int | None] = [0]
+        tokens: list[int] = []
+        parents: list[int] = []
+        q: dict[int, Tensor] = {}
+        for parent, depth, place in self.nodes:
+            above, best = rows[parent], ranked[depth]
+            if above is None or place >= len(best.tokens):
+                rows.append(None)
+                continue
+            tokens.append(best.tokens[place])
+            parents.append(above)
+            rows.append(len(tokens))
+            if best.q is not None:
+                q[above] = best.q
+        return Draft(tuple(tokens), tuple(parents), q)
+
+
+@lru_cache(maxsize=256)
+def fixed(budget: Tree, order: tuple[Place, ...], drawn: bool) -> Shape:
+    """The tree that `budget` leaves (see `tree.places`). `drawn`: siblings take draws in their order, with no gap."""
+    kept = places(budget, order)
+    kept = close(kept) if drawn else kept
+    rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
+    nodes = tuple((rows[place[:-1]], len(place) - 1, place[-1]) for place in kept)
+    depth = max(map(len, kept), default=0)
+    return Shape(nodes, tuple(1 + max(place for _, at, place in nodes if at == level) for level in range(depth)))

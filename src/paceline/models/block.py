@@ -1,0 +1,128 @@
+"""The network of a block drafter (DFlash, arXiv 2602.06036): a whole block from one pass.
+
+What the published implementations do (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
+vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`), and so this one:
+
+- **Context.** The taps of a token, side by side in the config's order, pass `fc`, then `hidden_norm`. This one vector
+  is all that a layer sees of the token: each layer's `k_proj` and `v_proj` make its key (then `k_norm`, rotary) and
+  value of it, without `input_layernorm`. It is the same at every depth, so keys and values of all layers can be kept.
+- **Block.** Its first entry is the pending token, whose hidden states nobody has yet; mask tokens follow, through the
+  target's embedding. Entry j stands at the pending token's position + j and predicts the token of its own place (with
+  `from_anchor` the next one); context tokens stand where they stand in the text. It is always fed whole, as trained.
+- **Attention.** A block's entry sees the context and all of its block, both ways. In layers marked `causal` it sees of
+  the block only what is before: drafters with sliding windows are trained so. A window counts the entry itself.
+- **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
+  already counts that way.
+- **Ends.** The embedding is the target's, and so is the output head (speculators may save some of its rows, `d2t` names
+  their tokens); `norm` stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.attention import LayerAttention, SlabPass
+from paceline.cache import SlabCache
+from paceline.layout import NONE
+from paceline.models.decoder import make_layer, make_norm, norm_weight
+from paceline.models.heads import BlockConfig
+from paceline.models.layers import HeadNorm
+from paceline.models.output import output_head
+from paceline.models.rope import Rotary, rotate
+from paceline.models.weights import Weights
+from paceline.protocols import Host
+from paceline.runner import linear
+from paceline.types import Rows
+
+
+class BlockNetwork:
+    """The layers between a target's hidden states and its output head. It keeps no text: the cache does."""
+
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+        """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
+        c, device = config.layer, host.device
+        self.config, self._host = config, host
+        weights = Weights(tensors, host.dtype, device)
+        self._precise = weights.precise
+        ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
+        self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
+        self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
+        self._fuse = linear(weights.get("fc.weight", (c.hidden, len(config.taps) * c.hidden)))
+        self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
+        names = [f"layers.{i}." for i in range(c.layers)]
+        parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
+        # Keys and values of the context for all layers in one product.
+        self._read = weights.linear(parts, c.hidden)
+        self._key_norms = [_key_norm(config, weights, name) for name in names]
+        self._layers = [make_layer(c, False, weights, name) for name in names]
+        self._norm = make_norm(c, weights, "norm", c.hidden)
+        self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
+        """`subset`: the tokens that the columns of its logits stand for; None: all of the target's."""
+        weights.finish()
+
+    def new_cache(self) -> SlabCache:
+        """For the host's context, whatever length the head was trained on."""
+        c, host = self.config.layer, self._host
+        causal = self.config.causal or (False,) * c.layers
+        layers = [
+            LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
+            for layer, late in zip(c.plan, causal, strict=True)
+        ]
+        return SlabCache(layers, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+
+    @torch.inference_mode()
+    def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
+        """The target's hidden states of the tokens that come next in each slot: its context grows by them.
+
+        features [B, n, taps * H]: of slot b the first counts[b] rows, the rest fills up.
+        """
+        b, n, _ = features.shape
+        attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
+        both = self._read(self._fused_norm(self._fuse(features)))
+        c = self.config.layer
+        keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
+        for i, (norm, rope) in enumerate(zip(self._key_norms, ropes, strict=True)):
+            k = norm(keys[:, :, i]) if norm else keys[:, :, i]
+            attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
+        for slot, count in zip(slots, counts, strict=True):
+            if count:
+                cache.commit(slot, range(1, count))
+
+    @torch.inference_mode()
+    def draft(self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
+        """The embedded blocks [B, size, H], whose pending tokens stand at the positions `first`, to the states that
+        enter the head [B, size, H]. Nothing is committed."""
+        attention, ropes = self._begin(cache, slots, first, x.shape[1])
+        for i, (layer, rope) in enumerate(zip(self._layers, ropes, strict=True)):
+            x = layer(x, i, rope, attention)
+        return self._norm(x)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """What `draft` gave [..., H] to logits [..., C], float32 at least: of `subset`, or of all tokens."""
+        return self._head(states).to(self._precise)
+
+    def _begin(
+        self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
+    ) -> tuple[SlabPass, list[tuple[Tensor, Tensor] | None]]:
+        """A pass of `count` rows per slot at positions from `first` on, and each layer's rotary factors."""
+        device = self._host.device
+        positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
+        chains = ((NONE, *range(count - 1)),) * len(slots)
+        lengths = tuple(cache.lengths[slot] for slot in slots)
+        # The cache looks at how many rows there are, not at their tokens. Drafts may have any bits: the fast way.
+        attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, prefill=True))
+        prompts = [cache.prompts[slot] for slot in slots]
+        kinds = [rotary(positions, max(first) + count, prompts) if rotary else None for rotary in self._rotaries]
+        return attention, [kinds[kind] for kind in self._rope_of]
+
+
+def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:
+    c = config.layer
+    if not c.qk_norm:
+        return None
+    weight = norm_weight(c, weights, prefix + "self_attn.k_norm", c.head_dim)
+    return HeadNorm(weight, weight, 0, c.kv_heads, c.norm_eps)

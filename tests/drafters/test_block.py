@@ -1,0 +1,324 @@
+"""The block drafter against the same network written out densely, over the whole text at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.cache import SlabCache
+from paceline.drafters.block import Block
+from paceline.drafters.independent import independent
+from paceline.engine import Engine, Request
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.block import BlockNetwork
+from paceline.models.config import LayerConfig, RopeConfig
+from paceline.models.decoder import Decoder
+from paceline.models.heads import BlockConfig
+from paceline.protocols import Ask
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import TextStream
+from paceline.testing import TINY_BLOCK, ToyTarget, block_tensors, check_drafter, run, run_together, tiny_target
+from paceline.tree import CHUNK, depths, pack_prefix, shape
+from paceline.types import Tap, Tree, Verdict, Want
+from tests.toys import loaded
+
+TOY = tiny_target()
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+ROPE = RopeConfig(theta=500.0)
+WINDOWED = replace(
+    TINY_BLOCK,
+    layer=replace(TINY_BLOCK.layer, special=(LayerConfig(ROPE, window=7), LayerConfig(ROPE))),
+    causal=(True, False),
+)
+NARROW = replace(WINDOWED, causal=(), from_anchor=True)
+CONFIGS = {"full": TINY_BLOCK, "causal windows": WINDOWED, "mutual windows, from the anchor": NARROW}
+
+
+def block(config: BlockConfig = TINY_BLOCK, target: Decoder = TOY, seed: int = 0, **tensors: Tensor) -> Block:
+    made = block_tensors(config, seed) | tensors
+    return Block(config, made, loaded(target))
+
+
+def taps_of(target: Decoder, text: Sequence[int], taps: Sequence[int]) -> Tensor:
+    """The target's hidden states of a whole text [T, taps * H]."""
+    cache = target.new_cache()
+    rows = pack_prefix([*text, 0, 0, 0], cache.acquire(), 0, target.device)
+    out = target.forward(rows, cache, Want("none", tuple(taps))).taps
+    return torch.cat([out[tap][0, : len(text)] for tap in taps], -1)
+
+
+class Dense:
+    """The network in plain torch, and so with gradients: many blocks over one text, in one pass without a cache."""
+
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Decoder) -> None:
+        self.config, self.target, self.tensors = config, target, tensors
+
+    def __call__(self, text: Sequence[int], starts: Sequence[int], features: Tensor) -> Tensor:
+        """Blocks that begin with the tokens text[starts]: logits [blocks, size, V]. `features` [T, taps * H]: of the
+        text, of which a block sees what is before its start."""
+        w, c, size = self.tensors, self.config.layer, self.config.size
+        context = norm(F.linear(features, w["fc.weight"]), w["hidden_norm.weight"])
+        tokens = torch.tensor([[text[start]] + [self.config.mask_token] * (size - 1) for start in starts])
+        x = self.target.embed(tokens.flatten()).clone()
+        start = torch.tensor(starts).repeat_interleave(size)
+        here = start + torch.arange(size).repeat(len(starts))
+        there = torch.cat([torch.arange(len(context)), here])
+        # A column of the context belongs to no block.
+        owner = torch.cat([torch.full((len(context),), -1), torch.arange(len(here)) // size])
+        mine = owner == (torch.arange(len(here)) // size)[:, None]
+        read = (owner == -1) & (there < start[:, None])
+        for i, plan in enumerate(c.plan):
+            late = bool(self.config.causal) and self.config.causal[i]
+            seen = read | (mine & (there <= here[:, None]) if late else mine)
+            if plan.window:
+                seen = seen & (there > here[:, None] - plan.window)
+            assert plan.rope
+            x = self._layer(x, context, seen, there, f"layers.{i}.", plan.rope.theta)
+        logits = F.linear(norm(x, w["norm.weight"]), self.target.embed(torch.arange(c.vocab_size)).clone())
+        return logits.view(len(starts), size, -1)
+
+    def _layer(self, x: Tensor, context: Tensor, seen: Tensor, places: Tensor, name: str, theta: float) -> Tensor:
+        w, c = self.tensors, self.config.layer
+        attn = name + "self_attn."
+        normed = norm(x, w[name + "input_layernorm.weight"])
+        both = torch.cat([context, normed])
+        q = F.linear(normed, w[attn + "q_proj.weight"]).view(len(x), c.heads, c.head_dim)
+        k = F.linear(both, w[attn + "k_proj.weight"]).view(len(both), c.kv_heads, c.head_dim)
+        v = F.linear(both, w[attn + "v_proj.weight"]).view(len(both), c.kv_heads, c.head_dim)
+        q = turned(norm(q, w[attn + "q_norm.weight"]), places[len(context) :], theta)
+        k = turned(norm(k, w[attn + "k_norm.weight"]), places, theta)
+        group = c.heads // c.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / c.head_dim**0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        x = x + F.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), w[attn + "o_proj.weight"])
+        normed = norm(x, w[name + "post_attention_layernorm.weight"])
+        gate = F.silu(F.linear(normed, w[name + "mlp.gate_proj.weight"]))
+        return x + F.linear(gate * F.linear(normed, w[name + "mlp.up_proj.weight"]), w[name + "mlp.down_proj.weight"])
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Each pair (j, j + D / 2) as a complex number, turned by its angle."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None].float() / theta ** (torch.arange(half) / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+
+
+def expected(dense: Dense, text: Sequence[int], depth: int) -> Tensor:
+    """What the drafter should guess after a text: logits [depth, V]."""
+    features = taps_of(dense.target, text, dense.config.taps)  # type: ignore[arg-type]
+    first = 0 if dense.config.from_anchor else 1
+    return dense(text, [len(text) - 1], features)[0, first : first + depth]
+
+
+class Watched(Block):
+    """Keeps what was guessed, and after which texts."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.seen: list[tuple[list[int], Tensor]] = []
+
+    def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
+        logits = super()._guess(asks, depth)
+        self.seen += [(list(ask.sampler.text), row) for ask, row in zip(asks, logits, strict=True)]
+        return logits
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> None:
+    """Ragged requests that share rounds, over many rounds of catching up with trees half accepted."""
+    tensors = {name: tensor.double() for name, tensor in block_tensors(config).items()}
+    drafter = Watched(config, tensors, loaded(TOY))
+    prompts = [PROMPT, [3], PROMPT * 5, [7, 7, 8]]
+    samplings = [Sampling(max_new_tokens=24, temperature=0.8, seed=seed) for seed in range(4)]
+    run_together(Engine(TOY, drafter, Tree(8, 4, 2)), prompts, samplings)
+    assert len(drafter.seen) > 20
+    dense = Dense(config, tensors, TOY)
+    for text, logits in drafter.seen:
+        torch.testing.assert_close(logits, expected(dense, text, len(logits)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("config", [WINDOWED, NARROW], ids=["causal windows", "from the anchor"])
+def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) -> None:
+    check_drafter(lambda: block(config))
+
+
+def test_a_long_prompt_is_caught_up_with_as_it_comes() -> None:
+    """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
+    target = tiny_target(context_length=2048)
+    tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
+    drafter = Watched(WINDOWED, tensors, loaded(target))
+    waited = []
+
+    class Noted(Engine):
+        def prefill(self, request: Request) -> None:
+            super().prefill(request)
+            waited.append(drafter._slots[request.slot].late)
+
+    prompts = [[i * i % 37 for i in range(length)] for length in (1400, 90)]
+    run_together(Noted(target, drafter, Tree.chain(4)), prompts, [Sampling(max_new_tokens=6)] * 2)
+    assert waited[0] < CHUNK
+    assert waited[1] == 89, "a short prompt waits for the draft"
+    dense = Dense(WINDOWED, tensors, target)
+    assert {len(text) > 1400 for text, _ in drafter.seen} == {True, False}
+    for text, logits in drafter.seen:
+        torch.testing.assert_close(logits, expected(dense, text, len(logits)), atol=1e-3, rtol=0)
+
+
+def fitted(text: Sequence[int], steps: int = 60) -> Block:
+    """A drafter that knows one text by heart, as its hidden states and the pending token tell it."""
+    config = replace(TINY_BLOCK, size=4)
+    tensors = {name: tensor.double().requires_grad_() for name, tensor in block_tensors(config, seed=1).items()}
+    dense, features = Dense(config, tensors, TOY), taps_of(TOY, text, (0, 1)).clone()
+    starts = range(len(PROMPT) - 1, len(text) - 3)
+    wanted = torch.tensor([text[start + 1 : start + 4] for start in starts])
+    optimiser = torch.optim.Adam(tensors.values(), lr=0.01)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        F.cross_entropy(dense(text, starts, features)[:, 1:].flatten(0, 1), wanted.flatten()).backward()
+        optimiser.step()
+    return block(config, **{name: tensor.detach() for name, tensor in tensors.items()})
+
+
+HOW = Sampling(max_new_tokens=27, temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def knowing() -> Block:
+    return fitted(PROMPT + run(TOY, PROMPT, replace(HOW, max_new_tokens=30))[0])
+
+
+def test_a_head_that_knows_the_text_is_always_right(knowing: Block) -> None:
+    for draft in (Tree(8, 3, 3), Tree.chain(3), Tree.chain(2), Tree.chain(1)):
+        _, _, stats = run(TOY, PROMPT, HOW, knowing, draft)
+        assert stats.rounds == -(-27 // (1 + draft.depth))
+
+
+@pytest.mark.parametrize("slip", ["position", "place", "context", "row"])
+def test_an_off_by_one_anywhere_is_noticed(knowing: Block, slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, read = BlockNetwork.draft, BlockNetwork.read
+
+    def late(self: BlockNetwork, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
+        return draft(self, cache, slots, [place + 1 for place in first], x)
+
+    def beside(self: BlockNetwork, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
+        return draft(self, cache, slots, first, x).roll(1, 1)
+
+    def behind(self: BlockNetwork, cache: SlabCache, slots: Sequence[int], x: Tensor, counts: Sequence[int]) -> None:
+        read(self, cache, slots, x.roll(1, 1), counts)
+
+    def observe(self: Block, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._slots[slot].waiting.append(self._joined(out)[[*verdict.path, 0]])
+
+    broken = {
+        "position": (BlockNetwork, "draft", late),
+        "place": (BlockNetwork, "draft", beside),
+        "context": (BlockNetwork, "read", behind),
+        "row": (Block, "observe", observe),
+    }
+    monkeypatch.setattr(*broken[slip])
+    tokens, _, stats = run(TOY, PROMPT, HOW, knowing, Tree.chain(3))
+    assert tokens == run(TOY, PROMPT, HOW)[0], "a bad drafter costs speed, never text"
+    assert stats.tokens_per_round < 3
+
+
+def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    for name in ("draft", "read"):
+        honest = getattr(BlockNetwork, name)
+        monkeypatch.setattr(BlockNetwork, name, lambda s, c, *a, f=honest: passes.append(len(a[0])) or f(s, c, *a))
+    prompts = [PROMPT, PROMPT[:4], [3]]
+    replies = run_together(Engine(TOY, block(), Tree.chain(4)), prompts, [Sampling(max_new_tokens=12)] * 3)
+    assert passes[:4] == [2, 3, 3, 3], "of the shortest prompt there is nothing to read at first"
+    assert len(passes) <= 2 * max(stats.rounds for _, _, stats in replies)
+
+
+def test_what_was_drafted_leaves_nothing_behind() -> None:
+    """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
+    drafter = block()
+    engine = Engine(TOY, drafter, Tree.chain(4))
+    sampler = Sampling(temperature=0.8, seed=2).sampler(PROMPT)
+    requests = [engine.start(sampler, TextStream(Sampling(), (), str, 50), Stats(2, "rounding"))]
+    engine.prefill(requests[0])
+    drafter.fork(7, requests[0].slot, PROMPT)
+    ask = Ask(requests[0].slot, Tree.chain(4), sampler)
+    first = drafter.propose([ask])
+    drafter.propose([replace(ask, budget=Tree(6, 2, 3))])
+    assert drafter.propose([ask]) == first == drafter.propose([replace(ask, slot=7)])
+    drafter.release(requests[0].slot)
+    assert drafter.propose([replace(ask, slot=7)]) == first, "a fork needs its source no more"
+
+
+def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
+    """In the shape of the budget, whatever was drawn, and from what the sampler makes of the head's logits."""
+    tensors = block_tensors()
+    drafter = Watched(TINY_BLOCK, tensors, loaded(TOY))
+    budget = Tree(9, 3, 3)
+    for seed in range(3):
+        sampler = Sampling(temperature=0.7, top_k=9, seed=seed, rule="rejection").sampler(PROMPT)
+        drafter.admit(0, PROMPT)
+        (draft,) = drafter.propose([Ask(0, budget, sampler)])
+        drafter.release(0)
+        assert Counter(Counter(draft.parents).values()) == Counter(shape(budget).values())
+        assert set(draft.q) == set(draft.parents)
+        logits = drafter.seen[-1][1]
+        for row, q in draft.q.items():
+            torch.testing.assert_close(q, sampler.distribution(logits[depths(draft.parents)[row]]))
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (replace(TINY_BLOCK, mask_token=37), "mask token"),
+        (replace(TINY_BLOCK, size=1), "drafts 0"),
+        (replace(TINY_BLOCK, taps=()), "no layer"),
+        (replace(TINY_BLOCK, causal=(True,)), "causal"),
+        (replace(TINY_BLOCK, layer=replace(TINY_BLOCK.layer, hidden=16)), "hidden size"),
+    ],
+)
+def test_a_head_that_cannot_be_the_targets_is_refused(config: BlockConfig, cause: str) -> None:
+    with pytest.raises(CorruptModel, match=cause):
+        block(config)
+
+
+def test_a_target_without_ends_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="ToyTarget"):
+        Block(TINY_BLOCK, block_tensors(), loaded(ToyTarget()))
+
+
+def test_tensors_of_another_head_are_refused() -> None:
+    with pytest.raises(CorruptModel, match="extra"):
+        block(**{"layers.0.self_attn.extra.weight": torch.ones(3)})
+    with pytest.raises(CorruptModel, match="fc"):
+        block(**{"fc.weight": torch.ones(32, 96)})
+
+
+def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
+    """The same guesses as with the target's whole head, where only those tokens may be drafted."""
+    ids = torch.tensor([2, 3, 5, 9, 12, 30, 31])
+    head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
+    few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), loaded(TOY))
+    for how in (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, seed=3, rule="rejection")):
+        ask = Ask(0, Tree(8, 4, 2), how.sampler(PROMPT))
+        for drafter in (few, whole):
+            drafter.admit(0, PROMPT)
+        (draft,) = few.propose([ask])
+        whole.propose([ask])
+        rows = torch.full((4, 37), -torch.inf).double()
+        rows[:, ids] = whole.seen[-1][1][:, ids]
+        assert draft == independent(ask.sampler, ask.budget, rows)
+        assert set(draft.tokens) <= set(ids.tolist())
+    text = run(TOY, PROMPT, Sampling(max_new_tokens=20))[0]
+    assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, Tree(8, 4, 2))[0] == text

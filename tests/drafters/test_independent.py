@@ -1,0 +1,115 @@
+"""Drafts of guesses that know nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from paceline.drafters.independent import independent
+from paceline.protocols import Ask, Drafter
+from paceline.sampler import Prefix
+from paceline.sampling import Sampling
+from paceline.tree import check, depths
+from paceline.types import Draft, Tap, Tree, Verdict
+from tests.bigram import Bigram
+from tests.test_rules import CHAIN, TREE, chi_square
+
+PROMPT = [1, 2, 3]
+
+
+def logits(depth: int = 4, vocab: int = 12, seed: int = 0) -> torch.Tensor:
+    return torch.randn(depth, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget", [Tree(9, 4, 3), Tree(30, 3, 2), Tree(5, 2, 4), Tree.chain(4), Tree(2, 4, 3)])
+def test_the_likeliest_nodes_of_all_are_drafted(budget: Tree, seed: int) -> None:
+    """Against every node that could be, the probability of a path being that of its tokens together."""
+    rows = logits(seed=seed)
+    draft = independent(Sampling().sampler(PROMPT), budget, rows)
+    check(draft)
+    chances = rows.softmax(-1)
+    best = rows.argsort(-1, descending=True)[:, : budget.branch].tolist()
+    nodes = [path for depth in range(1, budget.depth + 1) for path in product(*best[:depth])]
+    nodes.sort(key=lambda path: -float(torch.stack([chances[i, token] for i, token in enumerate(path)]).prod()))
+    assert paths(draft) == set(nodes[: budget.nodes])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_is_what_the_target_would_choose_from_the_same_rows(temperature: float) -> None:
+    """The noise of each place is the target's own."""
+    rows = logits(seed=3)
+    sampler = Sampling(temperature=temperature, top_k=5, seed=3).sampler(PROMPT)
+    draft = independent(sampler, Tree.chain(4), rows)
+    path: list[int] = []
+    for row in rows:
+        path.append(sampler.choose(row, path))
+    assert draft == Draft.chain(path)
+    assert independent(sampler, Tree.chain(2), rows) == Draft.chain(path[:2])
+
+
+def test_processors_see_the_best_path() -> None:
+    def climbing(prefix: Prefix, row: torch.Tensor) -> torch.Tensor:
+        row[: prefix.tokens[-1] + 1] = -torch.inf
+        return row
+
+    sampler = Sampling(processors=[climbing]).sampler(PROMPT)
+    draft = independent(sampler, Tree.chain(4), logits())
+    assert list(draft.tokens) == sorted(set(draft.tokens))
+    assert draft.tokens[0] > PROMPT[-1]
+    dead = torch.full((4, 12), 0.0)
+    dead[0, 11] = 9.0
+    assert independent(sampler, Tree(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
+    assert max(depths(independent(sampler, Tree(9, 4, 2), dead).parents)) == 1
+
+
+def test_rows_that_are_not_finite_end_the_draft() -> None:
+    rows = logits()
+    rows[2] = torch.nan
+    for rule in ("match", "rejection"):
+        sampler = Sampling(temperature=0.9, seed=1, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
+        assert max(depths(independent(sampler, Tree(12, 4, 2), rows).parents)) == 2
+
+
+class Guess(Drafter):
+    """Guesses each depth from a table, as `tests.bigram` knows it, going by the pending token alone."""
+
+    def __init__(self, model: Bigram, vocab_size: int) -> None:
+        chances = [model.table.softmax(-1)]
+        for _ in range(2):
+            chances.append(chances[-1] @ chances[0])
+        self._rows = torch.stack(chances).log()
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, torch.Tensor]) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [independent(ask.sampler, ask.budget, self._rows[:, ask.last]) for ask in asks]
+
+
+@pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", TREE)])
+def test_texts_have_the_targets_distribution(rule: str, draft: Tree) -> None:
+    assert chi_square(rule, draft, Guess) < 1
+
+
+def test_a_q_of_another_depth_is_noticed() -> None:
+    class Mistaken(Guess):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            wrong = self._rows[1, asks[0].last].exp()
+            return [replace(draft, q=dict.fromkeys(draft.q, wrong)) for draft in super().propose(asks)]
+
+    assert chi_square("block", CHAIN, Mistaken) > 1
