@@ -94,6 +94,13 @@ class Tokenizer:
         """The ids that `decode` leaves out."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    @cached_property
+    def surfaces(self) -> dict[int, bytes]:
+        """Token id -> the bytes that it adds to a text; without special tokens."""
+        from paceline.surfaces import surfaces
+
+        return surfaces(self._backend)
+
     def token_id(self, token: str | None) -> int | None:
         """The id of one token spelled exactly so, or None."""
         return None if token is None else self._backend.token_to_id(token)

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
+from paceline.drafters.cross import cross
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.errors import InvalidOption, TokenizerMismatch
+from paceline.errors import InvalidOption
 from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
 from paceline.types import Tree
@@ -67,26 +68,14 @@ def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
     if part in _BARE:
         return _BARE[part]()
     loaded = load(part.removeprefix("model:"))
-    _check_vocabulary(target, loaded, part)
+    if _words(target) != _words(loaded):
+        return cross(target, loaded, part)
     return DraftModel(loaded.target, target.target.vocab_size)
 
 
-def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:
-    """Compares the tokens, not their number: padded vocabularies of one tokenizer are fine."""
-    ours, theirs = _words(target), _words(draft)
-    differ = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
-    lonely = len(ours.keys() ^ theirs.keys())
-    if not differ and not lonely:
-        return
-    example = f", {differ[0]!r} is {ours[differ[0]]} in one and {theirs[differ[0]]} in the other" if differ else ""
-    raise TokenizerMismatch(
-        f"{name} has another tokenizer than the target: {lonely} tokens are in only one of them{example}",
-        "Draft with a model of the same family",
-    )
-
-
 def _words(model: Loaded) -> dict[str, int]:
-    """The vocabulary less the names that GGUF converters give to padding rows."""
+    """What tokenizers are compared by: the tokens, not their number (padded vocabularies of one tokenizer are one), less
+    the names that GGUF converters give to padding rows."""
     return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
