@@ -11,19 +11,21 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.drafters.growth import Growth
 from paceline.drafters.model import DraftModel
 from paceline.drafters.transcript import Reader, Respelled, Transcript, continuation
 from paceline.drafters.words import Words
 from paceline.errors import TokenizerMismatch
 from paceline.models.loader import Loaded
 from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.sampler import Sampler
+from paceline.sampler import Ranked, Sampler
 from paceline.tree import from_paths
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
 
 SHARED = 0.7
 """From this share of the target's tokens on, drafting with the shared ones beats drafting text (LOG.md)."""
 
+_LIKELIEST = Sampler()
 R = TypeVar("R", bound=Reader)
 
 
@@ -65,15 +67,14 @@ class _Foreign(DraftModel, Generic[R]):
         self._unread.pop(slot, None)
         super().release(slot)
 
+    def limit(self, ask: Ask) -> Tree:
+        # A text of nothing that the draft can read gives it nothing to go on from.
+        return super().limit(ask) if self._slots[ask.slot].text else Tree.chain(0)
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         for ask in asks:
             self._read(ask.slot)
-        # A text of nothing that the draft could read gives it nothing to go on from.
-        begun = [i for i, ask in enumerate(asks) if self._slots[ask.slot].text]
-        drafts = [Draft()] * len(asks)
-        for i, draft in zip(begun, super().propose([self._asked(asks[i]) for i in begun]), strict=True):
-            drafts[i] = self._answer(asks[i], draft)
-        return drafts
+        return super().propose(asks)
 
     def _read(self, slot: int) -> None:
         """Take in what was committed; the cache keeps what still stands."""
@@ -82,14 +83,6 @@ class _Foreign(DraftModel, Generic[R]):
         self._unread[slot].clear()
         state.text[stand:] = reader.ids[stand:]
         self._cache.truncate(state.own, min(stand, self._cache.lengths[state.own]))
-
-    def _asked(self, ask: Ask) -> Ask:
-        """What the draft model is asked."""
-        return ask
-
-    def _answer(self, ask: Ask, draft: Draft) -> Draft:
-        """What it said, in target tokens."""
-        return draft
 
 
 class SharedTokens(_Foreign[Respelled]):
@@ -115,7 +108,8 @@ class _Interpreter:
         self.context_length, self.device = self._model.context_length, self._model.device
         ours, theirs = (torch.tensor(list(ids), device=self.device) for ids in (words.shared, words.shared.values()))
         self._ours, self._theirs = ours.long(), theirs.long()
-        self._own = torch.arange(-self.vocab_size, self._model.vocab_size, device=self.device)
+        # A processor of the user's may force a token that the draft lacks: it reads something, and errs.
+        self._own = torch.arange(-self.vocab_size, self._model.vocab_size, device=self.device).clamp(min=0)
         self._own[self._ours] = self._theirs
 
     def new_cache(self) -> KVCache:
@@ -140,8 +134,11 @@ class Retold(_Foreign[Transcript]):
         super().__init__(model, model.vocab_size, lambda: Transcript(words))
         self._words = words
 
-    def _asked(self, ask: Ask) -> Ask:
-        return replace(ask, sampler=Sampler(text=self._slots[ask.slot].text))
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        return _LIKELIEST.rank(logits, paths, count)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._answer(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
 
     def _answer(self, ask: Ask, draft: Draft) -> Draft:
         incomplete = self._readers[ask.slot].incomplete
@@ -152,7 +149,7 @@ class Retold(_Foreign[Transcript]):
         """A path of draft tokens in target tokens, up to an end or to what cannot be said."""
         said, end = b"", []
         for token in path:
-            if token not in self._words.drafted:
+            if token in self._words.ends or token not in self._words.drafted:
                 end = [self._words.ends[token]] if token in self._words.ends else []
                 break
             said += self._words.drafted[token]

@@ -81,14 +81,16 @@ class Words:
         """The part of `shared` that is no text. A beginning is left out: it is the draft's own, or none."""
         ours, theirs = _special(self.target), _special(self.draft)
         same = {ours[name]: theirs[name] for name in ours.keys() & theirs.keys()}
-        ends = {end: self.draft.eos[0] for end in self.target.eos if self.draft.eos}
+        over = _ends(self.draft)[:1]
+        ends = {end: theirs for end in _ends(self.target) for theirs in over}
         begin = self.target.tokenizer.bos_token_id
         return {t: d for t, d in (ends | same).items() if t != begin or t in ends}
 
     @cached_property
     def ends(self) -> dict[int, int]:
         """Draft id -> target id, for what is no text."""
-        return {d: t for t, d in reversed(self.special.items())} | dict.fromkeys(self.draft.eos, *self.target.eos[:1])
+        every = {end: ours for end in _ends(self.draft) for ours in _ends(self.target)[:1]}
+        return every | {d: t for t, d in reversed(self.special.items())}
 
     @cached_property
     def opening(self) -> list[int]:
@@ -142,6 +144,12 @@ def _said(model: Loaded) -> dict[int, bytes]:
 def _first(said: dict[int, bytes]) -> dict[bytes, int]:
     """Bytes -> the first token that says them."""
     return {text: i for i, text in reversed(said.items())}
+
+
+def _ends(model: Loaded) -> list[int]:
+    """The ids that end a text, the tokenizer's own first."""
+    own = model.tokenizer.eos_token_id
+    return list(dict.fromkeys([*([] if own is None else [own]), *model.eos]))
 
 
 def _special(model: Loaded) -> dict[str, int]:
