@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.noise import Noise
@@ -28,10 +30,12 @@ from paceline.testing import Oracle, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
+from tests.toys import toy_foreigner, toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -41,6 +45,8 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
+    "another model's text": lambda text: Retold(FOREIGN),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),

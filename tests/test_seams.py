@@ -10,24 +10,30 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "suffix that remembers": lambda: Suffix(remember=True),
     "model": lambda: DraftModel(OTHER, 37),
+    "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "model's text": lambda: Retold(FOREIGN),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
 }
 

@@ -40,7 +40,7 @@ class AdapterMismatch(PacelineError):
 
 
 class TokenizerMismatch(PacelineError):
-    """Target and draft model do not share one vocabulary."""
+    """A tokenizer that has no words: nothing can be drafted with it, or for it."""
 
 
 class InvalidOption(PacelineError, ValueError):

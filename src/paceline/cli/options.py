@@ -81,7 +81,7 @@ class LoadOptions:
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix or model:REF (a small model of the same vocabulary; REF@ADAPTER merges a "
+            help="auto, none, ngram, suffix or model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
             "LoRA adapter into it). Several joined by '+': the first with something to say drafts. The text is the "
             "same with any of them.",
             rich_help_panel=_DRAFT,

@@ -74,8 +74,8 @@ def _make(part: str, target: Loaded, load: DraftModelLoader) -> Drafter:
 
 
 def _words(model: Loaded) -> dict[str, int]:
-    """What tokenizers are compared by: the tokens, not their number (padded vocabularies of one tokenizer are one), less
-    the names that GGUF converters give to padding rows."""
+    """Tokenizers are compared by their tokens, not by how many there are, and padded ones are the same: the names that
+    GGUF converters give to padding rows are left out."""
     return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 

@@ -1,4 +1,4 @@
-"""A growing text in two tokenizers: what the target commits, read by the draft; what the draft says, in the target's."""
+"""A growing text in two tokenizers: what the target commits as the draft reads it, and the other way round."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ class Transcript:
         self._encode()
         new = self.ids[first:]
         self._settle()
-        return first + next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        return first + next(
+            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+        )
 
     def _encode(self) -> None:
         self.ids[self._settled :] = self._tokens(self._open)
