@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.drafters.words import SAMPLE
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.gguf_tokenizer import frame
 from paceline.models.loader import Loaded
 from paceline.testing import TINY, random_tensors
 from paceline.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def unigram(size: int = 200) -> Tokenizer:
 
 def letters() -> Tokenizer:
     """One token per character, and none for those that the sample lacks."""
-    alphabet = sorted(set(SAMPLE))
+    alphabet = [*sorted(set(SAMPLE)), "</s>"]
     backend = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
@@ -100,6 +101,13 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 @cache
 def tokenizer(kind: str) -> Tokenizer:
     return KINDS[kind]()
+
+
+def framed(words: Tokenizer) -> Tokenizer:
+    """The same, with its "<s>" before every text."""
+    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
+    frame(backend, ("<s>", words.vocabulary["<s>"]), None)
+    return Tokenizer(backend, ROLES)
 
 
 def speaker(words: Tokenizer, seed: int = 0, padded: int = 0) -> Loaded:

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 from tests.test_tokenizer import AWKWARD
-from tests.vocabularies import KINDS, speaker, tokenizer
+from tests.vocabularies import KINDS, framed, speaker, tokenizer
 
 from paceline.drafters.transcript import Respelled, Transcript, continuation
 from paceline.drafters.words import SAMPLE, Words
@@ -102,16 +102,18 @@ def test_what_follows_changes_the_last_tokens_only() -> None:
 
 
 def test_ends_are_ends_and_beginnings_the_drafts_own() -> None:
-    pair = words("byte-level", "sentencepiece")
-    ours, theirs = pair.target.tokenizer, pair.draft.tokenizer
-    assert pair.special == {ours.eos_token_id: theirs.eos_token_id}
-    for reader in (Transcript(pair), Respelled(pair)):
-        reader.read([ours.bos_token_id, *ours.encode("why"), ours.eos_token_id, *ours.encode("not")])
-        assert reader.ids.count(theirs.eos_token_id) == 1
-        assert theirs.bos_token_id not in reader.ids
-        end = reader.ids.index(theirs.eos_token_id)
-        assert theirs.decode(reader.ids[:end]) == "why"
-        assert theirs.decode(reader.ids[end + 1 :]).strip() == "not"
+    ours, theirs, bare = framed(tokenizer("byte-level")), framed(tokenizer("sentencepiece")), tokenizer("letters")
+    begin = theirs.vocabulary["<s>"]
+    for target, draft, opening in ((ours, theirs, [begin]), (ours, bare, []), (bare, theirs, [begin])):
+        pair = Words(speaker(target), speaker(draft))
+        over, end = target.vocabulary["</s>"], draft.vocabulary["</s>"]
+        assert pair.special[over] == end
+        for reader in (Transcript(pair), Respelled(pair)):
+            reader.read(pair.body([*target.encode("why"), over, *target.encode("not", special=False)]))
+            before, after = reader.ids[: reader.ids.index(end)], reader.ids[reader.ids.index(end) + 1 :]
+            assert before[: len(opening)] == opening
+            assert draft.decode(before[len(opening) :]).strip() == "why"
+            assert draft.decode(after).strip() == "not"
 
 
 @pytest.mark.parametrize("target", BYTES)

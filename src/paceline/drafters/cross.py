@@ -47,15 +47,15 @@ def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
 class _Foreign(DraftModel, Generic[R]):
     """A draft model that reads the target's text in tokens of its own."""
 
-    def __init__(self, model: Target, vocab_size: int, reader: Callable[[], R]) -> None:
+    def __init__(self, model: Target, vocab_size: int, words: Words, reader: Callable[[], R]) -> None:
         super().__init__(model, vocab_size)
-        self._reader = reader
+        self._words, self._reader = words, reader
         self._readers: dict[int, R] = {}
         self._unread: dict[int, list[int]] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         reader = self._reader()
-        reader.read(prompt)
+        reader.read(self._words.body(prompt))
         super().admit(slot, reader.ids)
         self._readers[slot], self._unread[slot] = reader, []
 
@@ -95,7 +95,7 @@ class SharedTokens(_Foreign[Respelled]):
 
     def __init__(self, words: Words) -> None:
         model = _Interpreter(words)
-        super().__init__(model, model.vocab_size, lambda: Respelled(words, model.vocab_size))
+        super().__init__(model, model.vocab_size, words, lambda: Respelled(words, model.vocab_size))
 
 
 class _Interpreter:
@@ -131,8 +131,7 @@ class Retold(_Foreign[Transcript]):
 
     def __init__(self, words: Words) -> None:
         model = words.draft.target
-        super().__init__(model, model.vocab_size, lambda: Transcript(words))
-        self._words = words
+        super().__init__(model, model.vocab_size, words, lambda: Transcript(words))
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         return _LIKELIEST.rank(logits, paths, count)

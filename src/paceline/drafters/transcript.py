@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from paceline.drafters.words import Words
@@ -114,6 +115,8 @@ class Transcript:
 def continuation(words: Words, text: Sequence[int], drafted: bytes) -> list[int]:
     """Target tokens that continue the target tokens `text` by the bytes `drafted`, as the target would cut them there.
 
+    `drafted` ends with a whole character, and with the text before it begins with one.
+
     The end of the text is encoded together with what was drafted. A token that holds the last of the one and the first
     of the other is no continuation: what it holds of the draft is spelled anew.
     """
@@ -131,7 +134,6 @@ def continuation(words: Words, text: Sequence[int], drafted: bytes) -> list[int]
         return words.speller.spell(drafted) + found
     if drafted:
         # A tokenizer that changes what it reads (lower case, NFC): go by what it makes of the text alone.
-        alone = encode(tail.decode(errors="ignore"), special=False)
-        every = tokens + found
-        return every[len(alone) :] if every[: len(alone)] == alone else []
-    return found
+        alone, found = encode(tail.decode(errors="ignore"), special=False), tokens + found
+        found = found[len(alone) :] if found[: len(alone)] == alone else []
+    return list(takewhile(words.said.__contains__, found))

@@ -78,13 +78,12 @@ class Words:
 
     @cached_property
     def special(self) -> dict[int, int]:
-        """The part of `shared` that is no text. A beginning is left out: it is the draft's own, or none."""
+        """The part of `shared` that is no text."""
         ours, theirs = _special(self.target), _special(self.draft)
         same = {ours[name]: theirs[name] for name in ours.keys() & theirs.keys()}
         over = _ends(self.draft)[:1]
         ends = {end: theirs for end in _ends(self.target) for theirs in over}
-        begin = self.target.tokenizer.bos_token_id
-        return {t: d for t, d in (ends | same).items() if t != begin or t in ends}
+        return ends | same
 
     @cached_property
     def ends(self) -> dict[int, int]:
@@ -95,8 +94,12 @@ class Words:
     @cached_property
     def opening(self) -> list[int]:
         """What the draft's tokenizer puts before every text."""
-        begin = self.draft.tokenizer.bos_token_id
-        return [begin] if begin is not None and begin in self.draft.tokenizer.encode("") else []
+        return _opening(self.draft)
+
+    def body(self, prompt: Sequence[int]) -> Sequence[int]:
+        """A prompt without what the target's tokenizer puts before every text, for which `opening` stands."""
+        own = _opening(self.target)
+        return prompt[len(own) :] if list(prompt[: len(own)]) == own else prompt
 
     def share(self) -> float:
         """How many of the target's tokens for a text of several kinds the draft has too, from 0 to 1."""
@@ -105,13 +108,12 @@ class Words:
 
     def pieces(self, tokens: Iterable[int]) -> Iterable[int | bytes]:
         """Target tokens as text, and as draft ids where they are no text."""
-        begin = self.target.tokenizer.bos_token_id
         for token in tokens:
             if token in self.special:
                 yield self.special[token]
             elif token in self.said:
                 yield self.said[token]
-            elif token != begin:
+            else:
                 yield self._names.get(token, "").encode(errors="replace")
 
     def respell(self, token: int) -> tuple[int, ...]:
@@ -150,6 +152,11 @@ def _ends(model: Loaded) -> list[int]:
     """The ids that end a text, the tokenizer's own first."""
     own = model.tokenizer.eos_token_id
     return list(dict.fromkeys([*([] if own is None else [own]), *model.eos]))
+
+
+def _opening(model: Loaded) -> list[int]:
+    begin = model.tokenizer.bos_token_id
+    return [begin] if begin is not None and begin in model.tokenizer.encode("") else []
 
 
 def _special(model: Loaded) -> dict[str, int]:
