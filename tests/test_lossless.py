@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.noise import Noise
@@ -42,13 +44,14 @@ from paceline.testing import (
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
-from tests.toys import loaded
+from tests.toys import loaded, toy_foreigner, toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 LOADED = loaded(TOY)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -61,6 +64,8 @@ DRAFTERS: dict[str, Make] = {
     "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
+    "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
+    "another model's text": lambda text: Retold(FOREIGN),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),

@@ -11,12 +11,14 @@ import torch
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, Drafter, Target
@@ -38,10 +40,11 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
-from tests.toys import toy_model
+from tests.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 
 
 def eagle(**changes: object) -> Eagle:
@@ -56,6 +59,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: DraftModel(OTHER, 37),
     "eagle-3": lambda: eagle(fc_norm=True),
     "eagle-1": lambda: eagle(version=1),
+    "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "model's text": lambda: Retold(FOREIGN),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_model()),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
