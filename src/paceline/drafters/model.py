@@ -186,7 +186,7 @@ class DraftModel(Drafter):
             slots=(state.own,),
             lengths=(length,),
             parents=(tuple(row_of[nodes.parents[n]] for n in row_of if n != NONE),),
-            start=start,
+            starts=(start,),
         )
         fed += chosen
         return self._model.forward(rows, self._cache, Want()).logits[0]
