@@ -43,8 +43,8 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
-    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens, for a pass
-    over the rows from `start` on.
+    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens, for a
+    pass over the rows from `start` on.
 
     Only the parity of `length` matters: pass `length % 2`.
     """

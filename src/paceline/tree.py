@@ -139,8 +139,9 @@ def _resume(
     lines = [i for i, draft in enumerate(drafts) if len(streams[i]) < 1 + len(draft.tokens)]
     if not lines:
         return Resume(layer, streams, None)
-    parts = [[x[i] for i in lines] for x in (last, drafts, slots, lengths)]
-    return Resume(layer, streams, pack(*parts, device, [len(streams[i]) for i in lines]))  # type: ignore[arg-type]
+    tokens, at, before = ([x[i] for i in lines] for x in (last, slots, lengths))
+    rest = pack(tokens, [drafts[i] for i in lines], at, before, device, [len(streams[i]) for i in lines])
+    return Resume(layer, streams, rest)
 
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:

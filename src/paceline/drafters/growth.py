@@ -1,0 +1,234 @@
+"""Draft trees that grow level by level, those of a whole batch at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.layout import NONE
+from paceline.protocols import Ask, Drafter
+from paceline.sampler import Ranked
+from paceline.tree import MIN_ROWS, shape
+from paceline.types import Draft, Rows, Tree
+
+ROOT = -1
+"""The parent of a node that continues the pending token."""
+
+
+@dataclass(slots=True)
+class Nodes(ABC):
+    """A tree while it grows: token, parent node (`ROOT`: the pending token) and depth (from 1) of each node."""
+
+    budget: Tree
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    q: dict[int, Tensor] = field(default_factory=dict)
+    """Of each node whose children were drawn, from what."""
+
+    @abstractmethod
+    def grow(self, parent: int, best: Ranked) -> None:
+        """Give a node its children, of `budget.branch` candidates at most."""
+
+    @abstractmethod
+    def level(self, first: int) -> list[int]:
+        """Which of the nodes from `first` on get children, oldest first."""
+
+    @abstractmethod
+    def others(self, first: Sequence[int]) -> list[int]:
+        """The nodes that stay beside those of `first`, oldest first."""
+
+    def draft(self, first: Sequence[int] = ()) -> Draft:
+        """What has grown. `first`: nodes that stay in any case, and come before the others."""
+        kept = [*first, *self.others(first)]
+        rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
+        parents = tuple(rows[self.parents[node]] for node in kept)
+        return Draft(tuple(self.tokens[node] for node in kept), parents, {rows[n]: q for n, q in self.q.items()})
+
+    def add(self, token: int, parent: int) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1 if parent != ROOT else 1)
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the pending one down to the node."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]
+
+
+@dataclass(slots=True)
+class Chosen(Nodes):
+    """The nodes with the best log-scores from the root are kept (EAGLE-2's rule, arXiv 2406.16858)."""
+
+    scores: list[float] = field(default_factory=list)
+
+    def grow(self, parent: int, best: Ranked) -> None:
+        above = self.scores[parent] if parent != ROOT else 0.0
+        for token, score in zip(best.tokens, torch.tensor(best.scores).log_softmax(-1).tolist(), strict=True):
+            self.add(token, parent)
+            self.scores.append(above + min(score, 0.0))
+
+    def level(self, first: int) -> list[int]:
+        return self._best(self.budget.branch, range(first, len(self.tokens)))
+
+    def others(self, first: Sequence[int]) -> list[int]:
+        """Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree."""
+        taken = set(first)
+        return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
+
+    def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
+        """The `count` highest scores among these nodes, oldest first."""
+        return sorted(sorted(nodes, key=lambda n: (-self.scores[n], n))[:count])
+
+
+@dataclass(slots=True)
+class Drawn(Nodes):
+    """Every candidate stands where `tree.shape` has a place for it, whatever was drawn: choosing what to keep by what
+    was drawn would change the distribution."""
+
+    ranks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def grow(self, parent: int, best: Ranked) -> None:
+        above = self.ranks[parent] if parent != ROOT else ()
+        for rank, token in enumerate(best.tokens[: shape(self.budget)[above]]):
+            self.add(token, parent)
+            self.ranks.append((*above, rank))
+        if best.q is not None:
+            self.q[parent] = best.q
+
+    def level(self, first: int) -> list[int]:
+        return [n for n in range(first, len(self.tokens)) if self.ranks[n] in shape(self.budget)]
+
+    def others(self, first: Sequence[int]) -> list[int]:
+        return sorted({*range(len(self.tokens))} - {*first})
+
+
+@dataclass(slots=True)
+class Growth:
+    """One request's tree and the level at which it stands.
+
+    `chosen`: the nodes of the newest level that get children. `row_of`: the row of every node that has been fed, in the
+    order of rows; of the root `NONE`, or 0 where the pending token is a row of the tree.
+    """
+
+    ask: Ask
+    nodes: Nodes
+    chosen: list[int] = field(default_factory=lambda: [ROOT])
+    row_of: dict[int, int] = field(default_factory=lambda: {ROOT: NONE})
+    _first: int = 0
+    _level: int = 0
+
+    @staticmethod
+    def begin(ask: Ask, budget: Tree) -> Growth:
+        return Growth(ask, Drawn(budget) if ask.sampler.draws else Chosen(budget))
+
+    @property
+    def fed(self) -> list[int]:
+        """The nodes that have been fed, in the order of their rows."""
+        return list(self.row_of)[1:]
+
+    @property
+    def above(self) -> list[int]:
+        """The parent row of each of them."""
+        return [self.row_of[self.nodes.parents[node]] for node in self.fed]
+
+    def feed(self) -> int:
+        """Give the chosen nodes the next rows. Returns the first of these."""
+        start = self.row_of[ROOT] + len(self.row_of)
+        self.row_of.update((node, row) for row, node in enumerate(self.chosen, start))
+        return start
+
+    def descend(self) -> bool:
+        """Choose among the newest nodes those that get children; False where none does."""
+        self._level += 1
+        self.chosen = self.nodes.level(self._first) if self._level < self.nodes.budget.depth else []
+        self._first = len(self.nodes.tokens)
+        return bool(self.chosen)
+
+
+class Growing(Drafter):
+    """A drafter that goes down level by level: one pass per level, however many requests share it.
+
+    Candidates are ranked by the sampler's own noise, so that at any temperature the draft aims at what the target is
+    about to draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
+    `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape.
+
+    A request's draft is the same in any company, as far as the bits of its logits are.
+    """
+
+    @abstractmethod
+    def limit(self, ask: Ask) -> Tree:
+        """As much of the ask's budget as can be drafted now; without nodes the request is left out of the passes."""
+
+    @abstractmethod
+    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        """Catch up with all that is known of these requests, the pending tokens included.
+
+        Returns the logits [1, V] after each one's pending token.
+        """
+
+    @abstractmethod
+    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        """One pass over the `chosen` nodes of all these trees (see `pack_level`), whose parents `roots` or an earlier
+        level has fed. A request that is missing here does not come back this round.
+
+        Returns the logits [len(chosen), V] after each one's chosen nodes, in their order.
+        """
+
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        """The candidates of each row of logits [R, V], which stands after its path: see `Sampler.rank`."""
+        return growth.ask.sampler.rank(logits, paths, count)
+
+    def end(self, growth: Growth) -> Draft:
+        """What is made of a tree that has grown."""
+        return growth.nodes.draft()
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        growths = [Growth.begin(ask, self.limit(ask)) for ask in asks]
+        growing = [growth for growth in growths if growth.nodes.budget.nodes]
+        if growing:
+            self._expand(growing, self.roots(growing))
+        while growing := [growth for growth in growing if growth.descend()]:
+            self._expand(growing, self.level(growing))
+        return [self.end(growth) for growth in growths]
+
+    def _expand(self, growths: Sequence[Growth], logits: Sequence[Tensor]) -> None:
+        """Give each chosen node its children by its row of logits."""
+        for growth, rows in zip(growths, logits, strict=True):
+            nodes = growth.nodes
+            ranked = self.rank(growth, rows, [nodes.path(node) for node in growth.chosen], nodes.budget.branch)
+            for node, best in zip(growth.chosen, ranked, strict=True):
+                nodes.grow(node, best)
+
+
+def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
+    """The rows of one level: each tree's chosen nodes, on top of the rows of its levels before.
+
+    `lengths`: the committed length of each slot, where nodes of depth 1 stand.
+    """
+    longest = max(len(growth.chosen) for growth in growths)
+    count = max(longest, -(-MIN_ROWS // len(growths)))
+    tokens, positions, parents, starts = [], [], [], []
+    for growth, length in zip(growths, lengths, strict=True):
+        starts.append(growth.feed())
+        padding = count - len(growth.chosen)
+        nodes = [*growth.chosen, *growth.chosen[:1] * padding]
+        tokens.append([growth.nodes.tokens[node] for node in nodes])
+        positions.append([length - 1 + growth.nodes.depths[node] for node in nodes])
+        parents.append((*growth.above, *[NONE] * padding))
+    return Rows(
+        tokens=torch.tensor(tokens, device=device),
+        positions=torch.tensor(positions, device=device),
+        slots=tuple(slots),
+        lengths=tuple(lengths),
+        parents=tuple(parents),
+        starts=tuple(starts),
+        padding=count - longest,
+    )
