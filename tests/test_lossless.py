@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
 from paceline.noise import Noise
 from paceline.protocols import Drafter
 from paceline.sampler import Prefix, Sampler
@@ -28,10 +30,12 @@ from paceline.testing import Oracle, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
+from tests.toys import loaded
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+EXIT = ExitConfig(hidden=32, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -42,6 +46,8 @@ DRAFTERS: dict[str, Make] = {
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
+    "early exit": lambda text: EarlyExit(EXIT, {}, loaded(TOY), threshold=0.0),
+    "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, loaded(TOY), threshold=0.2)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),
@@ -276,12 +282,21 @@ def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[t
 # Several requests in one pass.
 
 
+BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
+    "model": lambda toy: Stack([Suffix(), DraftModel(OTHER, 37)]),
+    "early exit": lambda toy: EarlyExit(EXIT, {}, loaded(toy), threshold=0.2),
+    "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, loaded(toy), threshold=0.1)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("drafter", BATCHED)
 @pytest.mark.parametrize("sampling", ["greedy", "warm", "all at once"])
-def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder) -> None:
+def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, drafter: str, shape: Tree, toy: Decoder) -> None:
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]
-    engine = Engine(toy, Stack([Suffix(), DraftModel(OTHER, 37)]), Tree(6, 3, 2))
+    engine = Engine(toy, BATCHED[drafter](toy), shape)
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)

@@ -10,16 +10,19 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, Tap, Tree, Verdict
+from tests.toys import loaded
 
 OTHER = tiny_target(seed=9)
 
@@ -29,12 +32,14 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix that remembers": lambda: Suffix(remember=True),
     "model": lambda: DraftModel(OTHER, 37),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.1),
+    "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.0)]),
 }
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters_keep_the_contract(drafter: str) -> None:
-    check_drafter(DRAFTERS[drafter])
+    check_drafter(DRAFTERS[drafter], OTHER)
 
 
 class Endless(NGram):
@@ -151,5 +156,6 @@ def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
     plain = Plain(TINY, random_tensors(TINY), torch.float64, torch.device("cpu"))
     prompt = [1, 5, 9, 5, 9, 5, 2]
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
-    ours = run(plain, prompt, sampling, Suffix(), Tree(8, 4, 2))[0]
-    assert ours == run(tiny_target(), prompt, sampling)[0]
+    alone = run(tiny_target(), prompt, sampling)[0]
+    for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, loaded(plain), threshold=0.0)):
+        assert run(plain, prompt, sampling, drafter, Tree(8, 4, 2))[0] == alone

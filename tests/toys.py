@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.llm import LLM
 from paceline.models.loader import Loaded
-from paceline.protocols import Drafter
+from paceline.protocols import Drafter, Target
 from paceline.testing import tiny_target
 from paceline.tokenizer import Tokenizer
 from paceline.types import Tree
@@ -32,7 +32,11 @@ def toy_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
 
 
 def toy_model(generation: dict[str, Any] | None = None, **changes: int) -> Loaded:
-    return Loaded(tiny_target(**changes), toy_tokenizer(), (36,), generation or {}, Path("toy"))
+    return loaded(tiny_target(**changes), generation)
+
+
+def loaded(target: Target, generation: dict[str, Any] | None = None) -> Loaded:
+    return Loaded(target, toy_tokenizer(), (36,), generation or {}, Path("toy"))
 
 
 def toy_llm(drafter: Drafter | None = None, draft: Tree | None = None, **changes: int) -> LLM:
