@@ -1,0 +1,126 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.drafters.make import make_drafter
+from paceline.errors import CannotWrite, InvalidOption, UnsupportedModel
+from paceline.llm import LLM
+from paceline.models.head_files import open_head
+from paceline.models.heads import EagleConfig, ExitConfig, MedusaConfig
+from paceline.sampling import Sampling
+from paceline.train import answers, loop, run
+from paceline.train.run import Listener, Order, train
+from tests.toys import toy_llm
+
+KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return toy_llm(layers=4)
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Order:
+    prompts = tmp_path / "prompts.jsonl"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    prompts.write_text("".join(json.dumps({"prompt": letters[i % 26] * (1 + i // 26)}) + "\n" for i in range(100)))
+    plan = loop.Plan(epochs=1, batch=8, rate=5e-3, every=0.0, evaluate=1e9)
+    mix = answers.Plan((0.0, 0.8), answer_tokens=12)
+    return Order("toy", "eagle3", tmp_path / "head", prompts, vocabulary=30, steps=2, rank=8, mix=mix, plan=plan)
+
+
+class Killed(Exception):
+    pass
+
+
+def text(llm: LLM, drafter: str | None) -> list[int]:
+    made = make_drafter(drafter, llm.model, lambda reference: llm.model)
+    return LLM(llm.model, made).generate("abab", Sampling(max_new_tokens=20)).token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: Order) -> None:
+    stages: list[str] = []
+    report = train(llm, replace(order, kind=kind), Listener(stage=stages.append))
+    assert stages == ["the target answers", "counting tokens", f"training {kind}"]
+    assert report.documents == report.total > 100
+    head = open_head(order.out)
+    assert isinstance(head.config, KINDS[kind])
+    assert head.target == "toy"
+    assert head.extra["held_out"]["tokens_per_round"] == report.acceptance
+    card = (order.out / "README.md").read_text()
+    assert f"{kind} drafter for toy" in card
+    assert "Seed 0" in card
+    assert text(llm, f"head:{order.out}") == text(llm, None)
+    assert not list(order.work.glob("states-*"))
+    assert (order.work / "answers.jsonl").exists()
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: Order, tmp_path: Path) -> None:
+    train(llm, order)
+    whole = dict(open_head(order.out).tensors)
+    again = replace(order, out=tmp_path / "again")
+
+    def kill_writing(progress: object) -> None:
+        if (again.work / "answers.jsonl").stat().st_size > 2000:
+            raise Killed
+
+    def kill_training(report: loop.Report) -> None:
+        if report.documents > 60:
+            raise Killed
+
+    for listener in (Listener(writing=kill_writing), Listener(training=kill_training)):
+        with pytest.raises(Killed):
+            train(llm, again, listener)
+        assert not again.out.exists()
+    train(llm, again)
+    resumed = open_head(again.out).tensors
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_training(
+    llm: LLM, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.models.head_write.save_file", full)
+        with pytest.raises(CannotWrite, match="No space left"):
+            train(llm, order)
+    steps: list[loop.Report] = []
+    train(llm, order, Listener(training=steps.append))
+    assert not steps
+    assert open_head(order.out)
+
+
+def test_without_prompts_the_target_makes_its_own(llm: LLM, order: Order) -> None:
+    stages: list[str] = []
+    with pytest.raises(UnsupportedModel):  # a random model writes no prompts of use
+        train(llm, replace(order, prompts=None, own_prompts=4), Listener(stage=stages.append))
+    assert stages == ["prompts of the target's own"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "eagle9"}, "no drafter of kind 'eagle9'"),
+        ({"prompts": None, "answers": Path("a")}, "answers to nothing"),
+        ({"plan": loop.Plan(epochs=0)}, "0 epochs"),
+        ({"plan": loop.Plan(rate=2.0)}, "a rate of 2"),
+        ({"vocabulary": 99}, "a draft vocabulary of 99"),
+    ],
+)
+def test_a_bad_order_is_refused(changes: dict[str, object], said: str, llm: LLM, order: Order) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        train(llm, replace(order, **changes))
+    assert not order.out.exists()
+
+
+def test_a_bad_order_is_refused_before_anything_is_loaded(order: Order) -> None:
+    with pytest.raises(InvalidOption):
+        run.check(replace(order, kind="nothing"))
