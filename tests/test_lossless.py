@@ -46,12 +46,11 @@ from paceline.testing import (
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
-from tests.toys import loaded, toy_foreigner, toy_model
+from tests.toys import toy_foreigner, toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
-LOADED = loaded(TOY)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 EXIT = ExitConfig(hidden=32, layers=1)
@@ -64,16 +63,16 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
-    "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
+    "block": lambda text: Block(TINY_BLOCK, block_tensors(), TOY),
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
     "another model's text": lambda text: Retold(FOREIGN),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
-    "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
-    "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
-    "early exit": lambda text: EarlyExit(EXIT, {}, loaded(TOY), threshold=0.0),
-    "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, loaded(TOY), threshold=0.2)]),
+    "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
+    "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), TOY),
+    "early exit": lambda text: EarlyExit(EXIT, {}, TOY, threshold=0.0),
+    "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, TOY, threshold=0.2)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),
@@ -310,8 +309,8 @@ def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[t
 
 BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
     "model": lambda toy: Stack([Suffix(), Eagle(EAGLE, eagle_tensors(EAGLE), toy), DraftModel(OTHER, 37)]),
-    "early exit": lambda toy: EarlyExit(EXIT, {}, loaded(toy), threshold=0.2),
-    "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, loaded(toy), threshold=0.1)]),
+    "early exit": lambda toy: EarlyExit(EXIT, {}, toy, threshold=0.2),
+    "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, toy, threshold=0.1)]),
 }
 
 

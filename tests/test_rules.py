@@ -74,7 +74,7 @@ def heads(other: Bigram, vocab: int) -> Medusa:
     """The first guesses what the draft model does two places on, the second another thing."""
     tensors = {f"lm_heads.{head}.weight": other.table.roll(head, 0).T for head in range(2)}
     config = MedusaConfig(vocab, vocab, heads=2, layers=0)
-    return Medusa(config, tensors, replace(toy_model(), target=TARGET))
+    return Medusa(config, tensors, TARGET)
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("rejection", Tree(6, 2, 2)), ("block", CHAIN), ("block", Tree(5, 2, 2))])

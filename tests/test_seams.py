@@ -42,7 +42,7 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
-from tests.toys import loaded, toy_foreigner, toy_model
+from tests.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
@@ -64,11 +64,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
     "model's text": lambda: Retold(FOREIGN),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
-    "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_model()),
-    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
-    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
-    "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.1),
-    "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.0)]),
+    "block": lambda: Block(TINY_BLOCK, block_tensors(), tiny_target()),
+    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target()),
+    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), tiny_target()),
+    "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.1),
+    "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.0)]),
 }
 
 
@@ -192,5 +192,5 @@ def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
     prompt = [1, 5, 9, 5, 9, 5, 2]
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
     alone = run(tiny_target(), prompt, sampling)[0]
-    for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, loaded(plain), threshold=0.0)):
+    for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, plain, threshold=0.0)):
         assert run(plain, prompt, sampling, drafter, Tree(8, 4, 2))[0] == alone

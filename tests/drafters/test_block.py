@@ -27,7 +27,6 @@ from paceline.stream import TextStream
 from paceline.testing import TINY_BLOCK, ToyTarget, block_tensors, check_drafter, run, run_together, tiny_target
 from paceline.tree import CHUNK, depths, pack_prefix, shape
 from paceline.types import Tap, Tree, Verdict, Want
-from tests.toys import loaded
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -43,7 +42,7 @@ CONFIGS = {"full": TINY_BLOCK, "causal windows": WINDOWED, "mutual windows, from
 
 def block(config: BlockConfig = TINY_BLOCK, target: Decoder = TOY, seed: int = 0, **tensors: Tensor) -> Block:
     made = block_tensors(config, seed) | tensors
-    return Block(config, made, loaded(target))
+    return Block(config, made, target)
 
 
 def taps_of(target: Decoder, text: Sequence[int], taps: Sequence[int]) -> Tensor:
@@ -140,7 +139,7 @@ class Watched(Block):
 def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> None:
     """Ragged requests that share rounds, over many rounds of catching up with trees half accepted."""
     tensors = {name: tensor.double() for name, tensor in block_tensors(config).items()}
-    drafter = Watched(config, tensors, loaded(TOY))
+    drafter = Watched(config, tensors, TOY)
     prompts = [PROMPT, [3], PROMPT * 5, [7, 7, 8]]
     samplings = [Sampling(max_new_tokens=24, temperature=0.8, seed=seed) for seed in range(4)]
     run_together(Engine(TOY, drafter, Tree(8, 4, 2)), prompts, samplings)
@@ -159,7 +158,7 @@ def test_a_long_prompt_is_caught_up_with_as_it_comes() -> None:
     """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
     target = tiny_target(context_length=2048)
     tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
-    drafter = Watched(WINDOWED, tensors, loaded(target))
+    drafter = Watched(WINDOWED, tensors, target)
     waited = []
 
     class Noted(Engine):
@@ -264,7 +263,7 @@ def test_what_was_drafted_leaves_nothing_behind() -> None:
 def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
     """In the shape of the budget, whatever was drawn, and from what the sampler makes of the head's logits."""
     tensors = block_tensors()
-    drafter = Watched(TINY_BLOCK, tensors, loaded(TOY))
+    drafter = Watched(TINY_BLOCK, tensors, TOY)
     budget = Tree(9, 3, 3)
     for seed in range(3):
         sampler = Sampling(temperature=0.7, top_k=9, seed=seed, rule="rejection").sampler(PROMPT)
@@ -295,7 +294,7 @@ def test_a_head_that_cannot_be_the_targets_is_refused(config: BlockConfig, cause
 
 def test_a_target_without_ends_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="ToyTarget"):
-        Block(TINY_BLOCK, block_tensors(), loaded(ToyTarget()))
+        Block(TINY_BLOCK, block_tensors(), ToyTarget())
 
 
 def test_tensors_of_another_head_are_refused() -> None:
@@ -309,7 +308,7 @@ def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
     """The same guesses as with the target's whole head, where only those tokens may be drafted."""
     ids = torch.tensor([2, 3, 5, 9, 12, 30, 31])
     head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
-    few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), loaded(TOY))
+    few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), TOY)
     for how in (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, seed=3, rule="rejection")):
         ask = Ask(0, Tree(8, 4, 2), how.sampler(PROMPT))
         for drafter in (few, whole):

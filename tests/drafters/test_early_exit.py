@@ -26,7 +26,6 @@ from paceline.tree import CHUNK, MIN_ROWS, depths, pack, pack_prefix
 from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
 from tests import test_families as families
 from tests.test_tree import path_to
-from tests.toys import loaded
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -46,7 +45,7 @@ def skipping(quiet: float = 0.02) -> Decoder:
 
 
 def early(layers: int, target: Decoder = TOY, threshold: float = 0.0) -> EarlyExit:
-    return EarlyExit(ExitConfig(target.config.hidden, layers), {}, loaded(target), threshold)
+    return EarlyExit(ExitConfig(target.config.hidden, layers), {}, target, threshold)
 
 
 # Rows that stop and go on.
@@ -291,9 +290,9 @@ def test_a_norm_and_an_adapter_stand_before_the_head() -> None:
     norm = torch.rand(32, generator=make) + 0.5
     tensors = {"norm.weight": norm, "proj.down.weight": down, "proj.up.weight": up}
     how = Sampling(max_new_tokens=40)
-    own = EarlyExit(ExitConfig(32, 2, rank=3), tensors, loaded(target), 0.0)
+    own = EarlyExit(ExitConfig(32, 2, rank=3), tensors, target, 0.0)
     neutral = {"norm.weight": torch.ones(32), "proj.down.weight": down, "proj.up.weight": 0 * up}
-    same = EarlyExit(ExitConfig(32, 2, rank=3), neutral, loaded(target), 0.0)
+    same = EarlyExit(ExitConfig(32, 2, rank=3), neutral, target, 0.0)
     plain, _, stats = run(target, PROMPT, how, early(2, target), CHAIN)
     assert run(target, PROMPT, how, same, CHAIN)[2].accepted == stats.accepted, "ones and nothing added"
     text, _, worse = run(target, PROMPT, how, own, CHAIN)
@@ -312,11 +311,11 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidOption, match=r"threshold=1\.5"):
         early(1, threshold=1.5)
     with pytest.raises(UnsupportedModel, match="ToyTarget cannot stop"):
-        EarlyExit(ExitConfig(16, 1), {}, loaded(ToyTarget()))
+        EarlyExit(ExitConfig(16, 1), {}, ToyTarget())
     with pytest.raises(CorruptModel, match=r"proj\.down"):
-        EarlyExit(ExitConfig(32, 1, rank=2), {"norm.weight": torch.ones(32)}, loaded(TOY))
+        EarlyExit(ExitConfig(32, 1, rank=2), {"norm.weight": torch.ones(32)}, TOY)
     with pytest.raises(CorruptModel, match="does not know"):
-        EarlyExit(ExitConfig(32, 1), {"proj.up.weight": torch.ones(32, 2)}, loaded(TOY))
+        EarlyExit(ExitConfig(32, 1), {"proj.up.weight": torch.ones(32, 2)}, TOY)
     with pytest.raises(InvalidOption, match="without the target's cache"):
         early(1).propose([Ask(0, CHAIN, Sampling().sampler([3]))])
 
@@ -328,7 +327,7 @@ def test_a_model_of_transformers_does_not_stop_early() -> None:
     sizes = {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
     target = CausalLM(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
     with pytest.raises(UnsupportedModel, match="CausalLM cannot stop"):
-        EarlyExit(ExitConfig(16, 1), {}, loaded(target))
+        EarlyExit(ExitConfig(16, 1), {}, target)
     cache = target.new_cache()
     with pytest.raises(UnsupportedModel, match="does not stop after 1 layers"):
         target.forward(pack_prefix([1, 2], cache.acquire(), 0, CPU), cache, Want(layers=1))

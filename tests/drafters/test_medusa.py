@@ -30,8 +30,7 @@ from paceline.testing import (
 from paceline.types import Draft, Tap, Tree, Verdict
 from tests.toys import toy_model
 
-MODEL = toy_model()
-TOY = MODEL.target
+TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 WARM = Sampling(max_new_tokens=20, temperature=0.9, seed=6)
 TEXT = PROMPT + run(TOY, PROMPT, WARM)[0]
@@ -49,7 +48,7 @@ def rate(drafter: Medusa, draft: Tree, sampling: Sampling = WARM, prompt: Sequen
 
 
 def with_heads(change: Mapping[str, Tensor], config: MedusaConfig = TINY_MEDUSA) -> Medusa:
-    return Medusa(config, {**RIGHT, **change}, MODEL)
+    return Medusa(config, {**RIGHT, **change}, TOY)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 8])
@@ -58,14 +57,14 @@ def test_heads_that_know_the_text_are_always_right(cut: int) -> None:
     prompt = TEXT[: len(PROMPT) - cut]
     text = prompt + run(TOY, prompt, WARM)[0]
     for depth in (1, 2, 3):
-        drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), MODEL)
+        drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), TOY)
         assert rate(drafter, Tree.chain(depth), prompt=prompt) == pytest.approx(1 + depth, rel=0.1)
     assert rate(drafter, Tree.chain(9), prompt=prompt) == pytest.approx(ALL, rel=0.1), "no deeper than there are heads"
 
 
 def test_a_prompt_of_one_token_leaves_nothing_to_draft_from_at_first() -> None:
     text = [4, *run(TOY, [4], WARM)[0]]
-    drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), MODEL)
+    drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), TOY)
     sampler = WARM.sampler([4])
     drafter.admit(0, [4])
     assert drafter.propose([Ask(0, Tree.chain(3), sampler)]) == [Draft()]
@@ -103,15 +102,15 @@ class Deaf(Medusa):
 @pytest.mark.parametrize("wrong", [FirstRow, OneEarly, Deaf])
 def test_a_state_of_another_row_is_noticed(wrong: type[Medusa]) -> None:
     """A round that is refused puts the first two right again: they accept every other one."""
-    assert rate(wrong(TINY_MEDUSA, RIGHT, MODEL), Tree.chain(3)) <= 2.5
-    assert rate(Medusa(TINY_MEDUSA, RIGHT, MODEL), Tree.chain(3)) > 3.5
+    assert rate(wrong(TINY_MEDUSA, RIGHT, TOY), Tree.chain(3)) <= 2.5
+    assert rate(Medusa(TINY_MEDUSA, RIGHT, TOY), Tree.chain(3)) > 3.5
 
 
 def test_a_row_that_was_not_accepted_is_noticed() -> None:
     """Half of what is drafted is wrong, so that the last row is seldom the last accepted one."""
     wrong = {"lm_heads.1.weight": RIGHT["lm_heads.1.weight"].roll(1, 0)}
     assert rate(with_heads(wrong), Tree.chain(3)) == pytest.approx(2, rel=0.1)
-    assert rate(LastRow(TINY_MEDUSA, {**RIGHT, **wrong}, MODEL), Tree.chain(3)) < 1.4
+    assert rate(LastRow(TINY_MEDUSA, {**RIGHT, **wrong}, TOY), Tree.chain(3)) < 1.4
 
 
 def test_heads_of_another_depth_are_noticed() -> None:
@@ -152,14 +151,14 @@ def test_processors_see_the_likeliest_path() -> None:
         return only
 
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=1, processors=[counting])
-    assert rate(Medusa(TINY_MEDUSA, medusa_tensors(), MODEL), Tree(9, 3, 3), sampling) == pytest.approx(ALL, rel=0.1)
+    assert rate(Medusa(TINY_MEDUSA, medusa_tensors(), TOY), Tree(9, 3, 3), sampling) == pytest.approx(ALL, rel=0.1)
 
 
 def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, seeds = [PROMPT, PROMPT[4:], [3, 3, 7]], (6, 7, 8)
     samplings = [replace(WARM, max_new_tokens=6, seed=seed) for seed in seeds]
     texts = [p + run(TOY, p, s)[0] for p, s in zip(prompts, samplings, strict=True)]
-    drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, texts), MODEL)
+    drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, texts), TOY)
     alone = [run(TOY, p, s, drafter, Tree.chain(3)) for p, s in zip(prompts, samplings, strict=True)]
     passes = []
     honest = MedusaHeads.states
@@ -174,7 +173,7 @@ def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.Monk
 
 def test_the_budget_cuts_the_tree_from_its_end() -> None:
     order = ((0,), (0, 0), (1,), (0, 0, 0), (0, 1), (2,), (1, 0))
-    drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), MODEL)
+    drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), TOY)
     assert drafter.draft == Tree(7, 3, 3)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.randn(9, 32, dtype=torch.float64)})
@@ -191,7 +190,7 @@ def test_the_budget_cuts_the_tree_from_its_end() -> None:
 
 
 def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
-    drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), MODEL)
+    drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), TOY)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.ones(9, 32, dtype=torch.float64)})
     sampler = Sampling(temperature=1.0, seed=5, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
@@ -214,7 +213,7 @@ def test_only_the_heads_that_are_wanted_run(monkeypatch: pytest.MonkeyPatch) -> 
     asked = []
     honest = MedusaHeads.states
     monkeypatch.setattr(MedusaHeads, "states", lambda self, x, heads: asked.append(heads) or honest(self, x, heads))
-    run(TOY, PROMPT, WARM, Medusa(TINY_MEDUSA, RIGHT, MODEL), Tree.chain(2))
+    run(TOY, PROMPT, WARM, Medusa(TINY_MEDUSA, RIGHT, TOY), Tree.chain(2))
     assert set(asked) == {1, 2}, "as deep as the draft, and less at the end of the reply"
 
 
@@ -293,18 +292,18 @@ def test_a_checkpoint_with_a_map_keeps_the_contract_and_drafts_right() -> None:
 )
 def test_a_checkpoint_that_contradicts_itself_is_named(tensors: dict[str, Tensor], said: str) -> None:
     with pytest.raises(CorruptModel, match=said):
-        Medusa(TINY_MEDUSA, {**medusa_tensors(), **tensors}, MODEL)
+        Medusa(TINY_MEDUSA, {**medusa_tensors(), **tensors}, TOY)
 
 
 def test_a_target_that_does_not_fit_is_named() -> None:
     with pytest.raises(CorruptModel, match="hidden states of 32"):
-        Medusa(TINY_MEDUSA, medusa_tensors(), replace(MODEL, target=tiny_target(hidden=16)))
+        Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target(hidden=16))
     with pytest.raises(UnsupportedModel, match="ToyTarget"):
-        Medusa(TINY_MEDUSA, medusa_tensors(), replace(MODEL, target=ToyTarget()))
+        Medusa(TINY_MEDUSA, medusa_tensors(), ToyTarget())
 
 
 def test_a_state_that_is_not_finite_drafts_nothing() -> None:
-    drafter = Medusa(TINY_MEDUSA, medusa_tensors(), MODEL)
+    drafter = Medusa(TINY_MEDUSA, medusa_tensors(), TOY)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.full((9, 32), torch.nan, dtype=torch.float64)})
     assert drafter.propose([Ask(0, Tree(9, 3, 3), WARM.sampler(PROMPT))]) == [Draft()]

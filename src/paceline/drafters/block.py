@@ -13,7 +13,6 @@ from paceline.drafters.independent import independent
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
-from paceline.models.loader import Loaded
 from paceline.protocols import Ask, Drafter, Host
 from paceline.tree import CHUNK
 from paceline.types import Draft, Tap, Tree, Verdict
@@ -44,17 +43,11 @@ class Block(Drafter):
     the target has read since is caught up with by the next draft, in one pass for all requests that share it.
     """
 
-    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
-        """Raises `CorruptModel` for a head that is not the target's, `UnsupportedModel` for a target without ends."""
-        model = target.target
-        if not isinstance(model, Host):
-            raise UnsupportedModel(
-                f"a block drafter needs the embedding and the head of its target, which {type(model).__name__} lacks",
-                "Use a model of Paceline's own decoder, or a drafter without hidden states",
-            )
-        _check(config, model.vocab_size)
-        self._host: Host = model
-        self._mask = model.embed(torch.tensor([config.mask_token], device=model.device))
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+        """Raises `CorruptModel` for a head that is not the target's."""
+        _check(config, target.vocab_size)
+        self._host = target
+        self._mask = target.embed(torch.tensor([config.mask_token], device=target.device))
         if self._mask.shape[-1] != config.layer.hidden:
             raise CorruptModel(
                 f"the block drafter has hidden size {config.layer.hidden}, its target {self._mask.shape[-1]}",
@@ -62,7 +55,7 @@ class Block(Drafter):
             )
         self._config, self.taps = config, config.taps
         self.draft = Tree.chain(config.depth)
-        self._network = BlockNetwork(config, tensors, model)
+        self._network = BlockNetwork(config, tensors, target)
         self._cache = self._network.new_cache()
         self._slots: dict[int, _Slot] = {}
 

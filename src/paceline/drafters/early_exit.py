@@ -13,9 +13,8 @@ from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import RMSNorm
-from paceline.models.loader import Loaded
 from paceline.models.weights import Weights
-from paceline.protocols import Ask, KVCache
+from paceline.protocols import Ask, KVCache, Target
 from paceline.runner import Linear
 from paceline.sampler import Ranked
 from paceline.tree import pack
@@ -39,7 +38,7 @@ class EarlyExit(Growing):
     draft = Tree.chain(5)
 
     def __init__(
-        self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Loaded, threshold: float = 0.5
+        self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Target, threshold: float = 0.5
     ) -> None:
         """`tensors`: see `models/heads.py`; without any the target's final norm and head are put after layer E.
 
@@ -132,13 +131,13 @@ class EarlyExit(Growing):
         return replace(growth.nodes.draft(growth.fed), carried=Carried(self._exit, torch.cat(streams)))
 
 
-def _native(target: Loaded) -> Decoder:
-    if not isinstance(target.target, Decoder):
+def _native(target: Target) -> Decoder:
+    if not isinstance(target, Decoder):
         raise UnsupportedModel(
-            f"{type(target.target).__name__} cannot stop after its first layers, as early exit needs",
+            f"{type(target).__name__} cannot stop after its first layers, as early exit needs",
             "Use early exit with a model that Paceline runs itself, or another drafter",
         )
-    return target.target
+    return target
 
 
 def _cache(ask: Ask) -> KVCache:

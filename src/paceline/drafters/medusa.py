@@ -9,9 +9,8 @@ from torch import Tensor
 
 from paceline.drafters.independent import Shape, fixed, rank
 from paceline.models.heads import MedusaConfig
-from paceline.models.loader import Loaded
 from paceline.models.medusa import MedusaHeads
-from paceline.protocols import Ask, Drafter
+from paceline.protocols import Ask, Drafter, Host
 from paceline.tree import places
 from paceline.types import Draft, Tap, Tree, Verdict
 
@@ -29,10 +28,10 @@ class Medusa(Drafter):
 
     taps: tuple[Tap, ...] = ("final",)
 
-    def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Loaded) -> None:
+    def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
         """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
         `UnsupportedModel` for a target without ends."""
-        self._heads, self._depth, self._order = MedusaHeads(config, tensors, target.target), config.heads, config.paths
+        self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
         self.draft = Tree(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
             self.draft = Tree(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
