@@ -34,8 +34,8 @@ class System:
 
     name: str
     drafter: str | None
-    draft: Tree | None = None
-    sampling: Sampling = Sampling()
+    draft: Tree | None
+    sampling: Sampling
     over: str = PLAIN
     """The system that decodes the same way without drafts."""
 

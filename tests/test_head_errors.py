@@ -77,7 +77,7 @@ def test_tensors_that_contradict_their_config(change: Callable[..., object], sai
 
 def test_a_map_of_medusa_stays_in_the_vocabulary(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(replace(COMPACT, draft_vocab=20)), "paceline")
-    with pytest.raises(CorruptModel, match="token_map .* token 64"):
+    with pytest.raises(CorruptModel, match=r"token_map .* token 64"):
         open_head(changed(folder, lambda t: t["token_map"][3].fill_(64)))
 
 
@@ -171,7 +171,7 @@ def test_a_medusa_head_that_skips_one(tmp_path: Path) -> None:
 
 def test_a_model_is_no_head(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", {"model_type": "llama", "num_hidden_layers": 2}, {"x": torch.ones(1)})
-    with pytest.raises(UnsupportedModel, match="no learned drafter.*model:REF"):
+    with pytest.raises(UnsupportedModel, match=r"no learned drafter.*model:REF"):
         open_head(folder)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -53,12 +52,11 @@ class Fake(Suffix):
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fake_drafters")
     module.Fake = Fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_drafters", module)
     monkeypatch.setattr(make, "_LEARNED", dict.fromkeys(make._LEARNED, "fake_drafters:Fake"))
-    yield
 
 
 def refuse(reference: str) -> Loaded:
@@ -151,8 +149,8 @@ def test_a_bare_name_is_the_head_that_comes_with_paceline(tmp_path: Path, monkey
     assert shipped("eagle3", target) is None
     with pytest.raises(InvalidOption, match="no eagle3 head for toy comes with Paceline"):
         make_drafter("eagle3", target, refuse)
-    heads: list[tuple[str, HeadConfig, str | None]] = [("a", EAGLE3, "paceline"), ("b", COMPACT, None), ("c", EXIT, "")]
-    for name, config, _ in heads:
+    heads: dict[str, HeadConfig] = {"a": EAGLE3, "b": COMPACT, "c": EXIT}
+    for name, config in heads.items():
         head = replace(head_of(config), extra={"fingerprint": fingerprint(target)})
         write_head(tmp_path / name, head, "paceline" if config == COMPACT else None)
     assert shipped("eagle3", target) == tmp_path / "a"

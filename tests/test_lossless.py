@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
 from paceline.noise import Noise
 from paceline.protocols import Drafter
 from paceline.sampler import Prefix, Sampler
@@ -42,13 +46,15 @@ from paceline.testing import (
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
-from tests.toys import loaded
+from tests.toys import loaded, toy_foreigner, toy_model
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 LOADED = loaded(TOY)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
+EXIT = ExitConfig(hidden=32, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -61,9 +67,13 @@ DRAFTERS: dict[str, Make] = {
     "block": lambda text: Block(TINY_BLOCK, block_tensors(), LOADED),
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
+    "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
+    "another model's text": lambda text: Retold(FOREIGN),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), LOADED),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), LOADED),
+    "early exit": lambda text: EarlyExit(EXIT, {}, loaded(TOY), threshold=0.0),
+    "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, loaded(TOY), threshold=0.2)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),
@@ -298,13 +308,21 @@ def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[t
 # Several requests in one pass.
 
 
+BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
+    "model": lambda toy: Stack([Suffix(), Eagle(EAGLE, eagle_tensors(EAGLE), toy), DraftModel(OTHER, 37)]),
+    "early exit": lambda toy: EarlyExit(EXIT, {}, loaded(toy), threshold=0.2),
+    "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, loaded(toy), threshold=0.1)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("drafter", BATCHED)
 @pytest.mark.parametrize("sampling", ["greedy", "warm", "all at once"])
-def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, toy: Decoder) -> None:
+def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, drafter: str, shape: Tree, toy: Decoder) -> None:
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]
-    eagle = Eagle(EAGLE, eagle_tensors(EAGLE), toy)
-    engine = Engine(toy, Stack([Suffix(), eagle, DraftModel(OTHER, 37)]), Tree(6, 3, 2))
+    engine = Engine(toy, BATCHED[drafter](toy), shape)
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)

@@ -11,14 +11,18 @@ import torch
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
 from paceline.testing import (
@@ -38,10 +42,11 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
-from tests.toys import toy_model
+from tests.toys import loaded, toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
+FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
 
 
 def eagle(**changes: object) -> Eagle:
@@ -56,16 +61,20 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: DraftModel(OTHER, 37),
     "eagle-3": lambda: eagle(fc_norm=True),
     "eagle-1": lambda: eagle(version=1),
+    "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "model's text": lambda: Retold(FOREIGN),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_model()),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_model()),
     "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_model()),
+    "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.1),
+    "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.0)]),
 }
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters_keep_the_contract(drafter: str) -> None:
-    check_drafter(DRAFTERS[drafter])
+    check_drafter(DRAFTERS[drafter], OTHER)
 
 
 class Endless(NGram):
@@ -182,5 +191,6 @@ def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
     plain = Plain(TINY, random_tensors(TINY), torch.float64, torch.device("cpu"))
     prompt = [1, 5, 9, 5, 9, 5, 2]
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
-    ours = run(plain, prompt, sampling, Suffix(), Tree(8, 4, 2))[0]
-    assert ours == run(tiny_target(), prompt, sampling)[0]
+    alone = run(tiny_target(), prompt, sampling)[0]
+    for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, loaded(plain), threshold=0.0)):
+        assert run(plain, prompt, sampling, drafter, Tree(8, 4, 2))[0] == alone

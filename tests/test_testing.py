@@ -111,8 +111,9 @@ class NeverGrows(ListCache):
     """Sees no rows of earlier passes of the same tree."""
 
     def begin(self, rows: Rows) -> ListPass:
-        parents = tuple(tuple(max(p - rows.start, -1) for p in line[rows.start :]) for line in rows.parents)
-        return super().begin(replace(rows, parents=parents, start=0))
+        lines = zip(rows.starts, rows.parents, strict=True)
+        parents = tuple(tuple(max(p - start, -1) for p in line[start:]) for start, line in lines)
+        return super().begin(replace(rows, parents=parents, starts=(0,) * len(parents)))
 
 
 class FirstOfBatch(ListCache):
@@ -164,7 +165,7 @@ class CountsRows(Altered):
     """Takes a row's number for its depth."""
 
     def into(self, rows: Rows) -> Rows:
-        steps = torch.arange(rows.tokens.shape[1]) + rows.start
+        steps = torch.arange(rows.tokens.shape[1]) + torch.tensor(rows.starts)[:, None]
         return replace(rows, positions=torch.tensor(rows.lengths)[:, None] + steps)
 
 

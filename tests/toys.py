@@ -40,5 +40,10 @@ def toy_model(generation: dict[str, Any] | None = None, **changes: int) -> Loade
     return loaded(tiny_target(**changes), generation)
 
 
+def toy_foreigner(**changes: int) -> Loaded:
+    """A toy whose tokens are the same letters under other numbers."""
+    return Loaded(tiny_target(**changes), toy_tokenizer(ALPHABET[::-1]), (36,), {}, Path("foreign"))
+
+
 def toy_llm(drafter: Drafter | None = None, draft: Tree | None = None, **changes: int) -> LLM:
     return LLM(toy_model(**changes), drafter, draft)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,6 @@ class Plan:
         _, _, kv, capacity, head_dim = slabs[0].shape
         device = slabs[0].device
         self.count = rows.tokens.shape[1] - rows.padding
-        columns, self._sources = _columns(self.count, rows, layouts, capacity)
         ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
         self.reach = min(max(ends), capacity)
         # Before the shortest slot's tail every row sees every column, as long as no window has moved on.
@@ -59,10 +58,15 @@ class Plan:
         self.mask = _mask(rows, layouts, self.seen, self.reach) if mask is None else mask
         self.mask = self.mask.to(device, torch.float64 if slabs[0].dtype == torch.float64 else torch.float32)
         # Rows of the slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
-        lines = torch.tensor(places, device=device)[:, None, None] * kv + torch.arange(kv, device=device)
-        self._index = (lines * capacity + columns.to(device)[:, :, None]).flatten()
-        if self._sources is not None:
-            self._sources = self._sources.to(device)
+        firsts = [place * kv * capacity for place in places]
+        stores = _stores(self.count, rows, layouts, firsts, capacity)
+        heads = torch.arange(kv, device=device) * capacity
+        self._index, self._there, self._here = (
+            (torch.tensor(x, dtype=torch.long, device=device)[:, None] + heads).flatten()
+            for x in (stores.columns, stores.copied, stores.copies)
+        )
+        plain = stores.sources == list(range(len(places) * self.count))
+        self._sources = None if plain else torch.tensor(stores.sources, dtype=torch.long, device=device)
         self._flat = [slab.view(len(slab), -1, head_dim).unbind(0) for slab in slabs]
         self._views = [_of_places(slab, places, self.reach) for slab in slabs]
 
@@ -72,6 +76,8 @@ class Plan:
             x = x[:, : self.count]
             if self._sources is not None:
                 x = x.flatten(0, 1)[self._sources]
+            if len(self._there):
+                flat[layer].index_copy_(0, self._here, flat[layer][self._there])
             flat[layer].index_copy_(0, self._index, x.reshape(-1, x.shape[-1]))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -185,17 +191,32 @@ class _Gathered(Sequence[Tensor]):
         return len(self._slab)
 
 
-def _columns(count: int, rows: Rows, layouts: Sequence[Layout], capacity: int) -> tuple[Tensor, Tensor | None]:
-    """The columns that each slot writes [B, C], and the row (of all B * count) that each of them holds, flat, or None
-    where column c simply holds row c. Short lines repeat their last column, which writes the same thing twice."""
-    width = max(len(x.sources) for x in layouts)
-    columns, sources = [], []
-    for line, (length, x) in enumerate(zip(rows.lengths, layouts, strict=True)):
-        start, last = length + rows.start, len(x.sources) - 1
-        columns.append([(start + min(c, last)) % capacity for c in range(width)])
-        sources += [line * count + x.sources[min(c, last)] for c in range(width)]
-    plain = all(x.plain for x in layouts)
-    return torch.tensor(columns), None if plain else torch.tensor(sources)
+@dataclass(frozen=True, slots=True)
+class _Stores:
+    """What a pass writes, as lines of the flat slab (of the first key head): `columns` get the rows `sources` (of all
+    B * T), `copies` what earlier passes left at `copied`."""
+
+    columns: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+
+
+def _stores(count: int, rows: Rows, layouts: Sequence[Layout], firsts: Sequence[int], capacity: int) -> _Stores:
+    """`firsts`: the flat line where each slot's place begins."""
+    stores = _Stores()
+    slots = zip(rows.lengths, rows.starts, layouts, firsts, strict=True)
+    for line, (length, start, x, first) in enumerate(slots):
+        at = [first + (length + column) % capacity for column in range(len(x.sources))]
+        for column in x.fresh:
+            row = x.sources[column]
+            if row >= start:
+                stores.columns.append(at[column])
+                stores.sources.append(line * count + row - start)
+            else:
+                stores.copies.append(at[column])
+                stores.copied.append(at[x.home[row]])
+    return stores
 
 
 def _mask(rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
@@ -211,15 +232,15 @@ def _mask(rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tens
 def _window_mask(count: int, rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
     """The same [B, T, reach] for a window that has moved on, over a ring that may have wrapped."""
     masks = []
-    for length, parents, x in zip(rows.lengths, rows.parents, layouts, strict=True):
-        deep = torch.tensor(depths(parents[: rows.start + count]))
-        here = length + deep[rows.start :, None]
+    for length, parents, start, x in zip(rows.lengths, rows.parents, rows.starts, layouts, strict=True):
+        deep = torch.tensor(depths(parents[: start + count]))
+        here = length + deep[start:, None]
         # The position that each column holds of the prefix: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > here - window)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        there = length + deep[[*range(rows.start), *(rows.start + s for s in x.sources)]]
+        there = length + deep[list(x.sources)]
         visible[:, tail] = x.visible & (there > here - window)
         masks.append(torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf))
     return torch.stack(masks)

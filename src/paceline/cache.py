@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.attention import BLOCK, LayerAttention, Plan, SlabPass
 from paceline.errors import OutOfMemory, is_out_of_memory
-from paceline.layout import layout_of
+from paceline.layout import layout
 from paceline.types import Rows, Tree
 
 _FIRST = 256
@@ -209,8 +209,9 @@ class SlabCache:
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
-        count = rows.start + rows.tokens.shape[1] - rows.padding
-        layouts = [layout_of(p[:count], n, rows.start) for p, n in zip(rows.parents, rows.lengths, strict=True)]
+        count = rows.tokens.shape[1] - rows.padding
+        slots = zip(rows.parents, rows.lengths, rows.starts, strict=True)
+        layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start in slots]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
         ends = [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)]
         for slot, end in zip(rows.slots, ends, strict=True):

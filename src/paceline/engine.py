@@ -170,7 +170,7 @@ class Engine:
         if self.drafter is None or self.draft.nodes == 0:
             return [Draft()] * len(requests)
         budgets = [self._budget(r, len(requests)) for r in requests]
-        asks = [Ask(r.slot, b, r.sampler) for r, b in zip(requests, budgets, strict=True)]
+        asks = [Ask(r.slot, b, r.sampler, self.cache) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         if len(drafts) != len(asks):
             raise InvalidOption(

@@ -48,7 +48,7 @@ class CannotWrite(PacelineError, OSError):
 
 
 class TokenizerMismatch(PacelineError):
-    """Target and draft model do not share one vocabulary."""
+    """A tokenizer that has no words: nothing can be drafted with it, or for it."""
 
 
 class InvalidOption(PacelineError, ValueError):

@@ -4,7 +4,8 @@ A sum of floats depends on its order, and a bfloat16 product adds keys in pairs 
 So that a row's result has the bits it would have in plain decoding, its ancestors must lie in the order of their
 positions and in the same pairs, whatever lies between: gaps hold zeros, and adding zero changes nothing. A chain has
 this by nature. In a tree, a row at an even position is the first of a pair and each of its children the second; every
-child after the first gets a copy of its parent beside it.
+child after the first gets a copy of its parent beside it. Where a row lies depends on the rows before it alone, so
+that a tree may grow over several passes and every row of it have those bits.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Layout:
     """C columns after the committed prefix.
 
     `sources[c]`: the row whose keys and values column c holds. `home[r]`: the column where row r itself lies.
-    `visible`: bool [T, C], the columns that each row attends to.
+    `visible`: bool [T, C], the columns that each row of the pass attends to. `fresh`: the columns that the pass writes,
+    all but those that hold the same already.
     """
 
     sources: tuple[int, ...]
     home: tuple[int, ...]
     visible: Tensor
+    fresh: tuple[int, ...]
 
     @property
     def plain(self) -> bool:
@@ -43,24 +46,27 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def layout(parents: tuple[int, ...], length: int) -> Layout:
-    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens.
+def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
+    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens, for a
+    pass over the rows from `start` on.
 
     Only the parity of `length` matters: pass `length % 2`.
     """
-    if parents[1:] == tuple(range(len(parents) - 1)):
-        rows = tuple(range(len(parents)))
-        return Layout(rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_())
-    return _paired(parents, length % 2)
-
-
-def layout_of(parents: tuple[int, ...], length: int, start: int) -> Layout:
-    """The layout of the rows from `start` on. A tree grown over several passes only drafts, so its rows lie as they
-    come."""
+    laid = _laid(parents, length % 2, start)
     if not start:
-        return layout(parents, length % 2)
-    rows = tuple(range(len(parents) - start))
-    return Layout(rows, rows, ancestors(parents)[start:])
+        return laid
+    held = _laid(parents[:start], length % 2, start).sources
+    fresh = [c for c, row in enumerate(laid.sources) if c >= len(held) or held[c] != row]
+    return replace(laid, visible=laid.visible[start:], fresh=tuple(fresh))
+
+
+def _laid(parents: tuple[int, ...], parity: int, start: int) -> Layout:
+    """All rows, those of earlier passes too."""
+    rows = tuple(range(len(parents)))
+    if parents[1:] == rows[:-1]:
+        return Layout(rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_(), rows)
+    # What is verified has one root. Where earlier passes fed several, the tree only drafts, and lies as it comes.
+    return Layout(rows, rows, ancestors(parents), rows) if NONE in parents[1:start] else _paired(parents, parity)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -102,7 +108,8 @@ def _paired(parents: tuple[int, ...], parity: int) -> Layout:
             if first and parent != NONE:
                 align()
             paths.append([*above, place(row)])
-            if first and row in parents:
+            # A leaf may get children in a later pass. Only fillers, which have no parent, never do.
+            if first and (parent != NONE or row in parents):
                 beside[row] = place(row)
         elif parent in beside:
             column = beside.pop(parent)
@@ -114,4 +121,4 @@ def _paired(parents: tuple[int, ...], parity: int) -> Layout:
     visible = torch.zeros(len(parents), len(sources), dtype=torch.bool)
     for line, path in zip(visible, paths, strict=True):
         line[path] = True
-    return Layout(tuple(sources), tuple(path[-1] for path in paths), visible)
+    return Layout(tuple(sources), tuple(path[-1] for path in paths), visible, tuple(range(len(sources))))

@@ -248,10 +248,11 @@ def load(
     adapter in PEFT's layout, which names its base model itself; or a causal model of transformers that you hold, with
     its `tokenizer`: it stays where it is, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
-    drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model of
-    the same vocabulary; with an adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF",
-    "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the one that comes with Paceline),
-    "early-exit:LAYERS", several joined by "+" (the first with something to say drafts), or a `Drafter`.
+    drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model, best
+    one with the target's own tokenizer; with an adapter "model:REF@ADAPTER"), a head trained for the model
+    ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the one
+    that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts), or
+    a `Drafter`.
     draft: how much to draft per round: a length, a `Tree`, or "auto".
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights

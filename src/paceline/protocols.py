@@ -141,12 +141,14 @@ class Ask:
     """A request for one draft.
 
     `budget`: how much to draft at most. `sampler`: the text so far and how the target will choose; a drafter with
-    probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise.
+    probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise. `cache`: the
+    target's own, which holds all of `slot`'s text but the pending token; for drafters that run the target's layers.
     """
 
     slot: int
     budget: Tree
     sampler: Sampler
+    cache: KVCache | None = None
 
     @property
     def last(self) -> int:

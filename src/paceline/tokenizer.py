@@ -102,6 +102,13 @@ class Tokenizer:
         parts = (self._backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), self.chat_template or "")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def surfaces(self) -> dict[int, bytes]:
+        """Token id -> the bytes that it adds to a text; without special tokens."""
+        from paceline.surfaces import surfaces
+
+        return surfaces(self._backend)
+
     def token_id(self, token: str | None) -> int | None:
         """The id of one token spelled exactly so, or None."""
         return None if token is None else self._backend.token_to_id(token)

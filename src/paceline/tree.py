@@ -13,7 +13,7 @@ import torch
 from paceline import layout
 from paceline.errors import InvalidOption
 from paceline.layout import NONE
-from paceline.types import Draft, Rows, Tree
+from paceline.types import Draft, Resume, Rows, Tree
 
 CHUNK = 256
 """Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
@@ -129,18 +129,23 @@ def pack(
     slots: Sequence[int],
     lengths: Sequence[int],
     device: torch.device,
+    starts: Sequence[int] | None = None,
 ) -> Rows:
     """The rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS` in all).
 
-    A padding row is one more root: it repeats the pending token, sees the prefix and itself, and is never read.
+    `starts`: for each slot the rows that earlier passes have fed, which are left out. Without it a pass goes on where
+    drafting has brought the drafts (`Draft.carried`). A padding row is one more root: it repeats the pending token,
+    sees the prefix and itself, and is never read.
     """
-    longest = 1 + max(len(d.tokens) for d in drafts)
+    begins = starts or [0] * len(drafts)
+    longest = max(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
     count = max(-(-MIN_ROWS // len(drafts)), longest)
     tokens, positions, parents = [], [], []
-    for token, draft, length in zip(last, drafts, lengths, strict=True):
-        padding = count - 1 - len(draft.tokens)
-        tokens.append([token, *draft.tokens, *[token] * padding])
-        positions.append([length + d for d in depths(draft.parents)] + [length] * padding)
+    for token, draft, length, start in zip(last, drafts, lengths, begins, strict=True):
+        fresh = [token, *draft.tokens][start:]
+        padding = count - len(fresh)
+        tokens.append(fresh + [token] * padding)
+        positions.append([length + d for d in depths(draft.parents)[start:]] + [length] * padding)
         parents.append((NONE, *draft.parents, *[NONE] * padding))
     return Rows(
         tokens=torch.tensor(tokens, device=device),
@@ -148,8 +153,28 @@ def pack(
         slots=tuple(slots),
         lengths=tuple(lengths),
         parents=tuple(parents),
+        starts=tuple(begins),
         padding=count - longest,
+        resume=None if starts else _resume(last, drafts, slots, lengths, device),
     )
+
+
+def _resume(
+    last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> Resume | None:
+    """Where a pass over these drafts can begin: where most layers are spared. Who stands elsewhere starts over."""
+    layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
+    if not layer:
+        return None
+    held = [draft.carried.streams if draft.carried and draft.carried.layer == layer else None for draft in drafts]
+    nothing = next(streams for streams in held if streams is not None)[:0]
+    streams = tuple(nothing if s is None else s for s in held)
+    lines = [i for i, draft in enumerate(drafts) if len(streams[i]) < 1 + len(draft.tokens)]
+    if not lines:
+        return Resume(layer, streams, None)
+    tokens, at, before = ([x[i] for i in lines] for x in (last, slots, lengths))
+    rest = pack(tokens, [drafts[i] for i in lines], at, before, device, [len(streams[i]) for i in lines])
+    return Resume(layer, streams, rest)
 
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:

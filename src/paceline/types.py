@@ -61,6 +61,17 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """How far drafting has taken the first rows of a draft (row 0 first) in the target itself: up to `layer`.
+
+    `streams` [m, H]: what enters that layer in each of m rows. What the layers before it wrote of them is in the cache.
+    """
+
+    layer: int
+    streams: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """N proposed tokens as a tree: `parents[i]` is the row (0 = the pending token) that node i continues.
 
@@ -72,6 +83,8 @@ class Draft:
     q: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
     """How siblings were made, for the rules that ask: row -> the distribution [V] from which its children were drawn in
     their order, without replacement. Without an entry they are a point-mass set: chosen, not drawn."""
+    carried: Carried | None = field(default=None, compare=False)
+    """Work on the draft that its verification need not do again."""
 
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:
@@ -86,10 +99,11 @@ class Rows:
     `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
     `parents`: for each slot the parent of every row, a row number or -1 where a row continues the prefix directly.
     A row attends to its slot's whole committed prefix, its ancestors and itself.
-    `start`: rows of this same tree that earlier passes wrote and nothing has committed (a draft model grows its
-    tree level by level). Row numbers go on from there: `parents` then covers all start + T rows.
+    `starts`: for each slot the rows of this same tree that earlier passes wrote and nothing has committed (trees grow
+    level by level). Row numbers go on from there: `parents` then covers all start + T rows.
     `padding`: so many last rows of every slot are there to fill the pass; nobody looks at what they give.
     `prefill`: a chunk of a prompt, which is the same whatever is drafted: its bits may depend on its shape.
+    `resume`: where rows do not begin at the first layer.
     """
 
     tokens: Tensor
@@ -97,17 +111,34 @@ class Rows:
     slots: tuple[int, ...]
     lengths: tuple[int, ...]
     parents: tuple[tuple[int, ...], ...]
-    start: int = 0
+    starts: tuple[int, ...]
     padding: int = 0
     prefill: bool = False
+    resume: Resume | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A pass that begins at `layer`, over rows that drafting has taken there: `streams`, for each slot [m, H], of its
+    first m rows. `rest`: the rows that have yet to pass the layers before (of some of the slots), None where all have.
+    """
+
+    layer: int
+    streams: tuple[Tensor, ...]
+    rest: Rows | None
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a pass must return: logits of `all` rows, of the `last` one or of `none`, and which taps."""
+    """What a pass must return: logits of `all` rows, of the `last` one or of `none`, and which taps.
+
+    `layers`: only so many of the first layers are run, and their stream goes on to norm and head (early exit). It is
+    for those who know that the target can: the native decoder does.
+    """
 
     logits: Literal["all", "last", "none"] = "all"
     taps: tuple[Tap, ...] = ()
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
         for slot, text in enumerate(texts):
             drafter.admit(slot, text)
         drafter.propose(asks([Sampling()] * count, [Tree(12, 4, 3)] * count, texts))
-        assert [rows.start for rows in model.passes] == [0, 0, 3, 6], "the texts, then a pass per level but the last"
+        starts = [(row,) * count for row in (0, 0, 3, 6)]
+        assert [rows.starts for rows in model.passes] == starts, "the texts, then a pass per level but the last"
         assert all(len(rows.slots) == count and rows.tokens.numel() >= MIN_ROWS for rows in model.passes)
 
 
@@ -122,7 +123,7 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
 
 
 def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
-    """Tree of two, fillers in the shorter one: row numbers stay in step, and a child finds its parent's row."""
+    """Tree of two, fillers in the shorter one: they leave no trace, and a child finds its parent's row."""
     sampler = Sampling().sampler([1, 2])
     bushy, thin = (Growth(Ask(slot, Tree(9, 3, 2), sampler), Chosen(Tree(9, 3, 2))) for slot in range(2))
     bushy.nodes.grow(ROOT, Ranked([3, 4], [1.0, 0.0]))
@@ -130,7 +131,7 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     assert bushy.descend()
     assert thin.descend()
     rows = pack_level([bushy, thin], [7, 8], [10, 20], CPU)
-    assert (rows.start, rows.padding, rows.slots, rows.lengths) == (0, 0, (7, 8), (10, 20))
+    assert (rows.starts, rows.padding, rows.slots, rows.lengths) == ((0, 0), 0, (7, 8), (10, 20))
     assert rows.tokens.tolist() == [[3, 4], [5, 5]]
     assert rows.positions.tolist() == [[10, 10], [20, 20]]
     bushy.nodes.grow(1, Ranked([6], [1.0]))
@@ -138,9 +139,9 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     assert bushy.descend()
     assert thin.descend()
     rows = pack_level([bushy, thin], [7, 8], [10, 20], CPU)
-    assert rows.start == 2
+    assert rows.starts == (2, 1)
     assert rows.tokens.tolist() == [[6, 6], [7, 8]]
     assert rows.positions.tolist() == [[11, 11], [21, 21]]
-    assert rows.parents == ((-1, -1, 1, -1), (-1, -1, 0, 0))
-    alone = pack_level([replace(thin, above=[], row_of={ROOT: -1, 0: -1})], [8], [20], CPU)
+    assert rows.parents == ((-1, -1, 1, -1), (-1, 0, 0))
+    alone = pack_level([replace(thin, row_of={ROOT: -1, 0: 0})], [8], [20], CPU)
     assert (alone.tokens.shape[1], alone.padding) == (MIN_ROWS, MIN_ROWS - 2)

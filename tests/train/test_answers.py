@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,14 @@ def test_ctrl_c_leaves_a_file_that_is_used_and_continued(whole: Path, tmp_path: 
     assert write_answers(toy_llm(), prompts, path, PLAN).tokens == 0
 
 
+def test_answers_that_ended_in_any_order_are_put_in_the_plans(whole: Path, tmp_path: Path) -> None:
+    prompts, path = some_prompts(tmp_path / "p.jsonl", 5), tmp_path / "answers.jsonl"
+    path.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3:-1]))
+    shutil.copy(whole.with_suffix(".settings.json"), tmp_path)
+    assert write_answers(toy_llm(), prompts, path, PLAN).written == 4
+    assert path.read_bytes() == whole.read_bytes()
+
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -122,7 +131,7 @@ def test_a_prompt_that_cannot_be_answered_is_skipped_and_counted(tmp_path: Path)
     progress = write_answers(toy_llm(context_length=32), prompts, path, PLAN)
     assert (progress.done, progress.skipped, {row["id"] for row in rows_of(path)}) == (4, 2, {1, 3})
     only = Prompts(write_rows(tmp_path / "q.jsonl", rows[1:2]))
-    with pytest.raises(InvalidData, match="none of the 1 prompts could be answered .*has 50 tokens"):
+    with pytest.raises(InvalidData, match=r"none of the 1 prompts could be answered .*has 50 tokens"):
         write_answers(toy_llm(context_length=32), only, tmp_path / "none" / "answers.jsonl", PLAN)
 
 

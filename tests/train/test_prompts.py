@@ -93,13 +93,13 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "p.jsonl", ({"id": i, "prompt": f"{i} " + "x" * 4000} for i in range(3000)))
+    path = write_rows(tmp_path / "p.jsonl", ({"id": i, "prompt": f"{i} " + "x" * 4000} for i in range(1000)))
     tracemalloc.start()
     prompts = Prompts(path)
-    assert prompts[2999].id == 2999
+    assert prompts[999].id == 999
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert path.stat().st_size > 12_000_000
+    assert path.stat().st_size > 4_000_000
     assert peak < 500_000
 
 
@@ -137,11 +137,18 @@ def test_no_prompt_to_train_on_is_a_question_of_the_benchmark(shared_prompts: Pa
 # The model's own prompts.
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's own turns are long, and one of 24 tokens will do."""
+    monkeypatch.setattr("paceline.train.own.LONGEST", 24)
+    monkeypatch.setattr("paceline.train.own.TRIES", 12)
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.open()]
 
 
-def test_a_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
+def test_a_model_writes_prompts_of_its_own(short: None, tmp_path: Path) -> None:
     llm, path = toy_llm(), tmp_path / "own.jsonl"
     progress = write_prompts(llm, path, 6, width=4)
     rows = rows_of(path)
@@ -157,7 +164,7 @@ def test_a_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
     assert len(one.token_ids) > SHORTEST
 
 
-def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruptions(tmp_path: Path) -> None:
+def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruptions(short: None, tmp_path: Path) -> None:
     llm = toy_llm()
     whole, parts, other = (tmp_path / name / "own.jsonl" for name in ("whole", "parts", "other"))
     write_prompts(llm, whole, 6, width=4)
@@ -171,15 +178,27 @@ def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruption
         write_prompts(llm, parts, 6, width=1, on_progress=stop)
     kept = len(rows_of(parts))
     assert 0 < kept < 6
+    last = int(rows_of(parts)[-1]["id"])
     with parts.open("ab") as file:
         file.write(b'{"id": 77, "pro')
-    assert write_prompts(llm, parts, kept + 1, width=3).kept == kept
+    progress = write_prompts(llm, parts, kept + 1, width=3)
+    new = int(rows_of(parts)[-1]["id"])
+    assert (progress.kept, progress.written, progress.skipped) == (kept, 1, new - last - 1), "no text is made twice"
     assert write_prompts(llm, parts, 6, width=3).done == 6
     assert parts.read_bytes() == whole.read_bytes() != other.read_bytes()
     with pytest.raises(InvalidData, match="made with seed 0, not 1"):
         write_prompts(llm, parts, 6, seed=1)
     with pytest.raises(InvalidOption):
         write_prompts(llm, parts, 0)
+
+
+def test_what_was_said_before_is_left_out(short: None, tmp_path: Path) -> None:
+    llm, path = toy_llm(), tmp_path / "own.jsonl"
+    write_prompts(llm, path, 1, width=4)
+    (row,) = rows_of(path)
+    path.write_text(json.dumps({"id": -1, "prompt": "\n " + row["prompt"].upper()}) + "\n")
+    write_prompts(llm, path, 2, width=4)
+    assert rows_of(path)[1]["id"] > row["id"]
 
 
 def llm_with(template: str | None, alphabet_special: str = "") -> LLM:
@@ -205,11 +224,11 @@ def test_a_template_that_does_not_frame_the_user_is_no_source_of_prompts(templat
     assert not (tmp_path / "own.jsonl").exists()
 
 
-def test_a_model_that_never_ends_its_turn_is_given_up(tmp_path: Path) -> None:
+def test_a_model_that_never_ends_its_turn_is_given_up(short: None, tmp_path: Path) -> None:
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
     with pytest.raises(UnsupportedModel, match="0 can be used"):
-        write_prompts(mute, tmp_path / "own.jsonl", 3, width=32)
+        write_prompts(mute, tmp_path / "own.jsonl", 3, width=8)
 
 
 @pytest.mark.model

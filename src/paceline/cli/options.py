@@ -81,7 +81,7 @@ class LoadOptions:
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix, model:REF (a small model of the same vocabulary; REF@ADAPTER merges a "
+            help="auto, none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
             "LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
             "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
             "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "

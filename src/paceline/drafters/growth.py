@@ -27,6 +27,8 @@ class Nodes(ABC):
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    q: dict[int, Tensor] = field(default_factory=dict)
+    """Of each node whose children were drawn, from what."""
 
     @abstractmethod
     def grow(self, parent: int, best: Ranked) -> None:
@@ -37,7 +39,15 @@ class Nodes(ABC):
         """Which of the nodes from `first` on get children, oldest first."""
 
     @abstractmethod
-    def draft(self) -> Draft: ...
+    def others(self, first: Sequence[int]) -> list[int]:
+        """The nodes that stay beside those of `first`, oldest first."""
+
+    def draft(self, first: Sequence[int] = ()) -> Draft:
+        """What has grown. `first`: nodes that stay in any case, and come before the others."""
+        kept = [*first, *self.others(first)]
+        rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
+        parents = tuple(rows[self.parents[node]] for node in kept)
+        return Draft(tuple(self.tokens[node] for node in kept), parents, {rows[n]: q for n, q in self.q.items()})
 
     def add(self, token: int, parent: int) -> None:
         self.tokens.append(token)
@@ -66,20 +76,16 @@ class Chosen(Nodes):
             self.scores.append(above + min(score, 0.0))
 
     def level(self, first: int) -> list[int]:
-        return self._best(self.budget.branch, first)
+        return self._best(self.budget.branch, range(first, len(self.tokens)))
 
-    def draft(self) -> Draft:
-        kept = self._best(self.budget.nodes)
-        rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
-        return Draft(tuple(self.tokens[n] for n in kept), tuple(rows[self.parents[n]] for n in kept))
+    def others(self, first: Sequence[int]) -> list[int]:
+        """Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree."""
+        taken = set(first)
+        return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
 
-    def _best(self, count: int, first: int = 0) -> list[int]:
-        """The `count` highest scores among the nodes from `first` on, oldest first.
-
-        Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree.
-        """
-        nodes = sorted(range(first, len(self.tokens)), key=lambda n: (-self.scores[n], n))
-        return sorted(nodes[:count])
+    def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
+        """The `count` highest scores among these nodes, oldest first."""
+        return sorted(sorted(nodes, key=lambda n: (-self.scores[n], n))[:count])
 
 
 @dataclass(slots=True)
@@ -88,7 +94,6 @@ class Drawn(Nodes):
     was drawn would change the distribution."""
 
     ranks: list[tuple[int, ...]] = field(default_factory=list)
-    q: dict[int, Tensor] = field(default_factory=dict)
 
     def grow(self, parent: int, best: Ranked) -> None:
         above = self.ranks[parent] if parent != ROOT else ()
@@ -96,27 +101,26 @@ class Drawn(Nodes):
             self.add(token, parent)
             self.ranks.append((*above, rank))
         if best.q is not None:
-            self.q[parent + 1] = best.q
+            self.q[parent] = best.q
 
     def level(self, first: int) -> list[int]:
         return [n for n in range(first, len(self.tokens)) if self.ranks[n] in shape(self.budget)]
 
-    def draft(self) -> Draft:
-        return Draft(tuple(self.tokens), tuple(parent + 1 for parent in self.parents), self.q)
+    def others(self, first: Sequence[int]) -> list[int]:
+        return sorted({*range(len(self.tokens))} - {*first})
 
 
 @dataclass(slots=True)
 class Growth:
     """One request's tree and the level at which it stands.
 
-    `chosen`: the nodes of the newest level that get children. `above`: the parent row of every row that `pack_level`
-    laid out for this tree, and `row_of` the row of every node among them.
+    `chosen`: the nodes of the newest level that get children. `row_of`: the row of every node that has been fed, in the
+    order of rows; of the root `NONE`, or 0 where the pending token is a row of the tree.
     """
 
     ask: Ask
     nodes: Nodes
     chosen: list[int] = field(default_factory=lambda: [ROOT])
-    above: list[int] = field(default_factory=list)
     row_of: dict[int, int] = field(default_factory=lambda: {ROOT: NONE})
     _first: int = 0
     _level: int = 0
@@ -124,6 +128,22 @@ class Growth:
     @staticmethod
     def begin(ask: Ask, budget: Tree) -> Growth:
         return Growth(ask, Drawn(budget) if ask.sampler.draws else Chosen(budget))
+
+    @property
+    def fed(self) -> list[int]:
+        """The nodes that have been fed, in the order of their rows."""
+        return list(self.row_of)[1:]
+
+    @property
+    def above(self) -> list[int]:
+        """The parent row of each of them."""
+        return [self.row_of[self.nodes.parents[node]] for node in self.fed]
+
+    def feed(self) -> int:
+        """Give the chosen nodes the next rows. Returns the first of these."""
+        start = self.row_of[ROOT] + len(self.row_of)
+        self.row_of.update((node, row) for row, node in enumerate(self.chosen, start))
+        return start
 
     def descend(self) -> bool:
         """Choose among the newest nodes those that get children; False where none does."""
@@ -166,6 +186,10 @@ class Growing(Drafter):
         """The candidates of each row of logits [R, V], which stands after its path: see `Sampler.rank`."""
         return growth.ask.sampler.rank(logits, paths, count)
 
+    def end(self, growth: Growth) -> Draft:
+        """What is made of a tree that has grown."""
+        return growth.nodes.draft()
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         growths = [Growth.begin(ask, self.limit(ask)) for ask in asks]
         growing = [growth for growth in growths if growth.nodes.budget.nodes]
@@ -173,7 +197,7 @@ class Growing(Drafter):
             self._expand(growing, self.roots(growing))
         while growing := [growth for growth in growing if growth.descend()]:
             self._expand(growing, self.level(growing))
-        return [growth.nodes.draft() for growth in growths]
+        return [self.end(growth) for growth in growths]
 
     def _expand(self, growths: Sequence[Growth], logits: Sequence[Tensor]) -> None:
         """Give each chosen node its children by its row of logits."""
@@ -187,19 +211,17 @@ class Growing(Drafter):
 def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
     """The rows of one level: each tree's chosen nodes, on top of the rows of its levels before.
 
-    `lengths`: the committed length of each slot, where nodes of depth 1 stand. Where one is shorter than the longest,
-    fillers keep the row numbers in step: roots that nobody reads. Call it once per level, with all trees that grow on.
+    `lengths`: the committed length of each slot, where nodes of depth 1 stand.
     """
-    start, longest = len(growths[0].above), max(len(growth.chosen) for growth in growths)
-    padding = max(0, -(-MIN_ROWS // len(growths)) - longest)
-    tokens, positions, parents = [], [], []
+    longest = max(len(growth.chosen) for growth in growths)
+    count = max(longest, -(-MIN_ROWS // len(growths)))
+    tokens, positions, parents, starts = [], [], [], []
     for growth, length in zip(growths, lengths, strict=True):
-        nodes, fill = growth.nodes, longest - len(growth.chosen)
-        growth.above += [growth.row_of[nodes.parents[node]] for node in growth.chosen] + [NONE] * fill
-        growth.row_of.update((node, start + i) for i, node in enumerate(growth.chosen))
-        fillers = growth.chosen[:1] * (fill + padding)
-        tokens.append([nodes.tokens[node] for node in (*growth.chosen, *fillers)])
-        positions.append([length - 1 + nodes.depths[node] for node in (*growth.chosen, *fillers)])
+        starts.append(growth.feed())
+        padding = count - len(growth.chosen)
+        nodes = [*growth.chosen, *growth.chosen[:1] * padding]
+        tokens.append([growth.nodes.tokens[node] for node in nodes])
+        positions.append([length - 1 + growth.nodes.depths[node] for node in nodes])
         parents.append((*growth.above, *[NONE] * padding))
     return Rows(
         tokens=torch.tensor(tokens, device=device),
@@ -207,6 +229,6 @@ def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequenc
         slots=tuple(slots),
         lengths=tuple(lengths),
         parents=tuple(parents),
-        start=start,
-        padding=padding,
+        starts=tuple(starts),
+        padding=count - longest,
     )

@@ -8,11 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.drafters.cross import cross
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.errors import HeadMismatch, InvalidOption, TokenizerMismatch
+from paceline.errors import HeadMismatch, InvalidOption
 from paceline.models.head_files import open_head
 from paceline.models.head_fit import fits, shipped, sizes_of
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
@@ -99,7 +100,8 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
-        _check_vocabulary(target, loaded, part)
+        if _words(target) != _words(loaded):
+            return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size)
     if name == "early-exit" and (reference.isdecimal() or not reference):
         return _early_exit(reference, target, read)
@@ -144,22 +146,9 @@ def _shipped(name: str, target: Loaded) -> Path:
     return path
 
 
-def _check_vocabulary(target: Loaded, draft: Loaded, name: str) -> None:
-    """Compares the tokens, not their number: padded vocabularies of one tokenizer are fine."""
-    ours, theirs = _words(target), _words(draft)
-    differ = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
-    lonely = len(ours.keys() ^ theirs.keys())
-    if not differ and not lonely:
-        return
-    example = f", {differ[0]!r} is {ours[differ[0]]} in one and {theirs[differ[0]]} in the other" if differ else ""
-    raise TokenizerMismatch(
-        f"{name} has another tokenizer than the target: {lonely} tokens are in only one of them{example}",
-        "Draft with a model of the same family",
-    )
-
-
 def _words(model: Loaded) -> dict[str, int]:
-    """The vocabulary less the names that GGUF converters give to padding rows."""
+    """Tokenizers are compared by their tokens, not by how many there are, and padded ones are the same: the names that
+    GGUF converters give to padding rows are left out."""
     return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +50,7 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             self._layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._norm = make_norm(config, weights, "model.norm", config.hidden)
+        self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
             self._head = linear(self._embed)
@@ -78,21 +80,41 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target`. One embedding, L layers, one norm, and the head for the rows that want it."""
+        if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
+            rows = replace(rows, resume=None)
+        first, x = self._enter(rows, cache)
+        end = self.config.layers if want.layers is None else want.layers
         attention: Pass = cache.begin(rows)
         ropes = self._ropes(rows, cache)
-        x = self.embed(rows.tokens)
         taps: dict[Tap, Tensor] = {}
-        for index, layer in enumerate(self._layers):
+        for index in range(first, end):
             if index in want.taps:
                 taps[index] = x
-            x = layer(x, index, ropes[self._rope_of[index]], attention)
+            x = self._layers[index](x, index, ropes[self._rope_of[index]], attention)
+        if end in want.taps:
+            taps[end] = x
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
-        x = self._norm(x)
+        x = self.norm(x)
         if "final" in want.taps:
             taps["final"] = x
         x = {"all": x, "last": x[:, -1:], "none": x[:, :0]}[want.logits]
         return Forward(self.logits(x), taps)
+
+    def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
+        """The first layer of a pass, and what enters it [B, T, H]."""
+        x = self.embed(rows.tokens)
+        resume = rows.resume
+        if resume is None:
+            return 0, x
+        for line, streams in zip(x, resume.streams, strict=True):
+            line[: len(streams)] = streams
+        if resume.rest:
+            late = self.forward(resume.rest, cache, Want("none", (resume.layer,), resume.layer)).taps[resume.layer]
+            for slot, start, streams in zip(resume.rest.slots, resume.rest.starts, late, strict=True):
+                line = x[rows.slots.index(slot), start:]
+                line[: len(streams)] = streams[: len(line)]
+        return resume.layer, x
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.Ends`."""
@@ -101,7 +123,7 @@ class Decoder:
 
     def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
         """The factors of every kind of rotary embedding, then None for layers without."""
-        highest = max(rows.lengths) + rows.start + rows.tokens.shape[1]
+        highest = max(map(operator.add, rows.lengths, rows.starts)) + rows.tokens.shape[1]
         prompts = [cache.prompts[slot] for slot in rows.slots]
         return [*(rotary(rows.positions, highest, prompts) for rotary in self._rotaries), None]
 

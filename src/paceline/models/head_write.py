@@ -141,7 +141,11 @@ def _flags(c: EagleConfig) -> Raw:
 
 
 def _speculators(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
-    """See vllm-project/speculators, `models/eagle3/config.py` and `config.py`."""
+    """See vllm-project/speculators, `models/eagle3/config.py` and `config.py`.
+
+    vLLM borrows the target's embedding where the head stores none. `speculators` 0.9 means to do so too, but under
+    transformers 5 it may keep what the memory held instead: a head for training on with it stores embed_tokens.weight.
+    """
     c = head.config
     assert isinstance(c, EagleConfig)
     method = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -87,6 +88,11 @@ class CausalLM:
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target`."""
+        if want.layers is not None:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} is run by transformers, which does not stop after {want.layers} layers",
+                "Use early exit with a model that Paceline runs itself",
+            )
         if self.trees and self._kinds:
             return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._kinds)})
         return _join([self._pass(one, cache, want, {}) for one in _chains(rows)])
@@ -226,15 +232,16 @@ def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
     """(which columns each row sees, how far back each lies in the text), both [B, T, columns]."""
     count = rows.tokens.shape[1]
-    end = max(rows.lengths) + rows.start + count
+    end = max(map(operator.add, rows.lengths, rows.starts)) + count
     visible = torch.zeros(len(rows.slots), count, end, dtype=torch.bool)
     columns = torch.arange(end).repeat(len(rows.slots), 1)
-    for slot, (length, parents) in enumerate(zip(rows.lengths, rows.parents, strict=True)):
+    own = torch.empty(len(rows.slots), count, dtype=torch.long)
+    for slot, (length, start, parents) in enumerate(zip(rows.lengths, rows.starts, rows.parents, strict=True)):
         seen, deep = _tree(parents)
         visible[slot, :, :length] = True
-        visible[slot, :, length : length + len(parents)] = seen[rows.start :]
+        visible[slot, :, length : length + len(parents)] = seen[start:]
         columns[slot, length : length + len(parents)] = length + deep
-    own = torch.stack([n + _tree(p)[1][rows.start :] for n, p in zip(rows.lengths, rows.parents, strict=True)])
+        own[slot] = length + deep[start:]
     return visible, own[:, :, None] - columns[:, None]
 
 
@@ -251,6 +258,7 @@ def _chains(rows: Rows) -> Iterator[Rows]:
             slots=rows.slots[i : i + 1],
             lengths=rows.lengths[i : i + 1],
             parents=(parents,),
+            starts=rows.starts[i : i + 1],
         )
 
 

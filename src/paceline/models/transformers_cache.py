@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +133,7 @@ class SlotCache:
     def begin(self, rows: Rows) -> Cache:
         """The cache to hand to the model as `past_key_values`."""
         self._window.slots = rows.slots
-        self._window.starts = tuple(length + rows.start for length in rows.lengths)
+        self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
         self._window.end = max(self._window.starts) + rows.tokens.shape[1]
         self._window.places = len(self._lengths)
         return self._model_cache

@@ -68,7 +68,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
 
     Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget, and drawn from
     the q they name; slots that do not disturb each other; a life that may end at any moment. `make` makes a fresh
-    drafter for a target of 37 tokens (or for the `target` given).
+    drafter for a target of 37 tokens (or for the `target` given, which may be the one it was made for).
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -83,7 +83,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
         run(target, prompt, Sampling(max_new_tokens=32, temperature=0.9, seed=7, rule="block"), engine=engine)
     _check_company(make(), target, prompt)
     _check_forks(make(), target, prompt)
-    _check_lives(make(), prompt)
+    _check_lives(make(), target, prompt)
 
 
 def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
@@ -104,13 +104,9 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     """A second sample of one prompt is drafted for as the first is, though its prompt is not fed again."""
     engine = Engine(target, drafter, Tree.chain(4))
     sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
-    requests: list[Request] = []
-    for _ in range(2):
-        sampler = sampling.sampler(prompt)
-        stream = TextStream(sampling, (), lambda ids: "", target.context_length - len(prompt))
-        requests.append(engine.start(sampler, stream, Stats(7, "rounding"), requests[0] if requests else None))
-        engine.prefill(requests[-1])
-    first, second = drafter.propose([Ask(r.slot, Tree.chain(4), r.sampler) for r in requests])
+    request = _begin(engine, sampling, prompt)
+    requests = [request, _begin(engine, sampling, prompt, like=request)]
+    first, second = drafter.propose([_ask(engine, r) for r in requests])
     assert first == second, "a fork is drafted for in another way than its source"
     for request in requests:
         engine.finish(request)
@@ -122,21 +118,32 @@ def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
     return logits
 
 
-def _check_lives(drafter: Drafter, prompt: Sequence[int]) -> None:
+def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """Slots come and go in any order, and nothing that was never admitted needs care."""
-    sampler = Sampling().sampler(prompt)
-    ask = [Ask(slot, Tree.chain(4), sampler) for slot in range(2)]
+    engine = Engine(target, drafter, Tree.chain(4))
     drafter.release(5)
-    drafter.admit(0, prompt)
-    alone = drafter.propose(ask[:1])
-    drafter.admit(1, [*prompt[-2::-1], prompt[-1]])
-    assert drafter.propose(ask)[0] == alone[0], "another slot, or asking twice, changes a draft"
-    drafter.release(1)
-    drafter.release(1)
-    assert drafter.propose(ask[:1]) == alone, "releasing one slot changes another"
-    none = Ask(0, Tree.chain(0), sampler)
-    assert drafter.propose([none]) == [Draft()], "a draft without a budget"
-    drafter.release(0)
+    first = _begin(engine, Sampling(), prompt)
+    alone = drafter.propose([_ask(engine, first)])
+    second = _begin(engine, Sampling(), [*prompt[-2::-1], prompt[-1]])
+    both = drafter.propose([_ask(engine, first), _ask(engine, second)])
+    assert both[0] == alone[0], "another slot, or asking twice, changes a draft"
+    engine.finish(second)
+    drafter.release(second.slot)
+    assert drafter.propose([_ask(engine, first)]) == alone, "releasing one slot changes another"
+    assert drafter.propose([_ask(engine, first, Tree.chain(0))]) == [Draft()], "a draft without a budget"
+    engine.finish(first)
+
+
+def _begin(engine: Engine, sampling: Sampling, prompt: Sequence[int], like: Request | None = None) -> Request:
+    """A request that has been prefilled."""
+    stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
+    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
+    engine.prefill(request)
+    return request
+
+
+def _ask(engine: Engine, request: Request, budget: Tree | None = None) -> Ask:
+    return Ask(request.slot, budget or Tree.chain(4), request.sampler, engine.cache)
 
 
 class _Checked(Around):

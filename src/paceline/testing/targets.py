@@ -196,7 +196,7 @@ def _caches(probe: Probe) -> None:
 
 
 def _growing(probe: Probe) -> None:
-    """A tree may grow over several passes (`Rows.start`), on top of rows that nothing has committed."""
+    """A tree may grow over several passes (`Rows.starts`), on top of rows that nothing has committed."""
     text = probe.text(7)
     text.verify(Draft())
     text.commit(Draft(), ())
@@ -212,7 +212,7 @@ def _growing(probe: Probe) -> None:
             slots=(text.slot,),
             lengths=(text.length,),
             parents=(tuple(parent - 1 if parent else NONE for parent in draft.parents[:end]),),
-            start=first,
+            starts=(first,),
         )
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         for line, i in enumerate(level):

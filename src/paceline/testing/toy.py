@@ -39,9 +39,10 @@ class ListCache:
         return slot
 
     def begin(self, rows: Rows) -> ListPass:
-        for slot in rows.slots:
-            earlier = self._fed.get(slot, [])[: rows.start]
-            self._fed[slot] = earlier + [{} for _ in range(rows.tokens.shape[1])]
+        for slot, start, parents in zip(rows.slots, rows.starts, rows.parents, strict=True):
+            # Rows that have been taken to a later layer keep what the layers before it wrote.
+            earlier = self._fed.get(slot, [])[: len(parents) if rows.resume else start]
+            self._fed[slot] = earlier + [{} for _ in parents[len(earlier) :]]
         return ListPass(rows, [self._kept[slot] for slot in rows.slots], [self._fed[slot] for slot in rows.slots])
 
     def fit(self, slot: int, budget: Tree) -> Tree:
@@ -75,13 +76,13 @@ class ListPass:
         """See `protocols.Pass.attend`."""
         slots = range(len(q))
         for b in slots:
-            for entry, key, value in zip(self._fed[b][self._rows.start :], k[b], v[b], strict=True):
+            for entry, key, value in zip(self._fed[b][self._rows.starts[b] :], k[b], v[b], strict=True):
                 entry[layer] = key, value
         return torch.stack([torch.stack([self._row(b, t, layer, x) for t, x in enumerate(q[b])]) for b in slots])
 
     def _row(self, b: int, t: int, layer: int, q: Tensor) -> Tensor:
         """One row, q [heads, D], looks at all that it sees: [heads * D]."""
-        entries = self.seen(b, self._rows.start + t)
+        entries = self.seen(b, self._rows.starts[b] + t)
         keys, values = (torch.stack(x, 1) for x in zip(*(entry[layer] for entry in entries), strict=True))
         return F.scaled_dot_product_attention(q[:, None], keys, values, enable_gqa=True).flatten()
 

@@ -1,0 +1,160 @@
+"""The target's own first layers draft, and verification goes on from where they left off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.growth import ROOT, Growing, Growth
+from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
+from paceline.models.layers import RMSNorm
+from paceline.models.loader import Loaded
+from paceline.models.weights import Weights
+from paceline.protocols import Ask, KVCache
+from paceline.runner import Linear
+from paceline.sampler import Ranked
+from paceline.tree import pack
+from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
+
+
+class EarlyExit(Growing):
+    """Drafts with the target's first `config.layers` layers and its head, over the target's own cache.
+
+    The keys and values that drafting writes are those of verification, which begins at layer E for every row that has
+    been drafted from: no row passes a layer twice, and nothing has to be caught up with. Whatever was fed stays in the
+    draft, so a tree keeps the best `branch` nodes of each level and then the best of the others.
+
+    A chain ends, and a node of a tree stays a leaf, where the exit's highest probability is below `threshold`. Trees of
+    the rules rejection and block keep their shape instead: how a drawn tree is judged must not depend on its draws.
+
+    Source: LayerSkip, arXiv 2404.16710 (shared cache); Draft & Verify, arXiv 2309.08168, and Kangaroo, arXiv
+    2404.18911 (when to stop; an adapter before the head).
+    """
+
+    draft = Tree.chain(5)
+
+    def __init__(
+        self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Loaded, threshold: float = 0.5
+    ) -> None:
+        """`tensors`: see `models/heads.py`; without any the target's final norm and head are put after layer E.
+
+        Raises `UnsupportedModel` for a target that cannot stop early, `InvalidOption` for a number of layers or a
+        threshold out of range, `CorruptModel` for tensors that do not fit.
+        """
+        self._target, self._exit, self.threshold = _native(target), config.layers, threshold
+        layers = self._target.config.layers
+        if not 1 <= config.layers <= layers:
+            raise InvalidOption(
+                f"early exit after {config.layers} layers is not possible", f"The target has 1 to {layers}"
+            )
+        if not 0.0 <= threshold <= 1.0:
+            raise InvalidOption(f"threshold={threshold} is not a probability", "Use 0 (never stop) to 1")
+        weights = Weights(tensors, self._target.dtype, self._target.device)
+        self._norm = _norm(weights, self._target)
+        self._adapter = _adapter(weights, config, self._target)
+        weights.finish()
+        self._streams: dict[int, list[Tensor]] = {}
+        """For each slot what came out of layer E in this round, pass by pass."""
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None: ...
+
+    def release(self, slot: int) -> None:
+        self._streams.pop(slot, None)
+
+    def limit(self, ask: Ask) -> Tree:
+        """No more levels than the draft has room for: what was fed stays in it."""
+        return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
+
+    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        for growth in growths:
+            growth.row_of = {ROOT: 0}
+            self._streams[growth.ask.slot] = []
+        return self._feed(growths, [0] * len(growths))
+
+    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        return self._feed(growths, [growth.feed() for growth in growths])
+
+    def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:
+        """The rows of these trees from `starts` on, through the first layers: logits [rows, V] of each."""
+        asks = [growth.ask for growth in growths]
+        drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed), tuple(g.above)) for g in growths]
+        rows = pack(
+            [ask.last for ask in asks],
+            drafts,
+            [ask.slot for ask in asks],
+            [ask.position for ask in asks],
+            self._target.device,
+            starts,
+        )
+        want = Want("none", taps=(self._exit,), layers=self._exit)
+        streams = self._target.forward(rows, _cache(asks[0]), want).taps[self._exit]
+        logits = self._logits(streams)
+        counts = [len(growth.chosen) for growth in growths]
+        for ask, stream, count in zip(asks, streams, counts, strict=True):
+            self._streams[ask.slot].append(stream[:count])
+        return [line[:count] for line, count in zip(logits, counts, strict=True)]
+
+    @torch.inference_mode()
+    def _logits(self, streams: Tensor) -> Tensor:
+        """What the exit says [B, T, V] of streams [B, T, H]."""
+        if self._adapter:
+            down, up = self._adapter
+            streams = up.onto(down(streams), streams)
+        return self._target.logits(self._norm(streams))
+
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        ranked = [Ranked([], [])] * len(paths)
+        sure = [i for i, stops in enumerate(self._unsure(growth, logits)) if not stops]
+        best = super().rank(growth, logits[sure], [paths[i] for i in sure], count)
+        for i, candidates in zip(sure, best, strict=True):
+            ranked[i] = candidates
+        return ranked
+
+    def _unsure(self, growth: Growth, logits: Tensor) -> list[bool]:
+        """For each row of logits [R, V] whether to stop there."""
+        # Where a chain ends may depend on the draws above its end: a row is judged by what was drawn from it alone.
+        if growth.ask.sampler.draws and growth.nodes.budget.branch > 1:
+            return [False] * len(logits)
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        return (confidence < self.threshold).tolist()
+
+    def end(self, growth: Growth) -> Draft:
+        streams = self._streams.pop(growth.ask.slot, [])
+        if not streams:
+            return Draft()
+        return replace(growth.nodes.draft(growth.fed), carried=Carried(self._exit, torch.cat(streams)))
+
+
+def _native(target: Loaded) -> Decoder:
+    if not isinstance(target.target, Decoder):
+        raise UnsupportedModel(
+            f"{type(target.target).__name__} cannot stop after its first layers, as early exit needs",
+            "Use early exit with a model that Paceline runs itself, or another drafter",
+        )
+    return target.target
+
+
+def _cache(ask: Ask) -> KVCache:
+    if ask.cache is None:
+        raise InvalidOption("early exit was asked without the target's cache", "Give Ask the cache that holds its slot")
+    return ask.cache
+
+
+def _norm(weights: Weights, target: Decoder) -> RMSNorm:
+    if "norm.weight" not in weights:
+        return target.norm
+    return RMSNorm(weights.get("norm.weight", (target.config.hidden,)), target.config.norm_eps)
+
+
+def _adapter(weights: Weights, config: ExitConfig, target: Decoder) -> tuple[Linear, Linear] | None:
+    if not config.rank:
+        return None
+    hidden = target.config.hidden
+    return weights.linear({"proj.down": config.rank}, hidden), weights.linear({"proj.up": hidden}, config.rank)

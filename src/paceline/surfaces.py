@@ -1,0 +1,60 @@
+"""What each token of a vocabulary adds to a text, in bytes: what tokens of different tokenizers can be compared by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def surfaces(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Token id -> the bytes that it adds in the middle of a text; without the tokens that `decode` leaves out.
+
+    In the order of ids, but byte tokens last: of two tokens with the same bytes a tokenizer writes the first.
+
+    A byte-level vocabulary spells bytes as letters ("Ġ" is a space). Of any other the decoder knows how it is written:
+    its "▁", "##" or "</w>" are looked up by decoding every token behind another one. "<0x0A>" is the byte 10 wherever
+    the decoder takes it for one.
+    """
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    words = {i: t for t, i in sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))}
+    words = {i: word for i, word in words.items() if i not in special}
+    decoder = backend.decoder
+    if decoder and decoder.decode(["Ġ", "Ċ"]) == " \n":
+        return {i: _from_letters(word) for i, word in words.items()}
+    found = _behind_another(backend, words)
+    if decoder and decoder.decode(["<0x41>"]) == "A":
+        single = {i: bytes.fromhex(hit[1]) for i, word in words.items() if (hit := _BYTE.fullmatch(word))}
+        found = {i: said for i, said in found.items() if i not in single} | single
+    return found
+
+
+def _from_letters(word: str) -> bytes:
+    """The bytes of a byte-level token; an added one may be spelled as it is."""
+    letters = _letters()
+    known = [letters.get(letter, -1) for letter in word]
+    return word.encode(errors="replace") if -1 in known else bytes(known)
+
+
+@lru_cache
+def _letters() -> Mapping[str, int]:
+    """GPT-2's letters for bytes: printable Latin-1 for itself, the other bytes in order from U+0100 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _behind_another(backend: tokenizers.Tokenizer, words: Mapping[int, str]) -> dict[int, bytes]:
+    """Each token's share of a decoded pair, in which it stands behind a plain word."""
+    anchor = next((i for i, word in words.items() if word.isalpha() and backend.decode([i])), None)
+    before = [] if anchor is None else [anchor]
+    start = len(backend.decode(before))
+    pairs = backend.decode_batch([[*before, i] for i in words], skip_special_tokens=False)
+    return {i: text[start:].encode(errors="replace") for i, text in zip(words, pairs, strict=True)}

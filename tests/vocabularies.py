@@ -1,0 +1,141 @@
+"""Small tokenizers of every kind, trained on the spot, and models to speak them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+from paceline.drafters.words import SAMPLE
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.gguf_tokenizer import frame
+from paceline.models.loader import Loaded
+from paceline.testing import TINY, random_tensors
+from paceline.tokenizer import Tokenizer
+
+ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def byte_level(size: int = 400, prefix: bool = False, nfc: bool = False) -> Tokenizer:
+    """As GPT-2's: letters stand for bytes."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    backend.decoder = decoders.ByteLevel()
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return trained(backend, trainers.BpeTrainer, size, initial_alphabet=letters)
+
+
+def sentencepiece(size: int = 500, prefix: bool = True) -> Tokenizer:
+    """As Llama 2's: "▁" is a space, what has no token is written in bytes, a text begins with a space."""
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    special = ["<unk>", *ROLES.values()]
+    said = json.loads(trained(backend, trainers.BpeTrainer, size - 256, special_tokens=special)._backend.to_str())
+    # Byte tokens are ordinary ones that no merge makes; their ids come before those of all that was learnt.
+    first = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learnt = sorted(said["model"]["vocab"], key=said["model"]["vocab"].__getitem__)
+    said["model"]["vocab"] = {token: i for i, token in enumerate(dict.fromkeys(first + learnt))}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(said)), ROLES)
+
+
+def word_piece(size: int = 300) -> Tokenizer:
+    """As BERT's: lower case, "##" before what continues a word, and spaces that nobody kept."""
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return trained(backend, trainers.WordPieceTrainer, size, special_tokens=["[UNK]", *ROLES.values()])
+
+
+def unigram(size: int = 200) -> Tokenizer:
+    """As T5's: whole pieces with scores, and spaces at the beginning of words."""
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return trained(backend, trainers.UnigramTrainer, size, special_tokens=["<unk>", *ROLES.values()], unk_token="<unk>")
+
+
+def letters() -> Tokenizer:
+    """One token per character, and none for those that the sample lacks."""
+    alphabet = [*sorted(set(SAMPLE)), "</s>"]
+    backend = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, {"eos_token": "</s>"})
+
+
+def trained(backend: tokenizers.Tokenizer, kind: Any, size: int, **how: Any) -> Tokenizer:
+    how = {"special_tokens": list(ROLES.values())} | how
+    backend.train_from_iterator([SAMPLE], kind(vocab_size=size, show_progress=False, **how))
+    return Tokenizer(backend, ROLES)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-level, small": lambda: byte_level(300),
+    "byte-level, NFC, a space before": lambda: byte_level(350, prefix=True, nfc=True),
+    "sentencepiece": sentencepiece,
+    "sentencepiece, no space before": lambda: sentencepiece(600, prefix=False),
+    "word piece": word_piece,
+    "unigram": unigram,
+    "letters": letters,
+}
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+def framed(words: Tokenizer) -> Tokenizer:
+    """The same, with its "<s>" before every text."""
+    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
+    frame(backend, ("<s>", words.vocabulary["<s>"]), None)
+    return Tokenizer(backend, ROLES)
+
+
+def speaker(words: Tokenizer, seed: int = 0, padded: int = 0) -> Loaded:
+    """A random model for a tokenizer, with `padded` rows more than it has tokens."""
+    return _speaker(words, random_tensors(_config(words, padded), seed), padded)
+
+
+def renumbered(words: Tokenizer, seed: int = 0) -> Loaded:
+    """The model of `speaker(words)` behind another numbering of its tokens, the same in all else."""
+    said = json.loads(words._backend.to_str())
+    new = list(range(words.vocab_size))
+    random.Random(seed).shuffle(new)
+    said["model"]["vocab"] = {token: new[i] for token, i in said["model"]["vocab"].items()}
+    for token in said["added_tokens"]:
+        token["id"] = new[token["id"]]
+    said["added_tokens"].sort(key=lambda token: token["id"])
+    tensors = random_tensors(_config(words))
+    embedded = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.empty_like(embedded).index_copy(0, torch.tensor(new), embedded)
+    return _speaker(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(said)), words.special_tokens), tensors)
+
+
+def _config(words: Tokenizer, padded: int = 0) -> ModelConfig:
+    size = max(words.vocabulary.values()) + 1 + padded
+    return replace(TINY, vocab_size=size, hidden=16, heads=2, kv_heads=1, ffn=16, layers=1, context_length=512)
+
+
+def _speaker(words: Tokenizer, tensors: dict[str, Tensor], padded: int = 0) -> Loaded:
+    model = Decoder(_config(words, padded), tensors, torch.float64, torch.device("cpu"))
+    end = words.eos_token_id
+    return Loaded(model, words, () if end is None else (end,), {}, Path("tiny"))
