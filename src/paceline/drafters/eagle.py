@@ -140,13 +140,14 @@ class Eagle(Growing):
         states = [self._slots[growth.ask.slot] for growth in growths]
         slots = [state.own for state in states]
         rows = pack_level(growths, slots, [self._cache.lengths[slot] for slot in slots], self._device)
-        grown = torch.stack([state.grown for state in states if state.grown is not None])
+        grown = [state.grown for state in states if state.grown is not None]
         # The root's hidden state comes first, so that row r stands at r + 1 and NONE at 0.
-        above = torch.tensor([line[rows.start :] for line in rows.parents], device=self._device) + 1
-        hidden, outs = self._net.step(rows, grown.take_along_dim(above[:, :, None], 1), self._cache)
-        grown = torch.cat([grown, hidden[:, : hidden.shape[1] - rows.padding]], 1)
-        for state, line in zip(states, grown, strict=True):
-            state.grown = line
+        lines = [line[start:] for line, start in zip(rows.parents, rows.starts, strict=True)]
+        above = torch.tensor(lines, device=self._device) + 1
+        hidden = pad_sequence(grown, batch_first=True).take_along_dim(above[:, :, None], 1)
+        hidden, outs = self._net.step(rows, hidden, self._cache)
+        for state, before, new, growth in zip(states, grown, hidden, growths, strict=True):
+            state.grown = torch.cat([before, new[: len(growth.chosen)]])
         logits = self._net.logits(outs)
         return [line[: len(growth.chosen)] for line, growth in zip(logits, growths, strict=True)]
 

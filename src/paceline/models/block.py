@@ -114,7 +114,8 @@ class BlockNetwork:
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
         # The cache looks at how many rows there are, not at their tokens. Drafts may have any bits: the fast way.
-        attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, prefill=True))
+        starts = (0,) * len(slots)
+        attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True))
         prompts = [cache.prompts[slot] for slot in slots]
         kinds = [rotary(positions, max(first) + count, prompts) if rotary else None for rotary in self._rotaries]
         return attention, [kinds[kind] for kind in self._rope_of]

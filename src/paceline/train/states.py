@@ -148,6 +148,7 @@ class States:
             slots=tuple(cache.acquire(longest) for _ in documents),
             lengths=(0,) * len(documents),
             parents=(tuple(range(-1, longest - 1)),) * len(documents),
+            starts=(0,) * len(documents),
             prefill=True,
         )
         taps = self._target.forward(rows, cache, Want("none", taps=self._taps)).taps
