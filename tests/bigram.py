@@ -50,6 +50,7 @@ class Bigram:
 
     context_length = 64
     device = torch.device("cpu")
+    layers = 0
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.vocab_size = table, len(table)
@@ -66,3 +67,6 @@ class Bigram:
 
     def logits(self, x: Tensor) -> Tensor:
         return x @ self.table
+
+    def head(self) -> Tensor:
+        return self.table.T
