@@ -27,7 +27,7 @@ from paceline.testing import run, tiny_target
 from paceline.tree import shape
 from paceline.types import Draft, Tree
 from tests.bigram import Bigram
-from tests.toys import toy_llm, toy_model
+from tests.toys import toy_llm
 
 VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
 # What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there

@@ -28,7 +28,6 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, Tap, Tree, Verdict
-from tests.toys import toy_model
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.independent import independent
-from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
 from paceline.protocols import Ask, Drafter, Host
