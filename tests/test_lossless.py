@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache import SlabCache
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -26,7 +27,7 @@ from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Logprobs, TextStream
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import Oracle, eagle_config, eagle_tensors, run, tiny_target
 from paceline.tree import pack_prefix
 from paceline.types import Tree, Want
 from tests.test_tree import drafts
@@ -36,6 +37,7 @@ TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 EXIT = ExitConfig(hidden=32, layers=1)
+EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 Make = Callable[[list[int]], Drafter]
@@ -45,6 +47,8 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
+    "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
     "early exit": lambda text: EarlyExit(EXIT, {}, loaded(TOY), threshold=0.0),
     "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, loaded(TOY), threshold=0.2)]),
@@ -283,7 +287,7 @@ def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[t
 
 
 BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
-    "model": lambda toy: Stack([Suffix(), DraftModel(OTHER, 37)]),
+    "heads": lambda toy: Stack([Suffix(), Eagle(EAGLE, eagle_tensors(EAGLE), toy), DraftModel(OTHER, 37)]),
     "early exit": lambda toy: EarlyExit(EXIT, {}, loaded(toy), threshold=0.2),
     "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, loaded(toy), threshold=0.1)]),
 }

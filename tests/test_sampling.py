@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption, NonFiniteLogits
 from paceline.noise import HIGHEST, Noise
-from paceline.sampler import Sampler
+from paceline.sampler import Prefix, Sampler, Subset
 from paceline.sampling import Sampling
 
 
@@ -210,3 +210,41 @@ def test_rank_is_what_choose_would_take_one_after_the_other() -> None:
         if not top_k:
             assert ranked[1] == sampler.choose(rest, [0] * 4)
     assert len(Sampler(1.0, top_k=3).rank(logits[None], [[]], 5)[0].tokens) == 3
+
+
+SUBSET = Subset(torch.tensor([1, 2, 5, 7, 11, 12, 13, 20, 30, 35]), 37)
+
+
+def less_likely_and_one_more(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
+    """Speaks of the target's tokens: one that is in the subset, one that is not."""
+    logits[5] -= 3.0
+    logits[6] = 2.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Sampler(0.0),
+        Sampler(1.3),
+        Sampler(0.8, top_k=4),
+        Sampler(1.0, top_p=0.8, min_p=0.01),
+        Sampler(1.0, typical_p=0.7),
+        Sampler(1.0, rule="typical"),
+        Sampler(1.0, rule="block", top_p=0.9),
+        Sampler(1.0, processors=(less_likely_and_one_more,)),
+        Sampler(1.0, rule="rejection", processors=(less_likely_and_one_more,)),
+    ],
+    ids=str,
+)
+def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: Sampler) -> None:
+    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64).round(decimals=1)
+    wide = torch.stack([SUBSET.widen(row) for row in logits])
+    paths = [[], [1], [1, 2], [4]]
+    for ours, theirs in zip(sampler.rank(logits, paths, 6, SUBSET), sampler.rank(wide, paths, 6), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.scores == pytest.approx(theirs.scores)
+        assert (ours.q is None) == (theirs.q is None) == (not sampler.draws)
+        if ours.q is not None and theirs.q is not None:
+            torch.testing.assert_close(ours.q, theirs.q)
+            assert ours.q.shape == (37,)

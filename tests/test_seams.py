@@ -10,6 +10,7 @@ import torch
 
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -20,17 +21,36 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Ask, Drafter, Target
 from paceline.sampling import Sampling
-from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
+from paceline.testing import (
+    TINY,
+    ListCache,
+    ToyTarget,
+    check_drafter,
+    check_target,
+    eagle_config,
+    eagle_tensors,
+    random_tensors,
+    run,
+    tiny_target,
+)
 from paceline.types import Draft, Tap, Tree, Verdict
 from tests.toys import loaded
 
 OTHER = tiny_target(seed=9)
+
+
+def eagle(**changes: object) -> Eagle:
+    config = eagle_config(**changes)
+    return Eagle(config, eagle_tensors(config), tiny_target())
+
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "suffix that remembers": lambda: Suffix(remember=True),
     "model": lambda: DraftModel(OTHER, 37),
+    "eagle-3": lambda: eagle(fc_norm=True),
+    "eagle-1": lambda: eagle(version=1),
     "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.1),
     "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, loaded(OTHER), threshold=0.0)]),

@@ -118,6 +118,13 @@ class Ends(Protocol):
         ...
 
 
+class Host(Target, Ends, Protocol):
+    """A target that learned drafters can live beside: they take its dtype and device, and its ends."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request for one draft.

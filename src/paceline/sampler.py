@@ -67,6 +67,19 @@ class Ranked:
     q: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """What the columns of a drafter stand for that knows few of the target's tokens: `ids` [C], int64 on the host,
+    ascending, out of `size`."""
+
+    ids: Tensor
+    size: int
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """One row [C] as a row [V]: nothing but the subset can be chosen."""
+        return logits.new_full((self.size,), -math.inf).index_copy_(0, self.ids, logits)
+
+
 @dataclass(slots=True)
 class Sampler:
     """Turns logits into tokens for one reply. Target and drafters use the same one, so that they see the same noise.
@@ -113,14 +126,18 @@ class Sampler:
         tokens, scores = self._shaped(row, logits, position)
         return int(self.noise.best(position, scores, tokens)[0][0])
 
-    def rank(self, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(
+        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
+    ) -> list[Ranked]:
         """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
 
         Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
-        Fewer where cuts and bans leave fewer, none where a row is not finite.
+        Fewer where cuts and bans leave fewer, none where a row is not finite. `subset`: the tokens that the columns
+        of logits [R, C] stand for; what comes back names the target's tokens, and is what rows [R, V] would give that
+        are -inf elsewhere.
         """
         # One transfer for all rows. Without processors they are only read.
-        return [self._rank(row, path, count) for row, path in zip(logits.cpu(), paths, strict=True)]
+        return [self._rank(row, path, count, subset) for row, path in zip(logits.cpu(), paths, strict=True)]
 
     def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """One row of logits [V] after all processors; itself where there are none."""
@@ -140,21 +157,28 @@ class Sampler:
     def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
         """The probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
         row = self.process(logits, path)
-        return _spread(row, *self._shaped(row, logits, len(self.text) + len(path)))
+        return _spread(row, *self._shaped(row, logits, len(self.text) + len(path)), len(row))
 
-    def _rank(self, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
+    def _rank(self, logits: Tensor, path: Sequence[int], count: int, subset: Subset | None) -> Ranked:
         position = len(self.text) + len(path)
+        if subset and self.processors:
+            # They speak of the target's tokens, and may allow one that the subset lacks.
+            logits, subset = subset.widen(logits), None
         try:
             tokens, scores = self._shaped(self.process(logits, path), logits, position)
         except Exception:
             # A row without a candidate, or a processor that fails on it: the target says so if it gets there.
             return Ranked([], [])
+        if subset:
+            ids = subset.ids.numpy()
+            tokens = ids if tokens is None else ids[tokens]
         if self.draws:
             # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by
             # the round and by the node, so that no two rows of any two drafts share a number.
             noise = self.noise.stream(DRAFT, len(self.text), *path)
             best, sums = noise.best(0, scores, tokens, count)
-            return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores))
+            size = subset.size if subset else len(logits)
+            return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
         if self.greedy or self.rule == "typical":
             best = highest(scores, count)
             best = best[np.argsort(-scores[best], kind="stable")[:count]]
@@ -176,12 +200,12 @@ class Sampler:
             raise _unusable(float(raw.max()), best, position)
 
 
-def _spread(row: Tensor, tokens: Ids | None, scores: Floats) -> Tensor:
-    """softmax(scores) over the columns `tokens` of a row [V], which gives dtype and device; 0 elsewhere."""
+def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
+    """softmax(scores) over the `tokens` out of `size`, 0 elsewhere; `row` gives dtype and device."""
     kept = torch.from_numpy(scores).softmax(-1).to(row)
     if tokens is None:
         return kept
-    return torch.zeros_like(row).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
+    return row.new_zeros(size).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
 
 
 def not_finite(position: int) -> NonFiniteLogits:

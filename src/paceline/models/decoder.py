@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -50,7 +49,7 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             self._layers.append(_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self.norm = _norm(config, weights, "model.norm")
+        self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
             self._head = linear(self._embed)
@@ -119,9 +118,8 @@ class Decoder:
 
     def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
         """The factors of every kind of rotary embedding, then None for layers without."""
-        highest = max(map(operator.add, rows.lengths, rows.starts)) + rows.tokens.shape[1]
         prompts = [cache.prompts[slot] for slot in rows.slots]
-        return [*(rotary(rows.positions, highest, prompts) for rotary in self._rotaries), None]
+        return [*(rotary(rows.positions, rows.end, prompts) for rotary in self._rotaries), None]
 
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.Ends`."""
@@ -133,23 +131,23 @@ class Decoder:
 def _layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
     """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
     out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
-    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else _mlp(c, weights, prefix + "mlp.")
+    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
     before = "post_attention_layernorm"
     if c.sandwich:
-        out = Sandwiched(out, _norm(c, weights, prefix + "post_attention_layernorm"))
-        mlp = Sandwiched(mlp, _norm(c, weights, prefix + "post_feedforward_layernorm"))
+        out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
+        mlp = Sandwiched(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm", c.hidden))
         before = "pre_feedforward_layernorm"
     return Layer(
-        _norm(c, weights, prefix + "input_layernorm"),
-        _attention(c, weights, prefix + "self_attn."),
+        make_norm(c, weights, prefix + "input_layernorm", c.hidden),
+        make_attention(c, weights, prefix + "self_attn.", c.hidden),
         out,
-        _norm(c, weights, prefix + before),
+        make_norm(c, weights, prefix + before, c.hidden),
         mlp,
     )
 
 
-def _norm(c: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    return RMSNorm(_norm_weight(c, weights, name, c.hidden), c.norm_eps)
+def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
+    return RMSNorm(_norm_weight(c, weights, name, size), c.norm_eps)
 
 
 def _norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
@@ -159,7 +157,8 @@ def _norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tens
     return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
 
 
-def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
+def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) -> Attention:
+    """`width`: of what queries, keys and values are made from."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts = {prefix + "q_proj": q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
@@ -168,10 +167,10 @@ def _attention(c: ModelConfig, weights: Weights, prefix: str) -> Attention:
     if c.qk_norm:
         q_norm, k_norm = (_norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
-    return Attention(weights.linear(parts, c.hidden), c.heads, c.kv_heads, c.head_dim, norm)
+    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
 
 
-def _mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
+def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if prefix + "gate_up_proj.weight" in weights:  # Phi-3
         parts = [prefix + "gate_up_proj"]

@@ -6,6 +6,7 @@ Small enough to compare token by token, real enough to fail.
 from __future__ import annotations
 
 from paceline.testing.drafters import Oracle, check_drafter
+from paceline.testing.heads import eagle_config, eagle_tensors
 from paceline.testing.targets import check_target
 from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
 from paceline.testing.toy import ListCache, ToyTarget
@@ -17,6 +18,8 @@ __all__ = [
     "ToyTarget",
     "check_drafter",
     "check_target",
+    "eagle_config",
+    "eagle_tensors",
     "random_tensors",
     "run",
     "run_together",

@@ -1,0 +1,156 @@
+"""EAGLE: a head of one layer that drafts from the target's own hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from paceline.drafters.growth import Growing, Growth, pack_level
+from paceline.drafters.model import SHARED
+from paceline.models.eagle import EagleNetwork
+from paceline.models.heads import EagleConfig
+from paceline.protocols import Ask, Host
+from paceline.runner import free_rows
+from paceline.sampler import Ranked
+from paceline.tree import CHUNK, MIN_ROWS, pack, pack_prefix
+from paceline.types import Draft, Rows, Tap, Tree, Verdict
+
+
+@dataclass(slots=True)
+class _Slot:
+    """`own`: the slot in the head's cache, which holds a row per position whose features it has seen. `text`: all that
+    is known. `heard` [n, taps * target H]: features of the positions after those in the cache.
+
+    `root`: the two [H] that the newest row in the cache gave (see `EagleNetwork.step`), None before the first. `grown`
+    [1 + rows, H]: hidden states of this round, the root's and then those of the rows that `pack_level` laid out.
+    """
+
+    own: int
+    text: list[int]
+    heard: Tensor
+    root: tuple[Tensor, Tensor] | None = None
+    grown: Tensor | None = None
+
+
+class Eagle(Growing):
+    """Drafts with an EAGLE-3 head, or an EAGLE-1/2 one, beside the target that it was trained for.
+
+    What the target felt at each position comes from its taps. `feed` and `observe` keep it until the next `propose`,
+    whose first pass catches up for all requests at once and so replaces drafted features by true ones; a long prompt
+    goes through the head in chunks as it comes, so that no more than two chunks of taps are kept. A text of one token
+    has no features yet, so its first round is not drafted for.
+    """
+
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+        """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
+        self.taps: tuple[Tap, ...] = config.taps
+        # A level costs a layer and the draft's head; what is verified should fit where rows cost next to nothing.
+        self.draft = Tree(24, 6, 4) if free_rows(target.device) > 24 else Tree(free_rows(target.device) - 1, 4, 2)
+        self._net = EagleNetwork(config, tensors, target)
+        self._cache = self._net.new_cache()
+        self._device = target.device
+        self._silence = torch.empty(
+            0, len(config.taps) * config.target_hidden, dtype=target.dtype, device=target.device
+        )
+        self._slots: dict[int, _Slot] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt), self._silence)
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        like = self._slots[source]
+        self._slots[slot] = _Slot(self._cache.fork(like.own), list(prompt), like.heard, like.root)
+
+    def release(self, slot: int) -> None:
+        state = self._slots.pop(slot, None)
+        if state:
+            self._cache.release(state.own)
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self._hear(self._slots[slot], [taps[tap] for tap in self.taps])
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        state, kept = self._slots[slot], [0, *verdict.path]
+        state.text += verdict.tokens
+        self._hear(state, [out[tap][kept] for tap in self.taps])
+
+    @torch.inference_mode()
+    def _hear(self, state: _Slot, taps: Sequence[Tensor]) -> None:
+        state.heard = torch.cat([state.heard, torch.cat(list(taps), -1)])
+        while len(state.heard) > 2 * CHUNK:
+            self._feed_alone(state, CHUNK)
+
+    def limit(self, ask: Ask) -> Tree:
+        """Nothing where features are missing: of a first token, or of a text that was not fed."""
+        state = self._slots[ask.slot]
+        known = self._cache.lengths[state.own] + len(state.heard)
+        return ask.budget if 0 < known == len(state.text) - 1 else Tree.chain(0)
+
+    @torch.inference_mode()
+    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        states = [self._slots[growth.ask.slot] for growth in growths]
+        for state in states:
+            while len(state.heard) > SHARED:
+                self._feed_alone(state, min(CHUNK, len(state.heard) - 1))
+        # Asked again before anything was observed, a request has nothing to catch up with.
+        if behind := [state for state in states if len(state.heard)]:
+            self._catch_up(behind)
+        roots = [state.root for state in states if state.root is not None]
+        for state, (hidden, _) in zip(states, roots, strict=True):
+            state.grown = hidden[None]
+        outs = torch.stack([out for _, out in roots])
+        logits = self._net.logits(F.pad(outs, (0, 0, 0, max(0, MIN_ROWS - len(outs)))))
+        return [logits[i : i + 1] for i in range(len(states))]
+
+    def _catch_up(self, states: Sequence[_Slot]) -> None:
+        """One pass over all features heard, each with the token after its own."""
+        slots = [state.own for state in states]
+        lengths = [self._cache.lengths[slot] for slot in slots]
+        tokens = [state.text[length + 1 :] for state, length in zip(states, lengths, strict=True)]
+        rows = pack(
+            [line[0] for line in tokens], [Draft.chain(line[1:]) for line in tokens], slots, lengths, self._device
+        )
+        hidden, outs = self._step(rows, pad_sequence([state.heard for state in states], batch_first=True))
+        for i, state in enumerate(states):
+            last = len(state.heard) - 1
+            state.root = hidden[i, last], outs[i, last]
+            state.heard = self._silence
+            self._cache.commit(state.own, range(1, last + 1))
+
+    def _feed_alone(self, state: _Slot, count: int) -> None:
+        """The first `count` features heard, in a pass of their own."""
+        done = self._cache.lengths[state.own]
+        rows = pack_prefix(state.text[done + 1 : done + 1 + count], state.own, done, self._device)
+        self._step(rows, state.heard[None, :count])
+        self._cache.commit(state.own, range(1, count))
+        state.heard = state.heard[count:].clone()
+
+    def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""
+        features = F.pad(features, (0, 0, 0, rows.tokens.shape[1] - features.shape[1]))
+        return self._net.step(rows, self._net.fuse(features), self._cache)
+
+    @torch.inference_mode()
+    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        states = [self._slots[growth.ask.slot] for growth in growths]
+        slots = [state.own for state in states]
+        rows = pack_level(growths, slots, [self._cache.lengths[slot] for slot in slots], self._device)
+        grown = pad_sequence([state.grown for state in states if state.grown is not None], batch_first=True)
+        # The root's hidden state comes first, so that row r stands at r + 1 and NONE at 0.
+        fresh = [line[start:] for line, start in zip(rows.parents, rows.starts, strict=True)]
+        above = torch.tensor(fresh, device=self._device) + 1
+        hidden, outs = self._net.step(rows, grown.take_along_dim(above[:, :, None], 1), self._cache)
+        for state, growth, line in zip(states, growths, hidden, strict=True):
+            known = [] if state.grown is None else [state.grown]
+            state.grown = torch.cat([*known, line[: len(growth.chosen)]])
+        logits = self._net.logits(outs)
+        return [line[: len(growth.chosen)] for line, growth in zip(logits, growths, strict=True)]
+
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        """By the target's own ids, whose noise is shared."""
+        return growth.ask.sampler.rank(logits, paths, count, self._net.subset)

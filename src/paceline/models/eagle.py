@@ -1,0 +1,187 @@
+"""The network of an EAGLE head: one decoder layer that continues the target's hidden states.
+
+Row t of a text pairs what the target felt at position t (its features g_t) with token t + 1, and predicts token t + 2.
+Where g_t is not known because the token is only drafted, the row above gives its own hidden state in its place. Rows
+have rotary position t, as in SafeAILab's code, vLLM and SGLang; speculators trains with t + 1, which is the same to a
+rotary embedding, whose scores depend on distances alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.attention import LayerAttention
+from paceline.cache import SlabCache
+from paceline.errors import CorruptModel
+from paceline.models.decoder import make_attention, make_mlp, make_norm
+from paceline.models.heads import EagleConfig
+from paceline.models.rope import Rotary
+from paceline.models.weights import Weights
+from paceline.protocols import Host, Pass
+from paceline.runner import Activation, linear
+from paceline.sampler import Subset
+from paceline.types import Rows
+
+_LAYER = "layers.0."
+
+
+class EagleNetwork:
+    """EAGLE-3 (arXiv 2503.01840), or EAGLE-1/2 (2401.15077, 2406.16858) where `config.version` is 1."""
+
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+        """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
+        ones, and where the head's vocabulary is not the host's."""
+        layer = config.layer
+        weights = Weights(tensors, host.dtype, host.device)
+        self._layer, self._host, self._precise = layer, host, weights.precise
+        self._embed = _embedding(config, weights, host)
+        self._entry: _Entry = _Third(config, weights) if config.version == 3 else _First(config, weights)
+        self._attention = make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width)
+        self._out = weights.linear({_LAYER + "self_attn.o_proj": layer.hidden}, layer.heads * layer.head_dim)
+        self._mlp_norm = make_norm(layer, weights, _LAYER + "post_attention_layernorm", layer.hidden)
+        self._mlp = make_mlp(layer, weights, _LAYER + "mlp.")
+        # EAGLE-1 learns the normed state itself, so that nothing stands between its layer and the target's head.
+        self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
+        self._feeds_normed = config.norm_output
+        rope = layer.plan[0].rope
+        self._rotary = Rotary(rope, layer.head_dim, self._precise, host.device) if rope else None
+        self.subset, self._head = _head(config, weights, host)
+        weights.finish()
+
+    def new_cache(self) -> SlabCache:
+        """As long as the host's context: what a head's config says of its own is a limit of its training texts."""
+        c, host = self._layer, self._host
+        how = LayerAttention(c.query_scale or c.head_dim**-0.5, c.plan[0].window, c.softcap)
+        return SlabCache([how], c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+
+    @torch.inference_mode()
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's taps side by side [..., taps * target H] to what stands for a row's hidden state [..., H]."""
+        return self._entry.fuse(features)
+
+    @torch.inference_mode()
+    def step(self, rows: Rows, hidden: Tensor, cache: SlabCache) -> tuple[Tensor, Tensor]:
+        """Feed rows whose tokens are the *next* ones of `hidden` [B, T, H], fused features or what `step` gave.
+
+        Returns two [B, T, H]: the hidden states that go with tokens after these, and what `logits` takes.
+        """
+        attention: Pass = cache.begin(rows)
+        mixed_in, residual = self._entry.enter(self._embed(rows.tokens), hidden)
+        mixed = self._attention.mix(mixed_in, 0, self._rope(rows, cache), attention)
+        x = self._out.onto(mixed, residual)
+        x = self._mlp.onto(self._mlp_norm(x), x)
+        normed = x if self._norm is None else self._norm(x)
+        return (normed if self._feeds_normed else x), normed
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """What `step` gave second [..., H] to logits [..., C], float32 at least: of `subset`, or all tokens if None."""
+        return self._head(states).to(self._precise)
+
+    def _rope(self, rows: Rows, cache: SlabCache) -> tuple[Tensor, Tensor] | None:
+        if self._rotary is None:
+            return None
+        return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
+
+
+class _Entry(Protocol):
+    """How embedding and hidden state become one. `width`: of what the attention is given."""
+
+    width: int
+
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the attention is made from [..., width], the residual stream [..., H])."""
+        ...
+
+
+class _Third:
+    """EAGLE-3: queries, keys and values see both, each normed; the stream goes on from the hidden state."""
+
+    def __init__(self, config: EagleConfig, weights: Weights) -> None:
+        c, wide = config.layer, len(config.taps) * config.target_hidden
+        self.width = 2 * c.hidden
+        self._input_norm = make_norm(c, weights, _LAYER + "input_layernorm", c.hidden)
+        self._hidden_norm = make_norm(c, weights, _LAYER + "hidden_norm", c.hidden)
+        self._normed_residual = config.norm_before_residual
+        self._target_hidden = config.target_hidden
+        self._tap_norms = [
+            make_norm(c, weights, f"fc_norm.{i}", config.target_hidden)
+            for i in range(len(config.taps) * config.fc_norm)
+        ]
+        self._wide_norm = make_norm(c, weights, "input_norm", wide) if config.norm_before_fc else None
+        self._fc = weights.linear({"fc": c.hidden}, wide)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self._tap_norms:
+            taps = features.split(self._target_hidden, -1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self._tap_norms, taps, strict=True)], -1)
+        if self._wide_norm is not None:
+            features = self._wide_norm(features)
+        return self._fc(features)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self._hidden_norm(hidden)
+        both = torch.cat([self._input_norm(embedded), normed], -1)
+        return both, normed if self._normed_residual else hidden
+
+
+class _First:
+    """EAGLE-1 and 2: both are fused before a layer of Llama's, which has no norm at its start. The hidden state is the
+    target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
+
+    def __init__(self, config: EagleConfig, weights: Weights) -> None:
+        c = config.layer
+        self.width = c.hidden
+        self._fc = weights.linear({"fc": c.hidden}, c.hidden + config.target_hidden)
+        name = _LAYER + "input_layernorm"
+        self._norm = make_norm(c, weights, name, c.hidden) if name + ".weight" in weights else None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._fc(torch.cat([embedded, hidden], -1))
+        return (x if self._norm is None else self._norm(x)), x
+
+
+def _embedding(config: EagleConfig, weights: Weights, host: Host) -> Activation:
+    """Its own, or the target's."""
+    if "embed_tokens.weight" in weights:
+        table = weights.get("embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden))
+        return lambda tokens: F.embedding(tokens, table)
+    if config.layer.hidden != config.target_hidden:
+        raise CorruptModel(
+            f"the head is {config.layer.hidden} wide, its target {config.target_hidden}, and it has no embedding",
+            "Fetch the head again",
+        )
+    return host.embed
+
+
+def _head(config: EagleConfig, weights: Weights, host: Host) -> tuple[Subset | None, Activation]:
+    """Which of the target's tokens its logits are of (None: all of them, in order), and what makes them."""
+    weights.skip("t2d")
+    if "lm_head.weight" not in weights:
+        return None, host.logits
+    count = config.draft_vocab
+    ids = torch.arange(count)
+    if "d2t" in weights:
+        ids += weights.get("d2t", (count,), torch.int64).cpu()
+    if bool((ids < 0).any()) or len(ids.unique()) < count or ("d2t" in weights and int(ids.max()) >= host.vocab_size):
+        raise CorruptModel(
+            f"the head names tokens beyond the {host.vocab_size} of the target, or one of them twice",
+            "It was made for another model",
+        )
+    # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
+    order = ids.argsort()[: host.vocab_size]
+    weight = weights.get("lm_head.weight", (count, config.layer.hidden))
+    if len(order) < count or not torch.equal(order, torch.arange(count)):
+        weight = weight[order.to(weight.device)]
+    ids = ids[order]
+    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight)

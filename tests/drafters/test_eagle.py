@@ -1,0 +1,266 @@
+"""EAGLE heads: their numbers against a plain re-implementation, and that what they know of the target is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tests.eagle_reference import Reference
+from torch import Tensor
+
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.growth import Growth
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.engine import Engine, Request
+from paceline.errors import CorruptModel
+from paceline.models.decoder import Decoder
+from paceline.models.heads import EagleConfig
+from paceline.protocols import Ask, Host
+from paceline.sampler import Ranked
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import TextStream
+from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
+from paceline.tree import CHUNK
+from paceline.types import Draft, Tap, Tree, Verdict
+
+TOY = tiny_target()
+LONG = tiny_target(context_length=2048)
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+
+CONFIGS: dict[str, EagleConfig] = {
+    "eagle-3": eagle_config(),
+    "3.1": eagle_config(fc_norm=True, norm_output=True),
+    "speculators": eagle_config(norm_before_fc=True, norm_before_residual=True),
+    "all tokens": eagle_config(draft_vocab=37),
+    "wider than its target": eagle_config(layer=replace(TINY, layers=1, hidden=40, context_length=16)),
+    "eagle-1": eagle_config(version=1),
+}
+
+
+def make(config: EagleConfig, target: Decoder = TOY, **tensors: Tensor) -> Eagle:
+    return Eagle(config, eagle_tensors(config) | tensors, target)
+
+
+class Spy(Eagle):
+    """Notes every row that it ranks: the text, the drafted path, the logits [C]."""
+
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+        super().__init__(config, tensors, target)
+        self.seen: list[tuple[list[int], list[int], Tensor]] = []
+
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        for path, row in zip(paths, logits, strict=True):
+            subset = self._net.subset
+            self.seen.append((list(growth.ask.sampler.text), list(path), subset.widen(row) if subset else row.clone()))
+        return super().rank(growth, logits, paths, count)
+
+
+def compare(spy: Spy, reference: Reference, every: int = 1) -> None:
+    for text, path, row in spy.seen[::every]:
+        torch.testing.assert_close(row, reference.after(text, path)[0], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("draft", [Tree.chain(4), Tree(10, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: Tree) -> None:
+    """Over many rounds: texts longer than the head's own context, true features in the place of drafted ones."""
+    config = CONFIGS[name]
+    tensors = eagle_tensors(config)
+    spy = Spy(config, tensors, TOY)
+    _, _, stats = run(TOY, PROMPT, Sampling(max_new_tokens=14, temperature=3.0, seed=3), spy, draft)
+    assert stats.accepted > 0, "or nothing but roots was caught up with"
+    assert len(PROMPT) + 14 > config.layer.context_length
+    compare(spy, Reference(config, tensors, TOY), every=3)
+
+
+@pytest.mark.parametrize("rule", ["match", "block"])
+def test_rows_of_a_ragged_batch_are_those_of_plain_heads(rule: str) -> None:
+    config = CONFIGS["eagle-3"]
+    tensors = eagle_tensors(config)
+    spy = Spy(config, tensors, LONG)
+    prompts = [PROMPT, [3], [i * i % 37 for i in range(60)]]
+    samplings = [Sampling(max_new_tokens=count, temperature=0.8, seed=2, rule=rule) for count in (8, 12, 6)]  # type: ignore[arg-type]
+    run_together(Engine(LONG, spy, Tree(9, 3, 3)), prompts, samplings)
+    assert len({tuple(text) for text, _, _ in spy.seen}) > 10
+    compare(spy, Reference(config, tensors, LONG), every=4)
+
+
+def test_a_long_prompt_goes_through_the_head_in_chunks() -> None:
+    config = CONFIGS["eagle-3"]
+    tensors = eagle_tensors(config)
+    spy = Spy(config, tensors, LONG)
+    prompt = [i * i % 37 for i in range(3 * CHUNK + 50)]
+    run(LONG, prompt, Sampling(max_new_tokens=5), spy, Tree(6, 3, 2))
+    compare(spy, Reference(config, tensors, LONG), every=5)
+
+
+def test_a_head_that_was_not_asked_for_a_while_catches_up() -> None:
+    config = CONFIGS["eagle-3"]
+    tensors = eagle_tensors(config)
+    spy = Spy(config, tensors, TOY)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
+    run(TOY, prompt, Sampling(max_new_tokens=30, temperature=0.8, seed=2), Stack([Suffix(), spy]), Tree(6, 3, 2))
+    lengths = sorted({len(text) for text, _, _ in spy.seen})
+    assert max(b - a for a, b in pairwise(lengths)) > 1
+    compare(spy, Reference(config, tensors, TOY))
+
+
+def started(engine: Engine, prompt: Sequence[int], like: Request | None = None) -> Request:
+    sampling = Sampling(temperature=0.9, seed=7)
+    stream = TextStream(sampling, (), lambda ids: "", 500)
+    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
+    engine.prefill(request)
+    return request
+
+
+@pytest.mark.parametrize("name", ["eagle-3", "eagle-1"])
+def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> None:
+    drafter, draft = make(CONFIGS[name]), Tree(9, 3, 3)
+    engine = Engine(TOY, drafter, draft)
+    first = started(engine, PROMPT)
+    early = started(engine, PROMPT, first)
+    alone = drafter.propose([Ask(first.slot, draft, first.sampler)])
+    assert alone[0].tokens
+    late, other = started(engine, PROMPT, first), started(engine, PROMPT[2:])
+    asks = [Ask(request.slot, draft, request.sampler) for request in (early, other, late, first)]
+    drafts = drafter.propose(asks)
+    assert drafts.pop(1) != alone[0]
+    assert drafts == alone * 3
+    engine.finish(first)
+    assert drafter.propose(asks[:1]) == alone, "releasing the source changes its fork"
+
+
+def test_taps_of_a_prompt_are_not_kept() -> None:
+    drafter = make(CONFIGS["eagle-3"], LONG)
+    drafter.admit(0, [1] * 1500)
+    row = torch.zeros(1, 32, dtype=torch.float64)
+    most = 0
+    for start in range(0, 1499, CHUNK):
+        count = min(CHUNK, 1499 - start)
+        drafter.feed(0, [1] * count, dict.fromkeys(drafter.taps, row.expand(count, -1)))
+        most = max(most, drafter._slots[0].heard.untyped_storage().nbytes())
+    assert most <= 2 * CHUNK * 3 * 32 * 8
+    drafter.propose([Ask(0, Tree.chain(2), Sampling().sampler([1] * 1500))])
+    assert drafter._slots[0].heard.untyped_storage().nbytes() == 0
+
+
+def test_a_text_whose_features_are_missing_is_not_drafted_for() -> None:
+    drafter = make(CONFIGS["eagle-3"])
+    taps = dict.fromkeys(drafter.taps, torch.zeros(2, 32, dtype=torch.float64))
+    for slot, (prompt, fed) in enumerate([([1], 0), ([1, 2, 3], 0), ([1, 2, 3, 4], 2), ([1, 2, 3], 2)]):
+        drafter.admit(slot, prompt)
+        if fed:
+            drafter.feed(slot, prompt[:fed], taps)
+    texts = [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3]]
+    drafts = drafter.propose([Ask(i, Tree.chain(2), Sampling().sampler(text)) for i, text in enumerate(texts)])
+    assert [len(draft.tokens) for draft in drafts] == [0, 0, 0, 2]
+
+
+def test_only_tokens_that_the_head_knows_are_drafted_whatever_the_order_of_its_map() -> None:
+    config = CONFIGS["eagle-3"]
+    tensors = eagle_tensors(config)
+    tensors["lm_head.weight"][1::2] = tensors["lm_head.weight"][:22:2]  # ties, which go to the lowest id
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
+    ids = (torch.arange(23) + tensors["d2t"])[order]
+    shuffled = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(23)}
+    warm = Sampling(max_new_tokens=10, temperature=0.9, seed=1)
+    for sampling in (replace(warm, temperature=0.0), warm, replace(warm, rule="block")):
+        ours, theirs = (Kept(config, tensors | change, TOY) for change in ({}, shuffled))
+        for drafter in (ours, theirs):
+            run(TOY, PROMPT, sampling, drafter, Tree(8, 3, 3))
+        assert ours.drafts == theirs.drafts
+        assert {token for draft in ours.drafts for token in draft.tokens} <= set(ids.tolist())
+        assert all(q.shape == (37,) for draft in ours.drafts for q in draft.q.values())
+
+
+class Kept(Eagle):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.drafts: list[Draft] = []
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        drafts = super().propose(asks)
+        self.drafts += drafts
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"d2t": torch.full((23,), 30)}, "beyond the 37"),
+        ({"d2t": torch.arange(23).flip(0)}, "twice"),
+        ({"midlayer.weight": torch.zeros(1)}, "does not know"),
+        ({"fc.weight": torch.zeros(32, 64)}, "shape"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(change: dict[str, Tensor], said: str) -> None:
+    with pytest.raises(CorruptModel, match=said):
+        make(CONFIGS["eagle-3"], **change)
+
+
+def test_a_head_of_another_width_must_bring_its_embedding() -> None:
+    config = CONFIGS["wider than its target"]
+    tensors = {name: x for name, x in eagle_tensors(config).items() if name != "embed_tokens.weight"}
+    with pytest.raises(CorruptModel, match="no embedding"):
+        Eagle(config, tensors, TOY)
+
+
+# A head that has learned one text by heart, and what becomes of it when something is off by one.
+
+WARM = Sampling(max_new_tokens=60, temperature=0.8, seed=5)
+
+
+def learned(config: EagleConfig, target: Decoder, depth: int = 4) -> tuple[dict[str, Tensor], list[int]]:
+    """A random head whose last product is solved for (ridge regression), to say the next token of one text wherever a
+    draft of up to `depth` tokens begins. It learns from the plain re-implementation."""
+    tensors = eagle_tensors(config)
+    reference = Reference(config, tensors, target)
+    text = PROMPT + run(target, PROMPT, WARM)[0]
+    ends = [(end, k) for end in range(len(PROMPT), len(text)) for k in range(min(depth, len(text) - end))]
+    states = torch.stack([reference.after(text[:end], text[end : end + k])[1] for end, k in ends])
+    wanted = torch.nn.functional.one_hot(torch.tensor([text[end + k] for end, k in ends]), 37).double()
+    gram = states.T @ states + 1e-6 * torch.eye(states.shape[1], dtype=torch.float64)
+    return tensors | {"lm_head.weight": 60 * torch.linalg.solve(gram, states.T @ wanted).T}, text
+
+
+class LateFeatures(Eagle):
+    """Hears of each position what the target felt at the one before."""
+
+    def _hear(self, state: Any, taps: Sequence[Tensor]) -> None:
+        super()._hear(state, [tap.roll(1, 0) for tap in taps])
+
+
+class LateTokens(Eagle):
+    """Pairs features with the token of their own position."""
+
+    def _catch_up(self, states: Any) -> None:
+        for state in states:
+            state.text.insert(0, 0)
+        super()._catch_up(states)
+        for state in states:
+            state.text.pop(0)
+
+
+class Deaf(Eagle):
+    """Hears only of the first position of a round, and takes the others for the same."""
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        super().observe(slot, verdict, {tap: x[:1].expand(len(x), -1) for tap, x in out.items()})
+
+
+def test_a_head_that_knows_the_text_is_nearly_always_right_and_an_off_by_one_undoes_it() -> None:
+    config = eagle_config(layer=replace(TINY, layers=1, hidden=96), draft_vocab=37)
+    tensors, text = learned(config, TOY)
+    rounds = {}
+    for kind in (Eagle, LateFeatures, LateTokens, Deaf):
+        reply, _, stats = run(TOY, PROMPT, WARM, kind(config, tensors, TOY), Tree.chain(4))
+        assert reply == text[len(PROMPT) :]
+        rounds[kind] = stats.tokens_per_round
+    assert rounds.pop(Eagle) > 3.5
+    assert max(rounds.values()) < 2.2, rounds
