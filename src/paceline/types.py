@@ -116,6 +116,11 @@ class Rows:
     prefill: bool = False
     resume: Resume | None = None
 
+    @property
+    def end(self) -> int:
+        """More than any row's position."""
+        return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:

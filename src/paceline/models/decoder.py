@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -123,9 +122,8 @@ class Decoder:
 
     def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
         """The factors of every kind of rotary embedding, then None for layers without."""
-        highest = max(map(operator.add, rows.lengths, rows.starts)) + rows.tokens.shape[1]
         prompts = [cache.prompts[slot] for slot in rows.slots]
-        return [*(rotary(rows.positions, highest, prompts) for rotary in self._rotaries), None]
+        return [*(rotary(rows.positions, rows.end, prompts) for rotary in self._rotaries), None]
 
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.Ends`."""

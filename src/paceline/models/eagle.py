@@ -8,7 +8,6 @@ rotary embedding, whose scores depend on distances alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -87,8 +86,7 @@ class EagleNetwork:
     def _rope(self, rows: Rows, cache: SlabCache) -> tuple[Tensor, Tensor] | None:
         if self._rotary is None:
             return None
-        highest = max(map(operator.add, rows.lengths, rows.starts)) + rows.tokens.shape[1]
-        return self._rotary(rows.positions, highest, [cache.prompts[slot] for slot in rows.slots])
+        return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
 
 
 class _Entry(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -232,9 +231,8 @@ def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
     """(which columns each row sees, how far back each lies in the text), both [B, T, columns]."""
     count = rows.tokens.shape[1]
-    end = max(map(operator.add, rows.lengths, rows.starts)) + count
-    visible = torch.zeros(len(rows.slots), count, end, dtype=torch.bool)
-    columns = torch.arange(end).repeat(len(rows.slots), 1)
+    visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
+    columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
     own = torch.empty(len(rows.slots), count, dtype=torch.long)
     for slot, (length, start, parents) in enumerate(zip(rows.lengths, rows.starts, rows.parents, strict=True)):
         seen, deep = _tree(parents)

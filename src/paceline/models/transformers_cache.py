@@ -134,7 +134,7 @@ class SlotCache:
         """The cache to hand to the model as `past_key_values`."""
         self._window.slots = rows.slots
         self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
-        self._window.end = max(self._window.starts) + rows.tokens.shape[1]
+        self._window.end = rows.end
         self._window.places = len(self._lengths)
         return self._model_cache
 
