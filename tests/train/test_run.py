@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.drafters.make import make_drafter
-from paceline.errors import CannotWrite, InvalidOption, UnsupportedModel
+from paceline.errors import CannotWrite, InvalidOption
 from paceline.llm import LLM
 from paceline.models.head_files import open_head
 from paceline.models.heads import EagleConfig, ExitConfig, MedusaConfig
@@ -100,9 +100,23 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(
 
 def test_without_prompts_the_target_makes_its_own(llm: LLM, order: Order) -> None:
     stages: list[str] = []
-    with pytest.raises(UnsupportedModel):  # a random model writes no prompts of use
-        train(llm, replace(order, prompts=None, own_prompts=4), Listener(stage=stages.append))
-    assert stages == ["prompts of the target's own"]
+    plan = replace(order.plan, epochs=0.2)
+    train(llm, replace(order, prompts=None, own_prompts=60, plan=plan), Listener(stage=stages.append))
+    assert stages[:2] == ["prompts of the target's own", "the target answers"]
+    assert len((order.work / "prompts.jsonl").read_text().splitlines()) == 60
+
+
+@pytest.mark.parametrize("layout", ["reference", "vllm"])
+def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM, order: Order) -> None:
+    plan = replace(order.plan, epochs=0.2)
+    train(llm, replace(order, kind="medusa", plan=plan, layout=layout))
+    head = open_head(order.out, allow_pickle=True)
+    assert head.layout == layout
+    assert isinstance(head.config, MedusaConfig)
+    assert not head.config.shared
+    torch.testing.assert_close(
+        head.tensors["lm_heads.1.weight"].double(), llm.model.target.head(), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class Eagle3(Recipe):
             self.module.lm_head.weight.copy_(self._teacher.kept)
             # Logits of a standard deviation of 1 to begin with: at the target's own scale, those of a head that knows
             # nothing yet are confident nonsense, and much of the training would go into unlearning them.
-            self.module.norm.weight.fill_(1 / (self._teacher.kept.float().std() * config.layer.hidden**0.5))
+            self.module.norm.weight.fill_(1 / (self._teacher.kept.std() * config.layer.hidden**0.5))
 
     @property
     def config(self) -> EagleConfig:

@@ -49,7 +49,7 @@ class EarlyExit(Recipe):
         self._config = config
         self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
-            self.module.norm.weight.fill_(1 / (self._teacher.kept.float().std() * config.hidden**0.5))
+            self.module.norm.weight.fill_(1 / (self._teacher.kept.std() * config.hidden**0.5))
 
     @property
     def config(self) -> ExitConfig:

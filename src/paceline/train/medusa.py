@@ -6,10 +6,13 @@ one. The target's own output head stands behind all of them and stays as it is (
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads import MedusaConfig
+from paceline.models.heads import HeadFile, MedusaConfig
 from paceline.protocols import Ends
 from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
 from paceline.train.states import Batch
@@ -67,3 +70,15 @@ class Medusa(Recipe):
         for block, real in zip(self.module.blocks, answered.real, strict=True):
             tally.add(F.linear(block(states[real]), self._teacher.kept))
         return tally.guesses()
+
+
+def shares(head: HeadFile) -> bool:
+    """Whether these are Medusa heads that end in the target's own."""
+    return isinstance(head.config, MedusaConfig) and head.config.shared
+
+
+def with_heads(head: HeadFile, target: Ends) -> HeadFile:
+    """The same Medusa heads for programs that know no shared one: each with a copy of the target's, in bfloat16."""
+    assert isinstance(head.config, MedusaConfig)
+    copies = {f"lm_heads.{i}.weight": target.head().to(torch.bfloat16) for i in range(head.config.heads)}
+    return replace(head, config=replace(head.config, shared=False), tensors=dict(head.tensors) | copies)

@@ -117,9 +117,9 @@ class Teacher:
     """The target's head, over the tokens that a drafter knows."""
 
     def __init__(self, target: Ends, vocabulary: Tensor) -> None:
-        """`vocabulary` [K]: ascending ids. `kept` [K, H]: their rows of the target's head."""
+        """`vocabulary` [K]: ascending ids. `kept` float32 [K, H]: their rows of the target's head."""
         self._target, self.vocabulary = target, vocabulary
-        self.kept = target.head()[vocabulary]
+        self.kept = target.head()[vocabulary].float()
 
     @torch.no_grad()
     def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:
@@ -127,7 +127,7 @@ class Teacher:
         steps, (_, places) = len(answered.real), answered.pending.shape
         columns = answered.pending[:, :1] + torch.arange(places + steps - 1, device=answered.pending.device)
         states = take(batch.states["final"], columns)
-        scores = F.linear(states, self.kept.to(states.dtype)).float()
+        scores = F.linear(states.float(), self.kept).float()
         if not exact:
             return Taught(scores, self.vocabulary[scores.argmax(-1)])
         return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))

@@ -19,7 +19,8 @@ from paceline.train import answers as writing
 from paceline.train import loop
 from paceline.train.card import card
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, Wish
+from paceline.train.kinds import KINDS, Wish, native
+from paceline.train.medusa import shares, with_heads
 from paceline.train.own import write_prompts
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
@@ -102,8 +103,10 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
         "coverage": round(covered, 4),
         "held_out": {"tokens_per_round": report.acceptance, "accuracy": report.held},
     }
-    head = HeadFile(order.out, order.layout or "", recipe.config, recipe.tensors(), order.target, extra=extra)
-    write_head(order.out, head, order.layout)
+    head = HeadFile(order.out, "", recipe.config, recipe.tensors(), order.target, extra=extra)
+    if shares(head) and order.layout not in (None, "paceline"):
+        head = with_heads(head, native(llm))
+    write_head(order.out, head, order.layout or ("paceline" if shares(head) else None))
     (order.out / "README.md").write_text(card(order, report, len(states), len(held), covered), encoding="utf-8")
     for kept in (*order.work.glob("states-*"), *order.work.glob("held-*")):
         shutil.rmtree(kept, ignore_errors=True)
