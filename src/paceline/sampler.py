@@ -54,10 +54,14 @@ class Prefix:
 LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 """(prefix, logits [V]) -> the logits to use instead. The row is a copy, which may be changed in place."""
 
+_COMPARED = 16
+"""Where text is sampled, so many of the best candidates share a row's probability."""
+
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: logits / temperature plus noise, comparable within the row.
+    """Candidates for one row, best first. `scores`: the log of how likely each is to be the choice, as far as the
+    logits know: among all tokens where the text is greedy, given the noise and among the best few where it is sampled.
 
     `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
     """
@@ -182,9 +186,9 @@ class Sampler:
         if self.greedy or self.rule == "typical":
             best = highest(scores, count)
             best = best[np.argsort(-scores[best], kind="stable")[:count]]
-            return Ranked((best if tokens is None else tokens[best]).tolist(), scores[best].tolist())
-        best, sums = self.noise.best(position, scores, tokens, count)
-        return Ranked(best.tolist(), sums.tolist())
+            return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
+        best, sums = self.noise.best(position, scores, tokens, max(count, _COMPARED))
+        return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
         """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
@@ -198,6 +202,13 @@ class Sampler:
         """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
         if not math.isfinite(best):
             raise _unusable(float(raw.max()), best, position)
+
+
+def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
+    """log softmax over all scores, of the chosen ones. The first of these is the highest of all."""
+    total = np.exp(all_scores - chosen[0]).sum(dtype=np.float64)
+    chances: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
+    return chances
 
 
 def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:

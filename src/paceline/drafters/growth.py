@@ -71,7 +71,7 @@ class Chosen(Nodes):
 
     def grow(self, parent: int, best: Ranked) -> None:
         above = self.scores[parent] if parent != ROOT else 0.0
-        for token, score in zip(best.tokens, torch.tensor(best.scores).log_softmax(-1).tolist(), strict=True):
+        for token, score in zip(best.tokens, best.scores, strict=True):
             self.add(token, parent)
             self.scores.append(above + min(score, 0.0))
 

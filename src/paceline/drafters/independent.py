@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 
-import torch
 from torch import Tensor
 
 from paceline.sampler import Ranked, Sampler, Subset
 from paceline.tree import Place, close, places
 from paceline.types import Draft, Tree
-
-_COMPARED = 16
-"""So many of a depth's best candidates share its probability, whatever the tree's branch."""
 
 
 def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset | None = None) -> Draft:
@@ -28,7 +24,7 @@ def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset |
     if sampler.draws:
         shape = fixed(budget.within(len(logits)), (), True)
         return shape.draft(rank(sampler, logits, shape.widths, subset))
-    return _likeliest(budget, rank(sampler, logits, [max(budget.branch, _COMPARED)] * len(logits), subset))
+    return _likeliest(budget, rank(sampler, logits, [budget.branch] * len(logits), subset))
 
 
 def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
@@ -52,7 +48,7 @@ def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset
 
 def _likeliest(budget: Tree, ranked: Sequence[Ranked]) -> Draft:
     """Best first: a node's child and its next sibling are less likely than itself, so nothing better is missed."""
-    costs = [(-torch.tensor(best.scores).log_softmax(-1)).tolist()[: budget.branch] for best in ranked]
+    costs = [[-score for score in best.scores] for best in ranked]
     tokens: list[int] = []
     parents: list[int] = []
     # Cost of the path, cost of the path above, rank, depth, row of the parent.
