@@ -9,13 +9,13 @@ from paceline.drafters.make import make_drafter
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.llm import LLM
 from paceline.models.head_files import open_head
-from paceline.models.heads import EagleConfig, ExitConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
 from paceline.sampling import Sampling
 from paceline.train import answers, loop, run
 from paceline.train.run import Listener, Order, train
 from tests.toys import toy_llm
 
-KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig}
+KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def train(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option("--layers", min=1, help="Of the target, before an early exit.", rich_help_panel=_HEAD),
+        typer.Option("--layers", min=1, help="Before an early exit, or of a block drafter.", rich_help_panel=_HEAD),
     ] = None,
     rank: Annotated[
         int, typer.Option("--rank", min=1, help="Of an early exit's adapter.", rich_help_panel=_HEAD)

@@ -15,11 +15,10 @@ from paceline.models.config import ModelConfig
 from paceline.models.heads import EagleConfig
 from paceline.models.rope import Rotary, rotate
 from paceline.protocols import Ends
+from paceline.train.network import MLP, Factors, Norm, factors
 from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
 from paceline.train.states import Batch
 from paceline.types import Tap
-
-Factors = tuple[Tensor, Tensor]
 
 _DECAY = 0.8
 
@@ -27,13 +26,6 @@ _DECAY = 0.8
 def default_taps(layers: int) -> tuple[Tap, ...]:
     """An early, a middle and a late layer, as every published head has them."""
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
-
-
-class Norm(nn.RMSNorm):
-    """In float32, whatever comes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
 
 
 class _Attention(nn.Module):
@@ -73,18 +65,6 @@ class _Attention(nn.Module):
         return out
 
 
-class _MLP(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden, c.ffn, bias=False)
-        self.up_proj = nn.Linear(c.hidden, c.ffn, bias=False)
-        self.down_proj = nn.Linear(c.ffn, c.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
 class _Layer(nn.Module):
     """A Llama layer whose attention sees [normed embedding | normed hidden state]."""
 
@@ -93,7 +73,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
         self.self_attn = _Attention(c)
         self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
-        self.mlp = _MLP(c)
+        self.mlp = MLP(c)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
@@ -130,14 +110,14 @@ class Head(nn.Module):
         places = torch.arange(fused.shape[1], device=fused.device)
         start = pending - 1  # the row that pairs the state before the pending token with that token
         joined = layer.join(embedded.roll(-1, 1), fused)
-        true = layer.self_attn.keys(joined, self._factors(places[None].expand(len(fused), -1)))
+        true = layer.self_attn.keys(joined, factors(self._rotary, places[None].expand(len(fused), -1)))
         mask = torch.zeros(*pending.shape, len(places), dtype=true[0].dtype, device=fused.device)
         mask = mask.masked_fill(places > start[..., None], -torch.inf)[:, None, None]
         own: list[tuple[Tensor, Tensor]] = []
         x, hidden = take(joined, start), take(fused, start)
         outputs: list[Tensor] = []
         for step in range(steps):
-            rope = self._factors(start + step)
+            rope = factors(self._rotary, start + step)
             if step:
                 x = layer.join(take(embedded, pending + step), hidden)
                 own.append(layer.self_attn.keys(x, rope))
@@ -147,10 +127,6 @@ class Head(nn.Module):
             if self.config.norm_output:
                 hidden = outputs[-1]
         return outputs
-
-    def _factors(self, positions: Tensor) -> Factors:
-        cos, sin = self._rotary(positions.cpu(), int(positions.max()) + 1, [0] * len(positions))
-        return cos.to(positions.device), sin.to(positions.device)
 
 
 class Eagle3(Recipe):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Ends
-from paceline.train.eagle3 import Norm
+from paceline.train.network import Norm
 from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
 from paceline.train.states import Batch
 

@@ -11,7 +11,9 @@ from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.llm import LLM
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.heads import EagleConfig, ExitConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
+from paceline.train.block import Block
+from paceline.train.block import default_taps as spread_taps
 from paceline.train.eagle3 import Eagle3, default_taps
 from paceline.train.early_exit import EarlyExit
 from paceline.train.medusa import Medusa
@@ -24,7 +26,8 @@ class Wish:
     """What a user may say about the drafter; None leaves it to the kind.
 
     `vocabulary` [K]: the tokens it is to know, ascending. `steps`: of the drafts that it is trained for. `taps`,
-    `ffn`: of EAGLE's layer. `layers`: of the target before an early exit; `rank`: of the adapter there.
+    `ffn`: of EAGLE's layer. `layers`: of the target before an early exit, or of a block drafter; `rank`: of the adapter
+    at the exit.
     """
 
     vocabulary: Tensor
@@ -60,6 +63,16 @@ def early_exit(llm: LLM, wish: Wish) -> Recipe:
     return EarlyExit(config, target, wish.vocabulary, wish.steps, c.norm_eps)
 
 
+def block(llm: LLM, wish: Wish) -> Recipe:
+    target = native(llm)
+    c = target.config
+    layer = replace(one_layer(c, wish.ffn or c.ffn, wish.layers or 2), family="qwen3", qk_norm=True)
+    taps = wish.taps or spread_taps(c.layers)
+    # Any token that the target never writes will do for a mask; the end of a sequence never stands inside a block.
+    config = BlockConfig(layer, taps, wish.steps + 1, mask_token=llm.model.eos[0])
+    return Block(config, target, wish.vocabulary)
+
+
 def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
     """Plain Llama layers of a target's own sizes."""
     return ModelConfig(
@@ -87,4 +100,9 @@ def native(llm: LLM) -> Decoder:
     return llm.model.target
 
 
-KINDS: dict[str, Callable[[LLM, Wish], Recipe]] = {"eagle3": eagle3, "medusa": medusa, "early-exit": early_exit}
+KINDS: dict[str, Callable[[LLM, Wish], Recipe]] = {
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "early-exit": early_exit,
+    "block": block,
+}

@@ -68,6 +68,13 @@ class Answered:
     """int64 [B, P], within the documents"""
     real: Tensor
     """bool [S, B, P]: step s of place p guesses a token of the document"""
+    columns: Tensor
+    """int64 [P]: how many places after the document's first each one is"""
+
+    def every(self, stride: int, first: int) -> Answered:
+        """One place in `stride`, from the place `first` on: neighbouring drafts teach much the same."""
+        chosen = slice(first, None, stride)
+        return Answered(self.pending[:, chosen], self.real[:, :, chosen], self.columns[chosen])
 
     @staticmethod
     def of(batch: Batch, steps: int) -> Answered:
@@ -77,7 +84,7 @@ class Answered:
         pending = first[:, None] + torch.arange(places, device=device)
         reach = torch.arange(1, steps + 1, device=device)[:, None, None]
         real = pending + reach < batch.lengths[:, None]
-        return Answered(pending.clamp(max=batch.tokens.shape[1] - 1), real)
+        return Answered(pending.clamp(max=batch.tokens.shape[1] - 1), real, torch.arange(places, device=device))
 
 
 def take(states: Tensor, places: Tensor) -> Tensor:
@@ -103,7 +110,8 @@ def walk(guesses: Guesses) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What the target thinks of the tokens after each pending one: C = P + S - 1 columns, which the steps share.
+    """What the target thinks of the tokens after each pending one, in columns from the document's first place on, which
+    the steps share.
 
     `scores` float32 [B, C, K]: its logits over the K tokens that the drafter knows. `choice` int64 [B, C]: the one it
     would choose, of all tokens in evaluation, of the known ones in training, where that is cheaper.
@@ -124,9 +132,9 @@ class Teacher:
     @torch.no_grad()
     def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:
         """`exact`: choose of all tokens."""
-        steps, (_, places) = len(answered.real), answered.pending.shape
-        columns = answered.pending[:, :1] + torch.arange(places + steps - 1, device=answered.pending.device)
-        states = take(batch.states["final"], columns)
+        steps, columns = len(answered.real), answered.columns
+        reach = torch.arange(int(columns[-1]) + steps, device=columns.device)
+        states = take(batch.states["final"], answered.pending[:, :1] - columns[0] + reach)
         scores = F.linear(states.float(), self.kept).float()
         if not exact:
             return Taught(scores, self.vocabulary[scores.argmax(-1)])
@@ -154,13 +162,13 @@ class Tally:
     def add(self, logits: Tensor) -> None:
         """`logits` [N, K]: the next step's, at its real places in order. The loss is the cross-entropy against the
         target's distribution over the same tokens."""
-        step, places = len(self._losses), self._answered.pending.shape[1]
-        real = self._answered.real[step]
-        wanted = self._taught.scores[:, step : step + places][real]
+        step = len(self._losses)
+        real, columns = self._answered.real[step], self._answered.columns + step
+        wanted = self._taught.scores[:, columns][real]
         said = logits.float().log_softmax(-1)
         self._losses.append(-(wanted.softmax(-1) * said).sum() * self._decay**step)
         right = torch.zeros_like(real)
-        choice = self._taught.choice[:, step : step + places][real]
+        choice = self._taught.choice[:, columns][real]
         right[real] = self._teacher.vocabulary[said.detach().argmax(-1)] == choice
         self._right.append(right)
 
