@@ -281,6 +281,22 @@ def test_a_full_disk_leaves_what_was_there(config: HeadConfig, layout: str, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
+def test_what_was_there_is_back_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_head(tmp_path / "head", head_of(EXIT))
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise PermissionError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CannotWrite, match="no"):
+        write_head(folder, head_of(EAGLE3))
+    assert open_head(folder).config == EXIT
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot write the head"):

@@ -88,6 +88,13 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, replace(PLAN, epochs=0.1, rate=1e-4))
 
 
+def test_an_interrupted_run_can_be_made_shorter_or_longer(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(tmp_path, replace(PLAN, epochs=3, every=0.0), report=stop_after(60)).run()
+    assert trainer(tmp_path, replace(PLAN, epochs=1, every=0.0)).run().documents == 96
+    assert trainer(tmp_path, replace(PLAN, epochs=1.5, every=0.0)).run().documents == 144
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
     kept = tmp_path / CHECKPOINT

@@ -92,10 +92,11 @@ class Trainer:
         identity: str,
         report: Callable[[Report], object] = lambda report: None,
     ) -> None:
-        """`identity`: names the data and the recipe; a checkpoint of another one is refused."""
+        """`identity`: names the data and the recipe; a checkpoint of another one, or of another plan, is refused. Only
+        the epochs may change: an interrupted run can be made longer or shorter, and its rate follows the new plan."""
         self._recipe, self._states, self._held, self._plan = recipe, states, held, plan
         self._path = folder / CHECKPOINT
-        self._identity = f"{identity} {replace(plan, every=0, evaluate=0, held=0)}"
+        self._identity = f"{identity} {replace(plan, epochs=0, every=0, evaluate=0, held=0)}"
         self._report = report
         self._micro = plan.batch
         self._device = next(recipe.module.parameters()).device
