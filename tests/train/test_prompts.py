@@ -232,11 +232,11 @@ def test_a_model_that_never_ends_its_turn_is_given_up(short: None, tmp_path: Pat
 
 
 @pytest.mark.model
-def test_the_demo_model_asks_questions(tmp_path: Path) -> None:
+def test_the_demo_model_asks_questions(short: None, tmp_path: Path) -> None:
     with packaged_model("demo") as model:
         llm = LLM(model)
         turn = Turn.of(llm.tokenizer)
         assert llm.tokenizer.decode(turn.before, skip_special=False).endswith("<|im_end|>\n<|im_start|>user\n")
         assert turn.stop_token_ids == (llm.tokenizer.eos_token_id,)
-        write_prompts(llm, tmp_path / "own.jsonl", 3, width=6)
+        write_prompts(llm, tmp_path / "own.jsonl", 2, width=2)
     assert all(len(row["prompt"].split()) > 2 for row in rows_of(tmp_path / "own.jsonl"))
