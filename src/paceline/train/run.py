@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from paceline.train.prompts import Prompts
 from paceline.train.states import States
 from paceline.train.vocabulary import choose, count, coverage
 from paceline.train.writing import write_answers
-from paceline.types import Tap
+from paceline.tree import pack_prefix
+from paceline.types import Tap, Want
 
 COUNTED = 20_000
 """Documents that the draft vocabulary is chosen from, at most."""
@@ -92,7 +94,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     vocabulary, covered = _vocabulary(llm, order, documents, listener)
     recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn, order.layers, order.rank))
     listener.stage(f"training {order.kind}")
-    limit, name = int(order.cache * GIB), documents.digest[:12]
+    limit, name = int(order.cache * GIB), f"{documents.digest[:12]}-{_voice(llm)}"
     states = States(llm.model.target, documents.train, recipe.taps, order.work / f"states-{name}", limit)
     held = States(llm.model.target, documents.held, recipe.taps, order.work / f"held-{name}", limit)
     identity = f"{order.kind} {documents.digest} {recipe.config} {len(states)}"
@@ -111,6 +113,16 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     for kept in (*order.work.glob("states-*"), *order.work.glob("held-*")):
         shutil.rmtree(kept, ignore_errors=True)
     return report
+
+
+def _voice(llm: LLM) -> str:
+    """Names the target by what it says after a fixed row of tokens, which another model, be it a fine-tune, would not
+    say: hidden states that are kept belong to one model."""
+    target = llm.model.target
+    cache, tokens = target.new_cache(), list(range(min(32, target.vocab_size)))
+    rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
+    said = target.forward(rows, cache, Want("all")).logits[0].topk(8).indices
+    return hashlib.blake2b(repr(said.tolist()).encode(), digest_size=4).hexdigest()
 
 
 def check(order: Order) -> None:
