@@ -36,10 +36,10 @@ from .random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, he
 CONFIG = replace(LAYER, layers=8, tied=True)
 
 
-def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, words: int = 64, noise: float = 0.0) -> Loaded:
+def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", noise: float = 0.0) -> Loaded:
     tensors = random_tensors(CONFIG, seed)
     tensors["model.embed_tokens.weight"] += noise * torch.randn(64, 32, generator=torch.Generator().manual_seed(9))
-    tokenizer = Tokenizer(Backend(WordLevel({f"w{i}": i for i in range(words)}, "w0")))
+    tokenizer = Tokenizer(Backend(WordLevel({f"{word}{i}": i for i in range(64)}, f"{word}0")))
     return Loaded(Decoder(CONFIG, tensors, dtype, torch.device("cpu")), tokenizer, (), {}, Path("toy"))
 
 
@@ -139,7 +139,7 @@ def test_a_fingerprint_is_of_the_model_and_not_of_its_dtype() -> None:
     assert mine == fingerprint(loaded(dtype=torch.bfloat16))
     assert same_target(mine, fingerprint(loaded(noise=0.02)))
     assert mine != fingerprint(loaded(noise=0.02))
-    for other in (loaded(seed=1), loaded(words=63), loaded(noise=2.0)):
+    for other in (loaded(seed=1), loaded(word="v"), loaded(noise=2.0)):
         assert not same_target(mine, fingerprint(other))
 
 
