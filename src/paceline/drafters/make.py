@@ -26,7 +26,6 @@ HeadOpener = Callable[[str | Path], HeadFile]
 
 _PADDING = re.compile(r"\[PAD\d+\]")
 _BARE: dict[str, Callable[[], Drafter]] = {
-    "auto": Suffix,
     "suffix": Suffix,
     "suffix:remember": lambda: Suffix(remember=True),
     "ngram": NGram,
@@ -78,9 +77,9 @@ def check_spec(spec: str | Drafter | None) -> None:
 def _check_name(part: str) -> None:
     name, _, reference = part.partition(":")
     named = bool(reference) and (name in _HEADS or name in ("model", "head"))
-    if part not in _BARE and part not in _HEADS and not named:
+    if part != "auto" and part not in _BARE and part not in _HEADS and not named:
         learned = [*_HEADS, *(f"{name}:REF" for name in _HEADS), "early-exit:LAYERS", "head:REF"]
-        known = ", ".join(["none", *_BARE, "model:REF", *learned])
+        known = ", ".join(["none", "auto", *_BARE, "model:REF", *learned])
         raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
 
 
@@ -97,6 +96,9 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     _check_name(part)
     if part in _BARE:
         return _BARE[part]()
+    if part == "auto":
+        path = shipped("eagle3", target)
+        return _learned(fits(read(path), target), target) if path else Suffix()
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
