@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 _DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
 
+_ORDERED = (
+    *("prompts", "answers", "own_prompts", "documents", "cache"),
+    *("vocabulary", "ffn", "layers", "rank", "steps", "layout"),
+)
+"""Options that an `Order` knows by the same name."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
@@ -57,7 +63,9 @@ class TrainOptions:
     ] = None
     layers: Annotated[
         int | None,
-        typer.Option("--layers", min=1, help="Before an early exit, or of a block drafter.", rich_help_panel=_HEAD),
+        typer.Option(
+            "--layers", min=1, help="Before an exit; of a block drafter or Medusa head.", rich_help_panel=_HEAD
+        ),
     ] = None
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of an early exit's adapter.", rich_help_panel=_HEAD)] = 256
     layout: Annotated[
@@ -75,19 +83,7 @@ class TrainOptions:
         """All of it in the library's terms. Raises `InvalidOption`."""
         from paceline.train import answers, loop, run
 
-        same = (
-            "prompts",
-            "answers",
-            "own_prompts",
-            "documents",
-            "vocabulary",
-            "ffn",
-            "layers",
-            "rank",
-            "steps",
-            "cache",
-        )
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in same}
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in _ORDERED}
         return run.Order(
             target,
             kind,
