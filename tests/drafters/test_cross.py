@@ -114,6 +114,17 @@ def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> Non
         drafter.observe(0, Verdict((), tuple(text[end : end + 2])), {})
 
 
+def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
+    words = Words(model("byte-level, small"), model("letters", 1))
+    (begun,) = words.speller.spell(b"\xc3")
+    drafter = Retold(words)
+    ask = Ask(0, SHAPES["chain"], GREEDY.sampler([begun]))
+    letter = words.draft.tokenizer.vocabulary
+    found = drafter._retold(ask, [letter["é"], letter["l"]], b"\xc3")
+    assert b"".join(words.said[token] for token in found) == b"\xa9l"
+    assert drafter._retold(ask, [letter["l"]], b"\xc3") == []
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_foreign_drafters_keep_the_contract(way: str) -> None:
     words = Words(model("byte-level, small"), model("sentencepiece", 1))

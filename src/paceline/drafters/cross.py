@@ -22,7 +22,7 @@ from paceline.sampler import Ranked, Sampler
 from paceline.tree import from_paths
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
 
-SHARED = 0.7
+SHARED = 0.75
 """From this share of the target's tokens on, drafting with the shared ones beats drafting text (LOG.md)."""
 
 _LIKELIEST = Sampler()
