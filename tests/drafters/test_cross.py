@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import packaged_model
+from tests.test_gguf_tokenizers import ORIGINALS, original
+from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
 from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
 from paceline.drafters.make import make_drafter
@@ -24,10 +27,7 @@ from paceline.sampler import LogitsProcessor, Prefix
 from paceline.sampling import Sampling
 from paceline.testing import check_drafter, run, run_together
 from paceline.tokenizer import Tokenizer
-from paceline.types import Draft, Tree
-from tests.conftest import packaged_model
-from tests.test_gguf_tokenizers import ORIGINALS, original
-from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
+from paceline.types import Draft, Tree, Verdict
 
 WAYS: dict[str, Callable[[Words], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
 SHAPES = {"chain": Tree.chain(5), "tree": Tree(12, 4, 3)}
@@ -96,6 +96,33 @@ def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: Tree) ->
     tokens, _, stats = run(ours.target, prompt_of(ours), sampling, Retold(words), shape)
     assert tokens == run(ours.target, prompt_of(ours), sampling)[0]
     assert stats.tokens_per_round > (4.5 if shape.branch == 1 else 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> None:
+    """What follows has changed the draft's last tokens again and again, and its cache with them."""
+    ours = model("byte-level, small")
+    words = Words(ours, model("byte-level", 1))
+    text = ours.tokenizer.encode(SAMPLE[:160])
+    drafter = WAYS[way](words)
+    drafter.admit(0, text[:3])
+    for end in range(3, len(text) - 2, 2):
+        ask = Ask(0, SHAPES["chain"], WARM.sampler(text[:end]))
+        fresh = WAYS[way](words)
+        fresh.admit(0, text[:end])
+        assert drafter.propose([ask]) == fresh.propose([ask])
+        drafter.observe(0, Verdict((), tuple(text[end : end + 2])), {})
+
+
+def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
+    words = Words(model("byte-level, small"), model("letters", 1))
+    (begun,) = words.speller.spell(b"\xc3")
+    drafter = Retold(words)
+    ask = Ask(0, SHAPES["chain"], GREEDY.sampler([begun]))
+    letter = words.draft.tokenizer.vocabulary
+    found = drafter._retold(ask, [letter["é"], letter["l"]], b"\xc3")
+    assert b"".join(words.said[token] for token in found) == b"\xa9l"
+    assert drafter._retold(ask, [letter["l"]], b"\xc3") == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -177,9 +204,9 @@ def test_tokens_beyond_the_models_rows_are_not_drafted() -> None:
 
 def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
     ours = model("byte-level")
+    prompt = [next(token for token, said in ours.tokenizer.surfaces.items() if said == b"\xe4")]
     for make in WAYS.values():
         drafter = make(Words(ours, model("letters", 1)))
-        prompt = [ours.tokenizer.bos_token_id or 0]
         drafter.admit(0, prompt)
         assert drafter.propose([Ask(0, SHAPES["chain"], GREEDY.sampler(prompt))]) == [Draft()]
         drafter.release(0)

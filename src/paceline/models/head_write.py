@@ -100,6 +100,7 @@ def _fill(folder: Path, written: Written) -> None:
         torch.save(tensors, folder / written.file)
     else:
         save_file(tensors, folder / written.file, metadata={"format": "pt"})
+        (folder / written.file).chmod(0o644)  # the library leaves it to its owner alone
     (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
 
 

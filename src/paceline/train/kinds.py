@@ -26,8 +26,8 @@ class Wish:
     """What a user may say about the drafter; None leaves it to the kind.
 
     `vocabulary` [K]: the tokens it is to know, ascending. `steps`: of the drafts that it is trained for. `taps`,
-    `ffn`: of EAGLE's layer. `layers`: of the target before an early exit, or of a block drafter; `rank`: of the adapter
-    at the exit.
+    `ffn`: of EAGLE's layer. `layers`: of the target before an early exit, of a block drafter, or of each of Medusa's
+    heads; `rank`: of the adapter at the exit.
     """
 
     vocabulary: Tensor
@@ -50,7 +50,8 @@ def eagle3(llm: LLM, wish: Wish) -> Recipe:
 def medusa(llm: LLM, wish: Wish) -> Recipe:
     target = native(llm)
     c = target.config
-    return Medusa(MedusaConfig(c.hidden, c.vocab_size, wish.steps, shared=True), target, wish.vocabulary)
+    config = MedusaConfig(c.hidden, c.vocab_size, wish.steps, wish.layers or 1, shared=True)
+    return Medusa(config, target, wish.vocabulary)
 
 
 def early_exit(llm: LLM, wish: Wish) -> Recipe:

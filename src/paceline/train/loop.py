@@ -203,13 +203,10 @@ class Trainer:
     def _evaluate(self) -> None:
         """Tokens per round on held-out documents, as greedy decoding with chains would have it."""
         self._recipe.module.eval()
-        tokens = rounds = 0
-        counts = torch.zeros(2, self._recipe.steps)
-        for batch in self._looks():
-            guesses = self._guess(batch)
-            walked = walk(guesses)
-            tokens, rounds = tokens + walked[0], rounds + walked[1]
-            counts += guesses.counts
+        looks = [self._guess(batch) for batch in self._looks()]
+        self._recipe.measured(looks)
+        tokens, rounds = (sum(part) for part in zip((0, 0), *map(walk, looks), strict=True))
+        counts = sum((look.counts for look in looks), torch.zeros(2, self._recipe.steps))
         p = self._progress
         p.acceptance, p.held = tokens / max(rounds, 1), _shares(counts)
         p.history.append({"documents": p.documents, "tokens_per_round": p.acceptance, "accuracy": p.held})

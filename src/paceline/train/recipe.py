@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,18 +15,23 @@ from paceline.protocols import Ends
 from paceline.train.states import Batch
 from paceline.types import Tap
 
+UNKNOWN = 1 << 30
+"""The rank of a token that is not in the drafter's vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
     """What a module says of a batch: S steps of the drafts that begin at P places of B documents.
 
     `loss`: summed over all. `right` [S, B, P]: whether a step's best guess is the target's own choice. `real`
-    [S, B, P]: where there was something to guess; elsewhere `right` is False.
+    [S, B, P]: where there was something to guess; elsewhere `right` is False. `ranks` [S, B, P]: in evaluation, how
+    many tokens the step thought likelier than the target's choice; `UNKNOWN` where it does not know that one.
     """
 
     loss: Tensor
     right: Tensor
     real: Tensor
+    ranks: Tensor | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -50,6 +56,9 @@ class Recipe(ABC):
     @abstractmethod
     def guess(self, batch: Batch) -> Guesses:
         """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
+
+    def measured(self, looks: Sequence[Guesses]) -> None:  # noqa: B027
+        """What a look at the held-out documents found, for a recipe that can use it."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What is written, under the names of `models/heads.py`, in bfloat16 where it is a weight."""
@@ -140,6 +149,12 @@ class Teacher:
             return Taught(scores, self.vocabulary[scores.argmax(-1)])
         return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
 
+    def rank(self, said: Tensor, choice: Tensor) -> Tensor:
+        """How many of a row's tokens [N, K] are likelier than the chosen one, an id [N]; `UNKNOWN` without that one."""
+        column = torch.searchsorted(self.vocabulary, choice).clamp(max=len(self.vocabulary) - 1)
+        ranks = (said > said.gather(1, column[:, None])).sum(-1)
+        return ranks.where(self.vocabulary[column] == choice, UNKNOWN)
+
 
 class Tally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
@@ -149,6 +164,7 @@ class Tally:
         self._teacher, self._taught, self._answered, self._decay = teacher, taught, answered, decay
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
+        self._ranks: list[Tensor] = []
 
     def once(self, logits: Tensor) -> None:
         """`logits` [N, K]: of a drafter without steps, at the real places of the first: what it says after each
@@ -167,10 +183,13 @@ class Tally:
         wanted = self._taught.scores[:, columns][real]
         said = logits.float().log_softmax(-1)
         self._losses.append(-(wanted.softmax(-1) * said).sum() * self._decay**step)
-        right = torch.zeros_like(real)
         choice = self._taught.choice[:, columns][real]
-        right[real] = self._teacher.vocabulary[said.detach().argmax(-1)] == choice
-        self._right.append(right)
+        self._right.append(torch.zeros_like(real))
+        self._right[-1][real] = self._teacher.vocabulary[said.detach().argmax(-1)] == choice
+        if not torch.is_grad_enabled():
+            self._ranks.append(torch.full_like(real, UNKNOWN, dtype=torch.int64))
+            self._ranks[-1][real] = self._teacher.rank(said, choice)
 
     def guesses(self) -> Guesses:
-        return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._answered.real)
+        ranks = torch.stack(self._ranks) if self._ranks else None
+        return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._answered.real, ranks)

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.models.head_fit import fingerprint
-from paceline.models.head_write import write_head
+from paceline.models.head_write import LAYOUTS, write_head
 from paceline.models.heads import HeadFile
 from paceline.train import answers as writing
 from paceline.train import loop
@@ -87,6 +87,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     Raises `PacelineError`.
     """
     check(order)
+    choose(torch.zeros(llm.model.target.vocab_size), order.vocabulary or llm.model.target.vocab_size, llm.model.eos)
     listener = listener or Listener()
     order.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(order.plan.seed)
@@ -129,6 +130,9 @@ def check(order: Order) -> None:
     """Raises `InvalidOption` for what can be seen to be wrong before anything is loaded."""
     if order.kind not in KINDS:
         raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
+    layouts = LAYOUTS[{"early-exit": "exit"}.get(order.kind, order.kind)]
+    if order.layout is not None and order.layout not in layouts:
+        raise InvalidOption(f"{order.kind} has no layout {order.layout!r}", f"There are {', '.join(layouts)}")
     if order.answers is not None and order.prompts is None:
         raise InvalidOption("--answers without --prompts are answers to nothing", "Name the prompts' file too")
     if not (0 < order.plan.epochs < 1e6 and 0 < order.plan.rate < 1):

@@ -1,0 +1,72 @@
+"""`paceline train` as a user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import paceline.llm
+from paceline.models.head_files import open_head
+from tests.test_cli import failure, run
+from tests.toys import toy_llm
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    llm = toy_llm(layers=4)
+    monkeypatch.setattr(paceline.llm, "load", lambda *_, **__: llm)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "abcdefgh"[i % 8] * (1 + i // 8)}) + "\n" for i in range(64)))
+    return path
+
+
+def train(prompts: Path, *more: str):
+    small = ["--answer-tokens", "8", "--batch", "8", "--steps", "2", "--vocabulary", "30"]
+    return run("train", "--prompts", str(prompts), "--out", str(prompts.parent / "head"), *small, *more)
+
+
+def test_one_command_makes_a_drafter_and_says_how_good_it_is(prompts: Path) -> None:
+    result = train(prompts)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("the target answers: 1 of 128") or lines[0].startswith("the target answers: 0 of 128")
+    assert "tokens per round on held-out answers (greedy, chain of 2)" in lines[-1]
+    assert open_head(prompts.parent / "head").config.taps == (2, 2, 1)
+    card = (prompts.parent / "head" / "README.md").read_text()
+    assert "paceline" in card
+    assert "--answer-tokens" not in card or "train" in card
+
+
+def test_quiet_says_nothing(prompts: Path) -> None:
+    result = train(prompts, "--quiet")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--kind", "eagle9"], "no drafter of kind 'eagle9' can be trained. There are eagle3, medusa"),
+        (["--temperatures", "hot"], "--temperatures 'hot' is no list of numbers"),
+        (["--vocabulary", "99"], "a draft vocabulary of 99 tokens is not possible"),
+        (["--epochs", "0"], "0 epochs"),
+        (["--layout", "gguf"], "no layout 'gguf'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(more: list[str], said: str, prompts: Path) -> None:
+    assert said in failure(train(prompts, *more))
+    assert not (prompts.parent / "head").exists()
+
+
+def test_a_missing_or_broken_file_is_one_line(prompts: Path) -> None:
+    assert "No such file" in failure(train(prompts.parent / "nothing.jsonl"))
+    prompts.write_text('{"prompt": "a"}\nnot json\n')
+    assert "line 2" in failure(train(prompts))
+
+
+def test_other_options_for_a_run_that_has_begun_are_refused(prompts: Path) -> None:
+    assert train(prompts).exit_code == 0
+    assert "was made with other options" in failure(train(prompts, "--rate", "0.001"))
+    assert train(prompts).exit_code == 0
