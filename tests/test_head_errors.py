@@ -212,6 +212,13 @@ def test_a_medusa_head_that_skips_one(tmp_path: Path) -> None:
         open_head(changed(folder, lambda t: t.pop("blocks.1.layers.0.weight")))
 
 
+@pytest.mark.parametrize("paths", [[[0], []], [[0, -1]], [[True]], ["0"], [0], 7])
+def test_a_medusa_tree_of_no_places(paths: object, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
+    with pytest.raises(CorruptModel, match=r"as a place in a tree|makes no sense"):
+        open_head(configured(folder, paceline={"paths": paths}))
+
+
 def test_a_model_is_no_head(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", {"model_type": "llama", "num_hidden_layers": 2}, {"x": torch.ones(1)})
     with pytest.raises(UnsupportedModel, match=r"no learned drafter.*model:REF"):

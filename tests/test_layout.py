@@ -57,7 +57,7 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0), (-1, 0, 1, 2, 3), (-1, -1, -1)])
 def test_chains_and_padding_lie_as_they_come(parents: tuple[int, ...]) -> None:
     for length in (0, 1):
-        assert layout(parents, length).plain
+        assert layout(parents, length).sources == tuple(range(len(parents)))
 
 
 @given(drafts())

@@ -35,11 +35,6 @@ class Layout:
     visible: Tensor
     fresh: tuple[int, ...]
 
-    @property
-    def plain(self) -> bool:
-        """Whether column c simply holds row c."""
-        return self.sources == tuple(range(len(self.sources)))
-
     def mutual(self) -> Layout:
         """The same columns, where every row sees every row."""
         return replace(self, visible=torch.ones_like(self.visible))

@@ -252,6 +252,20 @@ def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) ->
     assert [len(draft.carried.streams) for draft in drafts if draft.carried] == [5] * MIN_ROWS, "not the last leaf"
 
 
+def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(layers=LAYERS)
+    drafter, cache, sampler = early(2, target), target.new_cache(), Sampling().sampler([3])
+    ask = Ask(cache.acquire(1), CHAIN, sampler, cache)
+    passes = iter([target.forward])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", lambda *given: next(passes)(*given))
+        with pytest.raises(StopIteration):
+            drafter.propose([ask])
+    (draft,) = drafter.propose([replace(ask, budget=Tree.chain(0))])
+    assert draft.carried is None
+
+
 class Listener(NGram):
     """Asks for hidden states below and above the exit, and says nothing."""
 
