@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import packaged_model
-from tests.test_gguf_tokenizers import ORIGINALS, original
-from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
 from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
 from paceline.drafters.make import make_drafter
@@ -28,6 +25,9 @@ from paceline.sampling import Sampling
 from paceline.testing import check_drafter, run, run_together
 from paceline.tokenizer import Tokenizer
 from paceline.types import Draft, Tree, Verdict
+from tests.conftest import packaged_model
+from tests.test_gguf_tokenizers import ORIGINALS, original
+from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
 WAYS: dict[str, Callable[[Words], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
 SHAPES = {"chain": Tree.chain(5), "tree": Tree(12, 4, 3)}
