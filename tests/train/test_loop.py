@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import InvalidOption, TrainingFailed
+from paceline.errors import InvalidOption, OutOfMemory, TrainingFailed
+from paceline.train.documents import Document
 from paceline.train.loop import CHECKPOINT, Plan, Report, Trainer
-from paceline.train.recipe import Guesses, walk
+from paceline.train.recipe import Guesses, Teacher, walk
 from paceline.train.states import States
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
@@ -150,7 +151,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run._recipe.guess = hungry  # type: ignore[method-assign]
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemory, match="not even over one document"):
         run.run()
 
 
@@ -176,3 +177,62 @@ def test_a_walk_ends_with_its_document() -> None:
     real = torch.ones(3, 2, 4, dtype=torch.bool)
     real[:, 1, 2:] = False
     assert walk(Guesses(torch.tensor(0.0), right & real, real)) == (6, 2)
+
+
+def test_however_short_the_plan_one_batch_is_learnt_from(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(PLAN, epochs=0.001), count=16)
+    before = weights(run)
+    run.run()
+    assert any(not torch.equal(before[name], weight) for name, weight in weights(run).items())
+
+
+def test_without_held_out_documents_nothing_is_said_of_them(tmp_path: Path) -> None:
+    none = States(TARGET, selection([]), TAPS)
+    states = States(TARGET, selection(documents(8)), TAPS)
+    assert Trainer(recipe(), states, none, PLAN, tmp_path, "toy").run().acceptance is None
+
+
+def test_documents_without_a_guess_are_passed_over(tmp_path: Path) -> None:
+    empty = [Document((1,), (2,)), Document((1, 2), ()), Document((3,), ())]
+    states = States(TARGET, selection(empty), TAPS)
+    run = Trainer(recipe(), states, states, PLAN, tmp_path, "toy")
+    before = weights(run)
+    report = run.run()
+    assert (report.documents, report.tokens, report.loss) == (3, 0, 0.0)
+    assert all(torch.equal(before[name], weight) for name, weight in weights(run).items())
+
+
+def test_what_a_recipe_draws_does_not_depend_on_where_the_run_was_resumed(tmp_path: Path) -> None:
+    def drawing(report: object = None) -> tuple[Trainer, list[float]]:
+        run = trainer(tmp_path, replace(PLAN, every=0.0), count=24, **({"report": report} if report else {}))
+        drawn: list[float] = []
+        guess = run._recipe.guess
+        run._recipe.guess = lambda batch: (drawn.append(float(torch.rand(()))), guess(batch))[1]  # type: ignore[method-assign]
+        return run, drawn
+
+    run, first = drawing(stop_after(12))
+    with pytest.raises(Stop):
+        run.run()
+    resumed, rest = drawing()
+    resumed.run()
+    (tmp_path / CHECKPOINT).unlink()
+    whole, drawn = drawing()
+    whole.run()
+    assert (len(first), first + rest[:3]) == (3, drawn[:6])
+
+
+def test_a_drafter_is_trained_where_its_target_is(tmp_path: Path) -> None:
+    class Elsewhere(States):
+        device = torch.device("meta")
+
+    run = Trainer(recipe(), Elsewhere(TARGET, selection(documents(4)), TAPS), None, PLAN, tmp_path, "toy")  # type: ignore[arg-type]
+    assert {p.device.type for p in run._recipe.module.parameters()} == {"meta"}
+
+
+def test_a_teacher_keeps_its_tokens_where_its_target_is() -> None:
+    class Elsewhere:
+        def head(self) -> torch.Tensor:
+            return torch.empty(9, 4, device="meta")
+
+    teacher = Teacher(Elsewhere(), torch.arange(3))  # type: ignore[arg-type]
+    assert teacher.vocabulary.device.type == teacher.kept.device.type == "meta"

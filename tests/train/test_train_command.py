@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import paceline.llm
 from paceline.models.head_files import open_head
+from paceline.train.prompts import Prompts, is_held
 from tests.test_cli import failure, run
 from tests.toys import toy_llm
 
@@ -70,3 +72,36 @@ def test_other_options_for_a_run_that_has_begun_are_refused(prompts: Path) -> No
     assert train(prompts).exit_code == 0
     assert "was made with other options" in failure(train(prompts, "--rate", "0.001"))
     assert train(prompts).exit_code == 0
+
+
+def test_a_folder_in_the_way_is_refused_before_any_work(prompts: Path) -> None:
+    (prompts.parent / "head").mkdir()
+    (prompts.parent / "head" / "mine.txt").write_text("keep")
+    assert "holds no head. Name a new folder" in failure(train(prompts))
+    assert not (prompts.parent / "head.work").exists()
+    assert "no name for a new folder" in failure(train(prompts, "--out", "."))
+
+
+def test_few_prompts_make_a_drafter_that_is_not_measured(prompts: Path) -> None:
+    prompts.write_text("".join(json.dumps({"prompt": "abcdefgh"[i] * 3}) + "\n" for i in range(8)))
+    assert not any(Prompts(prompts).held)
+    result = train(prompts)
+    assert result.exit_code == 0, result.output
+    assert "not measured" in result.stderr.splitlines()[-1]
+    assert "Not measured" in (prompts.parent / "head" / "README.md").read_text()
+
+
+def test_nothing_but_held_out_prompts_is_one_line(prompts: Path) -> None:
+    rows = [line for line in prompts.read_text().splitlines() if is_held(json.loads(line)["prompt"])]
+    prompts.write_text(rows[0] + "\n")
+    assert "nothing is left to train on. Give more prompts" in failure(train(prompts, "--quiet"))
+
+
+def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "9")
+    failure(train(prompts, "--kind", "nothing"))
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "9"

@@ -65,9 +65,14 @@ def write_head(folder: str | Path, head: HeadFile, layout: str | None = None) ->
     return folder
 
 
-def _replace(folder: Path, written: Written) -> None:
+def check_folder(folder: Path) -> None:
+    """Raises `InvalidOption` where something lies that is no head, which a head would replace."""
     if folder.exists() and not (holds_head(folder) or (folder.is_dir() and not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
+
+
+def _replace(folder: Path, written: Written) -> None:
+    check_folder(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside: Any = {"dir": folder.parent, "prefix": f".{folder.name}."}

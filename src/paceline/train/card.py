@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 def card(order: Order, report: Report, trained: int, held: int, covered: float) -> str:
     """Markdown. `trained`, `held`: documents; `covered`: share of the answers' tokens in the draft vocabulary."""
-    steps = ", ".join(f"{share:.3f}" for share in report.held)
     return f"""\
 # {order.kind} drafter for {order.target}
 
@@ -26,12 +25,19 @@ Made by Paceline {version("paceline")} with torch {torch.__version__}:
   {report.tokens:,} places to draft from. {held} answers to one prompt in fifty were held out.
 - Seed {order.plan.seed}; {report.seconds / 60:.0f} minutes of training on {_hardware()}.
 - Draft vocabulary: {order.vocabulary or "the whole"} tokens, {100 * covered:.1f} % of what the target wrote.
-- On {min(order.plan.held, held)} held-out answers a greedy chain of {len(report.held)} would give
-  {report.acceptance or 1:.2f} tokens per round, bonus token included. Accuracy of each step, whether or not those
-  before it were right: {steps}.
+- {_measured(report, min(order.plan.held, held))}
 
 It drafts for this target only. What it drafts never changes the text.
 """
+
+
+def _measured(report: Report, held: int) -> str:
+    if report.acceptance is None:
+        return "Not measured: of so few prompts none were held out."
+    steps = ", ".join(f"{share:.3f}" for share in report.held)
+    return f"""\
+On {held} held-out answers a greedy chain of {len(report.held)} would give {report.acceptance:.2f} tokens per round,
+  bonus token included. Accuracy of each step, whether or not those before it were right: {steps}."""
 
 
 def _source(order: Order) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory
+from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, memory_named
 from paceline.train.optimizer import Optimizer
 from paceline.train.recipe import Guesses, Recipe, walk
 from paceline.train.states import Batch, States
@@ -44,7 +44,7 @@ class Plan:
 class Report:
     """Where a run stands. `documents` of `total` seen; `tokens` guessed from in this run, in `seconds`. `loss` per
     guess and `accuracy` per step, running means in training. `acceptance`: tokens per round of greedy chains on
-    held-out documents, the bonus token included, once measured; `held`: their accuracy per step."""
+    held-out documents, the bonus token included, once measured, if there are any; `held`: their accuracy per step."""
 
     documents: int
     total: int
@@ -99,15 +99,25 @@ class Trainer:
         self._identity = f"{identity} {replace(plan, epochs=0, every=0, evaluate=0, held=0)}"
         self._report = report
         self._micro = plan.batch
-        self._device = next(recipe.module.parameters()).device
+        self._device = states.device
+        recipe.module.to(self._device)
         self._optimizer = Optimizer(recipe.module, plan.rate)
-        self._total = int(plan.epochs * len(states))
+        self._total = max(1, int(plan.epochs * len(states)))
         self._progress = _Progress()
         self._resume()
 
     def run(self) -> Report:
-        """Train to the end of the plan. Raises `TrainingFailed` where the loss is no number. Whatever ends it (an
-        error, Ctrl-C), the checkpoint of a moment ago is there to go on from."""
+        """Train to the end of the plan. Raises `TrainingFailed` where the loss is no number, `OutOfMemory` where not
+        even one document fits. Whatever ends it (an error, Ctrl-C), the checkpoint of a moment ago is there to go on
+        from."""
+        with memory_named(
+            f"{self._device} has no memory for a step of training, not even over one document",
+            "Train a smaller drafter (--vocabulary, --ffn, --steps) or on another --device; finished work is kept",
+        ):
+            self._train()
+        return self.report()
+
+    def _train(self) -> None:
         saved = evaluated = monotonic()
         for batch in self._remaining():
             began = monotonic()
@@ -122,7 +132,6 @@ class Trainer:
             self._report(self.report())
         self._evaluate()
         self._save()
-        return self.report()
 
     def report(self) -> Report:
         p = self._progress
@@ -145,9 +154,9 @@ class Trainer:
                     seen += size
                     continue
                 for batch in self._states.batches(shard, self._plan.batch, f"{self._plan.seed}/{epoch}"):
-                    seen += len(batch)
-                    if seen > self._total:
+                    if seen >= self._total:
                         return
+                    seen += len(batch)
                     if seen > self._progress.documents:
                         yield batch
             epoch += 1
@@ -178,9 +187,11 @@ class Trainer:
                 torch.cuda.empty_cache()
 
     def _in_parts(self, batch: Batch) -> tuple[float, Tensor]:
-        answers = int((batch.lengths - batch.prompts).sum())
+        answers = max(1, int((batch.lengths - batch.prompts).sum()))
         total, counts = 0.0, torch.zeros(2, self._recipe.steps)
         for part in batch.split(self._micro):
+            # What a recipe draws depends on how far the run is, not on where it was resumed or how it was split.
+            torch.manual_seed(self._plan.seed + self._progress.documents)
             guesses = self._guess(part)
             loss = guesses.loss / answers
             loss.backward()
@@ -202,8 +213,10 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Tokens per round on held-out documents, as greedy decoding with chains would have it."""
+        if not len(self._held):
+            return
         self._recipe.module.eval()
-        looks = [self._guess(batch) for batch in self._looks()]
+        looks = [self._guess(part) for batch in self._looks() for part in batch.split(self._micro)]
         self._recipe.measured(looks)
         tokens, rounds = (sum(part) for part in zip((0, 0), *map(walk, looks), strict=True))
         counts = sum((look.counts for look in looks), torch.zeros(2, self._recipe.steps))

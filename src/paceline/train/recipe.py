@@ -88,7 +88,7 @@ class Answered:
     @staticmethod
     def of(batch: Batch, steps: int) -> Answered:
         first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state of the token before its pending one
-        places = int((batch.lengths - 1 - first).max())
+        places = max(1, int((batch.lengths - 1 - first).max()))  # one that is not real where nothing is answered
         device = batch.tokens.device
         pending = first[:, None] + torch.arange(places, device=device)
         reach = torch.arange(1, steps + 1, device=device)[:, None, None]
@@ -134,9 +134,10 @@ class Teacher:
     """The target's head, over the tokens that a drafter knows."""
 
     def __init__(self, target: Ends, vocabulary: Tensor) -> None:
-        """`vocabulary` [K]: ascending ids. `kept` float32 [K, H]: their rows of the target's head."""
-        self._target, self.vocabulary = target, vocabulary
+        """`vocabulary` [K]: ascending ids. `kept` float32 [K, H]: their rows of the target's head, on its device."""
+        self._target = target
         self.kept = target.head()[vocabulary].float()
+        self.vocabulary = vocabulary.to(self.kept.device)
 
     @torch.no_grad()
     def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:

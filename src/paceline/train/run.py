@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.models.head_fit import fingerprint
-from paceline.models.head_write import LAYOUTS, write_head
+from paceline.models.head_write import LAYOUTS, check_folder, write_head
 from paceline.models.heads import HeadFile
 from paceline.train import answers as writing
 from paceline.train import loop
@@ -130,6 +130,9 @@ def check(order: Order) -> None:
     """Raises `InvalidOption` for what can be seen to be wrong before anything is loaded."""
     if order.kind not in KINDS:
         raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
+    if not order.out.name:
+        raise InvalidOption(f"--out {order.out} is no name for a new folder", "Give a path that ends in one")
+    check_folder(order.out)
     layouts = LAYOUTS[{"early-exit": "exit"}.get(order.kind, order.kind)]
     if order.layout is not None and order.layout not in layouts:
         raise InvalidOption(f"{order.kind} has no layout {order.layout!r}", f"There are {', '.join(layouts)}")
@@ -152,7 +155,7 @@ def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
     if order.answers is None:
         listener.stage("the target answers")
         write_answers(llm, prompts, said, order.mix, listener.writing)
-    return Documents(
+    documents = Documents(
         llm,
         prompts,
         said,
@@ -161,6 +164,9 @@ def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
         seed=order.plan.seed,
         limit=order.documents,
     )
+    if not len(documents.train):
+        raise InvalidData(f"{said} answers held-out prompts only: nothing is left to train on", "Give more prompts")
+    return documents
 
 
 def _vocabulary(llm: LLM, order: Order, documents: Documents, listener: Listener) -> tuple[Tensor, float]:

@@ -93,6 +93,11 @@ class States:
             folder.mkdir(parents=True, exist_ok=True)
             self._room -= sum(file.stat().st_size for file in folder.iterdir())
 
+    @property
+    def device(self) -> torch.device:
+        """The target's, where batches are."""
+        return self._target.device
+
     def __len__(self) -> int:
         """Documents in all."""
         return len(self._documents)
