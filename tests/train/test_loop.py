@@ -97,10 +97,10 @@ def test_an_interrupted_run_can_be_made_shorter_or_longer(tmp_path: Path) -> Non
     assert trainer(tmp_path, replace(PLAN, epochs=1.5, every=0.0)).run().documents == 144
 
 
-@pytest.mark.parametrize("data", [b"", b"hello world\n", pickle.dumps([1]), pickle.dumps(print)])
+@pytest.mark.parametrize("data", [b"", b"hello world\n", pickle.dumps([1], 2), pickle.dumps(print, 2)])
 def test_what_is_no_checkpoint_is_named(data: bytes, tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT).write_bytes(data)
-    with pytest.raises(TrainingFailed, match="cannot be read .*Delete it"):
+    with pytest.raises(TrainingFailed, match=r"cannot be read .*Delete it"):
         trainer(tmp_path)
 
 
