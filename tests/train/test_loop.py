@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +95,20 @@ def test_an_interrupted_run_can_be_made_shorter_or_longer(tmp_path: Path) -> Non
         trainer(tmp_path, replace(PLAN, epochs=3, every=0.0), report=stop_after(60)).run()
     assert trainer(tmp_path, replace(PLAN, epochs=1, every=0.0)).run().documents == 96
     assert trainer(tmp_path, replace(PLAN, epochs=1.5, every=0.0)).run().documents == 144
+
+
+@pytest.mark.parametrize("data", [b"", b"hello world\n", pickle.dumps([1], 2), pickle.dumps(print, 2)])
+def test_what_is_no_checkpoint_is_named(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINT).write_bytes(data)
+    with pytest.raises(TrainingFailed, match=r"cannot be read .*Delete it"):
+        trainer(tmp_path)
+
+
+def test_a_run_goes_on_with_as_many_steps_as_it_began_with(tmp_path: Path) -> None:
+    trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
+    states = States(TARGET, selection(documents(96)), TAPS)
+    with pytest.raises(InvalidOption, match="other options"):
+        Trainer(recipe(steps=2), states, states, PLAN, tmp_path, "toy")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

@@ -105,3 +105,12 @@ def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
     failure(train(prompts, "--kind", "nothing"))
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
     assert os.environ["LRU_CACHE_CAPACITY"] == "9"
+
+
+def test_damaged_settings_beside_the_answers_are_one_line(prompts: Path) -> None:
+    work = prompts.parent / "head.work"
+    work.mkdir()
+    (work / "answers.jsonl").write_text("{}\n")
+    for damage in ("[1]", "{"):
+        (work / "answers.settings.json").write_text(damage)
+        assert "is damaged" in failure(train(prompts, "--quiet"))

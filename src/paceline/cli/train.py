@@ -79,7 +79,9 @@ class TrainOptions:
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the data.", rich_help_panel=_LOOP)] = 1.0
     batch: Annotated[int, typer.Option("--batch", min=1, help="Documents per step.", rich_help_panel=_LOOP)] = 4
     rate: Annotated[float, typer.Option("--rate", help="Learning rate.", rich_help_panel=_LOOP)] = 2e-3
-    seed: Annotated[int, typer.Option("--seed", help="Of data, order and weights.", rich_help_panel=_LOOP)] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of data, order and weights.", rich_help_panel=_LOOP)
+    ] = 0
 
     def order(self, target: str, kind: str, out: Path) -> Order:
         """All of it in the library's terms. Raises `InvalidOption`."""

@@ -105,8 +105,9 @@ def _fill(folder: Path, written: Written) -> None:
         torch.save(tensors, folder / written.file)
     else:
         save_file(tensors, folder / written.file, metadata={"format": "pt"})
-        (folder / written.file).chmod(0o644)  # the library leaves it to its owner alone
-    (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    config = folder / "config.json"
+    config.write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    (folder / written.file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
 
 
 def _refuse(layout: str, **reasons: object) -> None:

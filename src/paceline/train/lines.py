@@ -126,7 +126,7 @@ _ANEW = "Give the options it was made with, take another folder, or delete it to
 def _settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InvalidData(f"{path} is damaged ({error})", "Delete it together with the file it describes") from None
 
 

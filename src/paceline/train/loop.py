@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -258,17 +257,19 @@ class Trainer:
             return
         try:
             kept = torch.load(self._path, map_location=self._device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            identity, progress = kept["identity"], _Progress(**kept["progress"])
+        except Exception as error:  # torch's unpickler raises whatever a damaged file leads it to
+            reason = (str(error).splitlines() or [""])[0]
             raise TrainingFailed(
-                f"the checkpoint {self._path} cannot be read ({str(error).splitlines()[0]})",
+                f"the checkpoint {self._path} cannot be read ({type(error).__name__}: {reason:.60})",
                 "Delete it to begin anew; answers and hidden states are kept",
             ) from error
-        if kept["identity"] != self._identity:
+        if identity != self._identity or len(progress.accuracy) not in (0, self._recipe.steps):
             raise InvalidOption(
                 f"{self._path} was made with other options or other data",
                 "Repeat the command that made it, or give another --out",
             )
-        self._progress = _Progress(**kept["progress"])
+        self._progress = progress
         self._recipe.module.load_state_dict(kept["module"])
         self._optimizer.load_state_dict(kept["optimizer"])
 
