@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ class Letters:
     """A tokenizer of one letter per token."""
 
     chat_template: str | None = "template"
+    vocabulary: ClassVar[dict[str, int]] = {letter: i for i, letter in enumerate(LETTERS)}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [LETTERS.find(letter) % len(LETTERS) for letter in text.lower()]
