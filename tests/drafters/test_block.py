@@ -15,7 +15,7 @@ from paceline.cache import SlabCache
 from paceline.drafters.block import Block
 from paceline.drafters.independent import independent
 from paceline.engine import Engine, Request
-from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.config import LayerConfig, RopeConfig
 from paceline.models.decoder import Decoder
@@ -24,7 +24,7 @@ from paceline.protocols import Ask
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import TextStream
-from paceline.testing import TINY_BLOCK, ToyTarget, block_tensors, check_drafter, run, run_together, tiny_target
+from paceline.testing import TINY_BLOCK, block_tensors, check_drafter, run, run_together, tiny_target
 from paceline.tree import CHUNK, depths, pack_prefix, shape
 from paceline.types import Tap, Tree, Verdict, Want
 
@@ -301,11 +301,6 @@ def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
 def test_a_head_that_cannot_be_the_targets_is_refused(config: BlockConfig, cause: str) -> None:
     with pytest.raises(CorruptModel, match=cause):
         block(config)
-
-
-def test_a_target_without_ends_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="ToyTarget"):
-        Block(TINY_BLOCK, block_tensors(), ToyTarget())
 
 
 def test_tensors_of_another_head_are_refused() -> None:

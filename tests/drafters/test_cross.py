@@ -85,7 +85,7 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
     tokens, _, stats = run(ours.target, prompt, sampling, SharedTokens(words), shape)
     assert tokens == plain
     assert stats.accepted == alone.accepted
-    assert stats.tokens_per_round > (5 if shape.branch == 1 else 3)
+    assert stats.tokens_per_round >= (5 if shape.branch == 1 else 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

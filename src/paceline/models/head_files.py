@@ -287,15 +287,8 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
         layers=max(layer for _, layer in places) + 1,
         shared=shared,
         draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
-        paths=tuple(_path(folder, path) for path in own.get("paths", ())),
+        paths=tuple(tuple(path) for path in own.get("paths", ())),
     )
-
-
-def _path(folder: _Folder, path: Any) -> tuple[int, ...]:
-    """One place of a static tree: the rank at every depth."""
-    if not path or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
-        raise CorruptModel(f"config.json of the head {folder.path} gives {path!r} as a place in a tree", _AGAIN)
-    return tuple(path)
 
 
 # --- DFlash, early exit
