@@ -294,3 +294,12 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot write the head"):
         write_head(tmp_path / "file" / "head", head_of(EXIT))
+
+
+def test_a_head_that_was_read_can_be_written_again(tmp_path: Path) -> None:
+    """From a file tensors come in the order of their names, the map of tokens first."""
+    read = open_head(write_head(tmp_path / "a", head_of(EAGLE3, torch.bfloat16)))
+    ordered = {name: read.tensors[name].clone() for name in sorted(read.tensors)}
+    again = open_head(write_head(tmp_path / "b", replace(read, tensors=ordered)))
+    assert again.config == read.config
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in ordered.items())

@@ -138,7 +138,7 @@ def _layer_terms(c: ModelConfig, family: str, tensors: Mapping[str, Tensor]) -> 
         "rope_parameters": {"rope_theta": c.rope.theta, **(scaling or {"rope_type": "default"})},
         "attention_bias": any(name.endswith("self_attn.q_proj.bias") for name in tensors),
         "tie_word_embeddings": False,
-        "dtype": _NAMES[next(iter(tensors.values())).dtype],
+        "dtype": _NAMES[next(t.dtype for t in tensors.values() if t.is_floating_point())],
     }
 
 
