@@ -87,7 +87,7 @@ def test_the_q_of_another_parent_is_noticed() -> None:
 def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that draws with the target's own noise, as it should under match."""
 
-    def shared(self: Sampler, logits: Tensor, path: Sequence[int], count: int) -> Ranked:
+    def shared(self: Sampler, logits: Tensor, path: Sequence[int], count: int, subset: None) -> Ranked:
         return Ranked([self.choose(logits, path)], [0.0], self.distribution(logits))
 
     monkeypatch.setattr(Sampler, "_rank", shared)
