@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 from paceline.models.head_check import shapes_of
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 
@@ -34,14 +35,20 @@ EAGLE = EagleConfig(LAYER, ("final",), 32, 64, version=1)
 MEDUSA = MedusaConfig(32, 64, 3, 2)
 COMPACT = MedusaConfig(32, 64, 3, 1, shared=True, paths=((0,), (0, 0), (1,)))
 BLOCK = BlockConfig(QWEN, (2, 5), 4, 63)
+_PLAN = (LayerConfig(QWEN.rope, window=7), LayerConfig(QWEN.rope))
+WINDOWED = replace(BLOCK, layer=replace(QWEN, special=_PLAN), causal=(True, False))
+MUTUAL = replace(WINDOWED, causal=())
+REDUCED = replace(BLOCK, draft_vocab=16, from_anchor=True)
 EXIT = ExitConfig(32, 3, 4)
 
 
 def head_of(config: HeadConfig, dtype: torch.dtype = torch.float32, target: str | None = "owner/name") -> HeadFile:
     generator = torch.Generator().manual_seed(3)
-    shapes, _ = shapes_of(config)
+    shapes, allowed = shapes_of(config)
+    if "lm_head.weight" in allowed:
+        shapes["lm_head.weight"] = allowed["lm_head.weight"]
     tensors = {name: torch.randn(shape, generator=generator).to(dtype) * 0.3 for name, shape in shapes.items()}
-    if isinstance(config, EagleConfig) and config.draft_vocab < config.layer.vocab_size:
+    if isinstance(config, (EagleConfig, BlockConfig)) and 0 < config.draft_vocab < config.layer.vocab_size:
         tensors |= token_maps(torch.arange(config.draft_vocab) * 3 + 1, config.layer.vocab_size)
     if "token_map" in tensors:
         tensors["token_map"] = torch.arange(len(tensors["token_map"])) * 2
@@ -63,3 +70,37 @@ def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], fi
     else:
         torch.save(tensors, path / file)
     return path
+
+
+# --- The configs of other projects, spelled as they write them
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+
+
+def speculators(kind: str, **changes: Any) -> dict[str, Any]:
+    verifier = {"name_or_path": "owner/name", "architectures": ["LlamaForCausalLM"]}
+    layer = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | {
+        "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
+        "head_dim": 8,
+    }
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {"algorithm": kind, "verifier": verifier},
+        "transformer_layer_config": layer,
+        **changes,
+    }

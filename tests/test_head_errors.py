@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ def swapped(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.pop("lm_head.weight"), r"lacks lm_head\.weight"),
+        (lambda t: t.pop("norm.weight"), r"lacks norm\.weight"),
         (lambda t: (t.pop("d2t"), t.pop("t2d")), "lacks d2t"),
         (
             lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].clone()}),
@@ -73,6 +74,48 @@ def test_tensors_that_contradict_their_config(change: Callable[..., object], sai
     folder = changed(write_head(tmp_path / "head", head_of(EAGLE3)), change)
     with pytest.raises(CorruptModel, match=said):
         open_head(folder)
+
+
+@pytest.mark.parametrize(("config", "layout"), [(EAGLE3, "sglang"), (replace(EAGLE3, target_hidden=40), "speculators")])
+def test_rows_are_missed_where_no_target_can_lend_them(config: HeadConfig, layout: str, tmp_path: Path) -> None:
+    folder = changed(write_head(tmp_path / "head", head_of(config), layout), lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CorruptModel, match=r"lacks lm_head\.weight"):
+        open_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("lm_head.weight"), r"lacks lm_head\.weight"),
+        (lambda t: (t.pop("d2t"), t.pop("t2d")), "lacks d2t"),
+        (lambda t: t["d2t"][15].fill_(50), "token 65 of a vocabulary of 64"),
+        (lambda t: t.update(d2t=swapped(t["d2t"])), "does not rise"),
+        (lambda t: t["d2t"][0].fill_(0), "name different tokens"),
+    ],
+)
+def test_a_block_drafter_of_fewer_tokens_needs_their_rows_and_names(
+    change: Callable[..., object], said: str, tmp_path: Path
+) -> None:
+    folder = changed(write_head(tmp_path / "head", head_of(replace(BLOCK, draft_vocab=16)), "speculators"), change)
+    with pytest.raises(CorruptModel, match=said):
+        open_head(folder)
+
+
+@pytest.mark.parametrize("path", [(), (0, -1), (True,)])
+def test_a_tree_is_of_paths_of_ranks_whoever_gives_it(path: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(
+        CorruptModel, match=rf"has the path {re.escape(str(list(path)))}, and a path is ranks from 0 on"
+    ):
+        write_head(tmp_path / "new", head_of(replace(COMPACT, paths=((0,), path))), "paceline")
+    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
+    own = json.loads((folder / "config.json").read_text())["paceline"]
+    with pytest.raises(CorruptModel, match="a path is ranks from 0 on"):
+        open_head(configured(folder, paceline=own | {"paths": [[0], list(path)]}))
+
+
+def test_each_layer_of_a_block_drafter_is_causal_or_not(tmp_path: Path) -> None:
+    with pytest.raises(CorruptModel, match="marks 1 of 2 layers causal or not"):
+        write_head(tmp_path / "head", head_of(replace(BLOCK, causal=(True,))))
 
 
 def test_a_map_of_medusa_stays_in_the_vocabulary(tmp_path: Path) -> None:
@@ -167,6 +210,13 @@ def test_a_medusa_head_that_skips_one(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(MEDUSA), "vllm")
     with pytest.raises(CorruptModel, match=r"lacks blocks\.1\.layers\.0\.weight"):
         open_head(changed(folder, lambda t: t.pop("blocks.1.layers.0.weight")))
+
+
+@pytest.mark.parametrize("paths", [[[0], []], [[0, -1]], [[True]], ["0"], [0], 7])
+def test_a_medusa_tree_of_no_places(paths: object, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
+    with pytest.raises(CorruptModel, match=r"as a place in a tree|makes no sense"):
+        open_head(configured(folder, paceline={"paths": paths}))
 
 
 def test_a_model_is_no_head(tmp_path: Path) -> None:

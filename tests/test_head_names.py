@@ -27,6 +27,7 @@ from paceline.models.head_fit import fingerprint, same_target, shipped
 from paceline.models.head_write import write_head
 from paceline.models.heads import ExitConfig, HeadConfig
 from paceline.models.loader import Loaded
+from paceline.protocols import Host
 from paceline.testing import Oracle
 from paceline.testing.tiny import random_tensors
 from paceline.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", n
 class Fake(Suffix):
     """Stands for every drafter of a head, and keeps what it was made of."""
 
-    def __init__(self, config: HeadConfig, tensors: Any, target: Loaded) -> None:
+    def __init__(self, config: HeadConfig, tensors: Any, target: Host) -> None:
         super().__init__()
         self.made = (config, dict(tensors), target)
 
@@ -79,7 +80,7 @@ def test_a_name_with_a_folder_makes_its_drafter(name: str, config: HeadConfig, t
     target = loaded()
     for spec in (f"{name}:{folder}", f"head:{folder}"):
         got, tensors, given = made(spec, target).made
-        assert (got, given) == (config, target)
+        assert (got, given) == (config, target.target)
         assert set(tensors) >= set(head_of(config).tensors)
     stack: Any = make_drafter(f"ngram + {name}:{folder}", target, refuse)
     assert [type(drafter).__name__ for drafter in stack._drafters] == ["NGram", "Fake"]
@@ -98,7 +99,7 @@ def test_the_wrong_kind_under_a_name_is_an_error(tmp_path: Path) -> None:
 
 def test_early_exit_takes_a_number_of_layers() -> None:
     target = loaded()
-    assert made("early-exit:3", target).made == (ExitConfig(32, 3), {}, target)
+    assert made("early-exit:3", target).made == (ExitConfig(32, 3), {}, target.target)
     assert made("early-exit", target).made[0] == ExitConfig(32, 4)
     stack: Any = make_drafter("early-exit:3+suffix", target, refuse)
     assert [type(drafter).__name__ for drafter in stack._drafters] == ["Fake", "Suffix"]

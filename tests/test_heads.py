@@ -11,17 +11,38 @@ import pytest
 import torch
 
 from paceline.errors import CannotWrite, InvalidOption, UnsupportedModel
+from paceline.models.config import LayerConfig
 from paceline.models.head_files import holds_head, open_head
 from paceline.models.head_write import write_head
 from paceline.models.heads import EagleConfig, HeadConfig, HeadFile, MedusaConfig, kind_of
 
-from .random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, QWEN, folder_of, head_of, token_maps
+from .random_heads import (
+    BLOCK,
+    COMPACT,
+    EAGLE,
+    EAGLE3,
+    EXIT,
+    LAYER,
+    LLAMA,
+    MEDUSA,
+    MUTUAL,
+    QWEN,
+    REDUCED,
+    WINDOWED,
+    folder_of,
+    head_of,
+    speculators,
+    token_maps,
+)
 
 FLAGGED = replace(EAGLE3, norm_output=False, fc_norm=False, norm_before_residual=True, norm_before_fc=True)
 NORMED = replace(EAGLE3, layer=replace(LAYER, family="qwen3", qk_norm=True))
 NARROW = replace(EAGLE3, target_hidden=40)
 FULL = replace(EAGLE3, draft_vocab=64)
 LONG = replace(EAGLE3, layer=replace(LAYER, rope=replace(LAYER.rope, kind="linear", scaling=(("factor", 4.0),))))
+CROSSED = replace(WINDOWED, causal=(False, True))
+BROAD = replace(QWEN, special=(LayerConfig(QWEN.rope, window=7), LayerConfig(QWEN.rope, window=9)))
+TURNED = replace(QWEN, special=(LayerConfig(None), LayerConfig(QWEN.rope)))
 MAPPED = replace(MEDUSA, draft_vocab=20)
 
 WRITTEN: list[tuple[HeadConfig, str]] = [
@@ -31,7 +52,15 @@ WRITTEN: list[tuple[HeadConfig, str]] = [
     (MAPPED, "vllm"),
     (COMPACT, "paceline"),
     (replace(COMPACT, draft_vocab=20), "paceline"),
-    (BLOCK, "reference"),
+    *((config, layout) for config in (BLOCK, WINDOWED, MUTUAL) for layout in ("reference", "speculators")),
+    *(
+        (config, "reference")
+        for config in (replace(WINDOWED, causal=(True, True)), replace(BLOCK, causal=(True, True)))
+    ),
+    *(
+        (config, "speculators")
+        for config in (REDUCED, replace(WINDOWED, from_anchor=True), replace(BLOCK, taps=(0, 5)))
+    ),
     (EXIT, "paceline"),
     (replace(EXIT, rank=0), "paceline"),
 ]
@@ -71,6 +100,13 @@ def test_a_default_layout_is_the_first() -> None:
         (COMPACT, "vllm", "a shared head"),
         (MAPPED, "reference", "token_map"),
         (MEDUSA, "paceline", "heads of its own"),
+        (REDUCED, "reference", "from_anchor, draft_vocab"),
+        (replace(BLOCK, taps=(0, 5)), "reference", "the tap 0"),
+        *((CROSSED, layout, "this choice of causal layers") for layout in ("reference", "speculators")),
+        (replace(BLOCK, causal=(True, True)), "speculators", "this choice of causal layers"),
+        (replace(BLOCK, taps=(2, "final")), "speculators", "the tap final"),
+        *((replace(BLOCK, layer=BROAD), x, "windows of several widths") for x in ("reference", "speculators")),
+        (replace(BLOCK, layer=TURNED), "reference", "rotary embeddings by layer"),
         (EXIT, "vllm", "no layout 'vllm'"),
         (EAGLE, None, "no layout ''"),
     ],
@@ -82,20 +118,6 @@ def test_what_a_layout_cannot_say_is_refused(config: HeadConfig, layout: str, wo
 
 
 # --- The layouts of other projects, spelled as they write them
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
 
 
 def midlayer(head: HeadFile) -> dict[str, torch.Tensor]:
@@ -143,20 +165,6 @@ def test_eagle_1_has_the_config_of_a_llama_and_no_tokenizer(tmp_path: Path) -> N
     assert not holds_head(folder)
 
 
-def speculators(kind: str, **changes: Any) -> dict[str, Any]:
-    verifier = {"name_or_path": "owner/name", "architectures": ["LlamaForCausalLM"]}
-    layer = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | {
-        "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
-        "head_dim": 8,
-    }
-    return {
-        "speculators_model_type": kind,
-        "speculators_config": {"algorithm": kind, "verifier": verifier},
-        "transformer_layer_config": layer,
-        **changes,
-    }
-
-
 def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
     config = speculators("eagle3", draft_vocab_size=16, fc_norm=True, norm_output=True)
     tensors = dict(head_of(EAGLE3).tensors) | {"embed_tokens.weight": torch.ones(64, 32)}
@@ -171,6 +179,7 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
         (speculators("dspark"), "DSpark"),
         (speculators("mtp"), "MTP"),
         ({"architectures": ["DSparkDraftModel"], "dflash_config": {}}, "DSpark"),
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash2"),
         (speculators("medusa9"), "type 'medusa9'"),
     ],
 )
@@ -204,37 +213,21 @@ def test_medusa_of_vllm_may_hold_one_head_for_all_and_cut_it_itself(tmp_path: Pa
     assert all(torch.equal(read.tensors[f"lm_heads.{i}.weight"], whole[rows]) for i in range(2))
 
 
-QWEN3 = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-
-
-def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:
-    own = {"mask_token_id": 63, "target_layer_ids": [1, 4]}
-    config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": own}
-    config |= {"num_target_layers": 8, "layer_types": ["full_attention"] * 2, "use_sliding_window": False}
-    read = open_head(folder_of(tmp_path / "a", config, dict(head_of(BLOCK).tensors)))
-    assert (read.layout, read.target_layers) == ("reference", 8)
-    assert read.config == BLOCK
-    del own["target_layer_ids"]
-    default = open_head(folder_of(tmp_path / "b", config, dict(head_of(BLOCK).tensors))).config
-    assert default.taps == (2, 6)  # type: ignore[union-attr]  # DFlash: the outputs of layers 1 and L - 3 = 5
-
-
-def test_dflash_of_speculators_numbers_the_layers_it_enters(tmp_path: Path) -> None:
-    config = speculators("dflash", block_size=4, mask_token_id=63, draft_vocab_size=64)
-    config |= {"transformer_layer_config": QWEN3, "aux_hidden_state_layer_ids": [2, 5]}
-    tensors = dict(head_of(BLOCK).tensors) | {n: torch.ones(64, 32) for n in ("embed_tokens.weight", "lm_head.weight")}
-    read = open_head(folder_of(tmp_path / "a", config, tensors))
-    assert read.config.taps == (2, 5)  # type: ignore[union-attr]
-    assert set(read.tensors) == set(head_of(BLOCK).tensors)
-    with pytest.raises(UnsupportedModel, match="vocabulary of its own"):
-        open_head(folder_of(tmp_path / "b", config | {"draft_vocab_size": 16}, tensors))
-
-
-def test_d2t_is_enough_and_t2d_follows(tmp_path: Path) -> None:
+def test_speculators_may_leave_the_rows_of_the_head_to_the_target(tmp_path: Path) -> None:
     head = head_of(EAGLE3)
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name not in ("lm_head.weight", "d2t")}
+    read = open_head(write_head(tmp_path / "a", replace(head, tensors=tensors)))
+    assert read.config == EAGLE3
+    assert set(read.tensors) == {*tensors, "d2t"}
+    assert torch.equal(read.tensors["d2t"], head.tensors["d2t"])
+
+
+@pytest.mark.parametrize("config", [EAGLE3, REDUCED])
+def test_d2t_is_enough_and_t2d_follows(config: HeadConfig, tmp_path: Path) -> None:
+    head = head_of(config)
     tensors = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     tensors["d2t"] = tensors["d2t"].int()
-    read = open_head(write_head(tmp_path / "a", replace(head, tensors=tensors)))
+    read = open_head(write_head(tmp_path / "a", replace(head, tensors=tensors), "speculators"))
     assert torch.equal(read.tensors["t2d"], token_maps(torch.arange(16) * 3 + 1, 64)["t2d"])
     assert read.tensors["d2t"].dtype == torch.int64
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,10 +32,32 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
     assert laid.home[0] == 0
 
 
+@given(drafts(most=12), st.integers(0, 3), st.integers(0, 1), st.data())
+def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
+    draft: Draft, fillers: int, length: int, data: st.DataObject
+) -> None:
+    """A tree may be fed in any number of passes, fillers behind each of them: then the slab holds its layout."""
+    parents = (-1, *draft.parents)
+    cuts = sorted({0, len(parents), *data.draw(st.lists(st.integers(1, len(parents)), max_size=4))})
+    slab: dict[int, int] = {}
+    for start, end in itertools.pairwise(cuts):
+        count = data.draw(st.integers(0, fillers))
+        laid = layout((*parents[:end], *[-1] * count), length, start)
+        held = {row: slab.get(laid.home[row]) for row in range(start)}
+        assert held == {row: row for row in range(start)}, "where a copy is taken from, and what is seen"
+        slab.update((column, laid.sources[column]) for column in laid.fresh)
+        assert laid.visible.shape == (end + count - start, len(laid.sources))
+    whole = layout(parents, length)
+    assert [slab[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()] == [
+        whole.sources[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()
+    ]
+    assert torch.equal(layout(parents, length, len(parents) - 1).visible[0], whole.visible[-1])
+
+
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0), (-1, 0, 1, 2, 3), (-1, -1, -1)])
 def test_chains_and_padding_lie_as_they_come(parents: tuple[int, ...]) -> None:
     for length in (0, 1):
-        assert layout(parents, length).plain
+        assert layout(parents, length).sources == tuple(range(len(parents)))
 
 
 @given(drafts())

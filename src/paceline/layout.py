@@ -4,8 +4,8 @@ A sum of floats depends on its order, and a bfloat16 product adds keys in pairs 
 So that a row's result has the bits it would have in plain decoding, its ancestors must lie in the order of their
 positions and in the same pairs, whatever lies between: gaps hold zeros, and adding zero changes nothing. A chain has
 this by nature. In a tree, a row at an even position is the first of a pair and each of its children the second; every
-child after the first gets a copy of its parent beside it. Where a row lies depends on the rows before it alone, so
-that a tree may grow over several passes and every row of it have those bits.
+child after the first gets a copy of its parent beside it. Firsts begin at even columns, children or not, so that where
+a row lies depends on the rows before it alone: a tree may grow over several passes, and every row keeps those bits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ class Layout:
     home: tuple[int, ...]
     visible: Tensor
     fresh: tuple[int, ...]
-
-    @property
-    def plain(self) -> bool:
-        """Whether column c simply holds row c."""
-        return self.sources == tuple(range(len(self.sources)))
 
     def mutual(self) -> Layout:
         """The same columns, where every row sees every row."""
@@ -108,8 +103,7 @@ def _paired(parents: tuple[int, ...], parity: int) -> Layout:
             if first and parent != NONE:
                 align()
             paths.append([*above, place(row)])
-            # A leaf may get children in a later pass. Only fillers, which have no parent, never do.
-            if first and (parent != NONE or row in parents):
+            if first and row in parents:
                 beside[row] = place(row)
         elif parent in beside:
             column = beside.pop(parent)

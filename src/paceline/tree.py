@@ -75,11 +75,10 @@ def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 
 @lru_cache(maxsize=64)
-def shape(budget: Tree, order: tuple[Place, ...] = ()) -> Mapping[Place, int]:
+def shape(budget: Tree) -> Mapping[Place, int]:
     """A tree fixed beforehand, for siblings that are drawn: how many children each place has. Places without children
-    are left out. `order`: as in `places`, but gaps among siblings are closed: there is no third draw without a second.
-    """
-    return Counter(place[:-1] for place in close(places(budget, order)))
+    are left out."""
+    return Counter(place[:-1] for place in places(budget))
 
 
 @lru_cache(maxsize=64)

@@ -154,6 +154,17 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
     check_drafter(lambda: block(config))
 
 
+def test_hidden_states_are_not_kept_while_nobody_asks_for_a_draft() -> None:
+    drafter = block(target=tiny_target(context_length=2048))
+    drafter.admit(0, [3])
+    states = {tap: torch.ones(3, TOY.config.hidden, dtype=TOY.dtype) for tap in drafter.taps}
+    for _ in range(CHUNK):
+        drafter.observe(0, Verdict((1, 2), (4, 4, 4)), states)
+    state = drafter._slots[0]
+    assert state.late < CHUNK
+    assert drafter._cache.lengths[state.own] + state.late == 3 * CHUNK
+
+
 def test_a_long_prompt_is_caught_up_with_as_it_comes() -> None:
     """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
     target = tiny_target(context_length=2048)

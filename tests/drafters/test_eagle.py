@@ -179,6 +179,26 @@ def test_only_tokens_that_the_head_knows_are_drafted_whatever_the_order_of_its_m
         assert all(q.shape == (37,) for draft in ours.drafts for q in draft.q.values())
 
 
+def test_rows_that_a_head_leaves_to_its_target_are_drafted_from_as_if_it_stored_them() -> None:
+    config, warm = CONFIGS["eagle-3"], Sampling(max_new_tokens=10, temperature=0.9, seed=1)
+    tensors = eagle_tensors(config)
+    ids = torch.arange(23) + tensors["d2t"]
+    stored = tensors | {"lm_head.weight": TOY.head()[ids].clone()}
+    lent = {name: x for name, x in tensors.items() if name != "lm_head.weight"}
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
+    shuffled = lent | {"d2t": ids[order] - torch.arange(23)}
+    drafts = []
+    for given in (stored, lent, shuffled):
+        drafter = Kept(config, given, TOY)
+        run(TOY, PROMPT, warm, drafter, Tree(8, 3, 3))
+        drafts.append(drafter.drafts)
+    assert any(draft.tokens for draft in drafts[0])
+    assert drafts == drafts[:1] * 3
+    wide = CONFIGS["wider than its target"]
+    with pytest.raises(CorruptModel, match=r"40 wide, its target 32, and it has no lm_head"):
+        Eagle(wide, {name: x for name, x in eagle_tensors(wide).items() if name != "lm_head.weight"}, TOY)
+
+
 class Kept(Eagle):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

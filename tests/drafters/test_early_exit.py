@@ -180,8 +180,9 @@ def test_an_exit_after_all_layers_is_always_right(temperature: float, rule: str)
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
     for length in (1, 2, 4):
         for prompt in (PROMPT, PROMPT[:1], PROMPT[:2]):
-            stats = run(TOY, prompt, sampling, early(LAYERS), Tree.chain(length))[2]
+            text, _, stats = run(TOY, prompt, sampling, early(LAYERS), Tree.chain(length))
             assert stats.tokens_per_round == 1 + length
+            assert rule != "match" or text == run(TOY, prompt, sampling)[0], "the last row went astray"
     assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > 3
 
 
@@ -249,6 +250,20 @@ def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) ->
     drafts = engine.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])  # type: ignore[union-attr]
     assert rows_of_layers == {0: 20, 1: 20, 2: 0, 3: 0}
     assert [len(draft.carried.streams) for draft in drafts if draft.carried] == [5] * MIN_ROWS, "not the last leaf"
+
+
+def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(layers=LAYERS)
+    drafter, cache, sampler = early(2, target), target.new_cache(), Sampling().sampler([3])
+    ask = Ask(cache.acquire(1), CHAIN, sampler, cache)
+    passes = iter([target.forward])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", lambda *given: next(passes)(*given))
+        with pytest.raises(StopIteration):
+            drafter.propose([ask])
+    (draft,) = drafter.propose([replace(ask, budget=Tree.chain(0))])
+    assert draft.carried is None
 
 
 class Listener(NGram):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -9,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from paceline.drafters.independent import independent
+from paceline.drafters.independent import fixed, independent
 from paceline.protocols import Ask, Drafter
 from paceline.sampler import Prefix
 from paceline.sampling import Sampling
@@ -113,3 +114,16 @@ def test_a_q_of_another_depth_is_noticed() -> None:
             return [replace(draft, q=dict.fromkeys(draft.q, wrong)) for draft in super().propose(asks)]
 
     assert chi_square("block", CHAIN, Mistaken) > 1
+
+
+@pytest.mark.parametrize(
+    "order", [((0,), (0, 0), (0, 0, 0), (0, 0, 1)), ((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 1), (0, 0))]
+)
+def test_drawn_trees_branch_no_more_below_an_only_child(order: tuple[tuple[int, ...], ...]) -> None:
+    """Else a processor that looks at the path decides, by what was drawn, whether block sees a chain."""
+    nodes = fixed(Tree(8, 3, 2), order, True).nodes
+    children = Counter(parent for parent, _, _ in nodes)
+    for row, (parent, _, _) in enumerate(nodes, 1):
+        assert children[parent] > 1 or children[row] <= 1
+    assert len(nodes) == len(order) - 1
+    assert len(fixed(Tree(8, 3, 2), order, False).nodes) == len(order), "where nothing is drawn all stay"

@@ -58,7 +58,8 @@ def _expects(head: HeadFile) -> dict[str, Any]:
         facts |= {"hidden": config.hidden, "vocab_size": config.vocab_size, "draft_vocab": config.draft_vocab}
         return facts | {"heads": config.heads, "layers": config.layers, "shared_head": config.shared}
     if isinstance(config, BlockConfig):
-        facts |= {"hidden": config.layer.hidden, "vocab_size": config.layer.vocab_size}
+        vocab = config.layer.vocab_size
+        facts |= {"hidden": config.layer.hidden, "vocab_size": vocab, "draft_vocab": config.draft_vocab or vocab}
         return facts | {"layers": config.layer.layers, "block_size": config.size, "mask_token": config.mask_token}
     assert isinstance(config, ExitConfig)
     return facts | {"hidden": config.hidden, "layers": config.layers, "rank": config.rank}

@@ -67,14 +67,16 @@ class Block(Drafter):
         self._slots[slot] = _Slot(self._cache.fork(state.own), list(state.waiting))
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        state = self._slots[slot]
-        state.waiting.append(self._joined(taps))
-        # Hidden states take several times the room of the keys and values made of them.
-        if state.late >= CHUNK:
-            self._catch_up([state])
+        self._hear(slot, self._joined(taps))
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._slots[slot].waiting.append(self._joined(out)[[0, *verdict.path]])
+        self._hear(slot, self._joined(out)[[0, *verdict.path]])
+
+    def _hear(self, slot: int, states: Tensor) -> None:
+        self._slots[slot].waiting.append(states)
+        # Hidden states take several times the room of the keys and values made of them, and nobody may ask for a draft.
+        if self._slots[slot].late >= CHUNK:
+            self._catch_up([self._slots[slot]])
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)

@@ -69,12 +69,13 @@ class EarlyExit(Growing):
 
     def limit(self, ask: Ask) -> Tree:
         """No more levels than the draft has room for: what was fed stays in it."""
+        # What a round left here that broke off is not of this one.
+        self._streams[ask.slot] = []
         return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         for growth in growths:
             growth.row_of = {ROOT: 0}
-            self._streams[growth.ask.slot] = []
         return self._feed(growths, [0] * len(growths))
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:

@@ -91,11 +91,27 @@ class Shape:
         return Draft(tuple(tokens), tuple(parents), q)
 
 
+def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
+    """Less the further siblings below an only child. `closed`: without gaps, so that an only child has no (.., 1)."""
+    every = {*closed}
+
+    def stays(place: Place) -> bool:
+        only = next((n for n in range(len(place)) if (*place[:n], 1) not in every), len(place))
+        return not any(place[only:])
+
+    return tuple(place for place in closed if stays(place))
+
+
 @lru_cache(maxsize=256)
 def fixed(budget: Tree, order: tuple[Place, ...], drawn: bool) -> Shape:
-    """The tree that `budget` leaves (see `tree.places`). `drawn`: siblings take draws in their order, with no gap."""
+    """The tree that `budget` leaves (see `tree.places`). `drawn`: siblings take draws in their order, with no gap, and
+    what hangs from an only child is a chain.
+
+    A processor may leave a depth fewer candidates than places, by what was drawn above. The rule block, which judges
+    chains as a whole, must not see one come and go with the draws inside it.
+    """
     kept = places(budget, order)
-    kept = close(kept) if drawn else kept
+    kept = _tapering(close(kept)) if drawn else kept
     rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
     nodes = tuple((rows[place[:-1]], len(place) - 1, place[-1]) for place in kept)
     depth = max(map(len, kept), default=0)

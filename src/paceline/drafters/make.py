@@ -15,7 +15,7 @@ from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption, UnsupportedModel
 from paceline.models.head_files import open_head
-from paceline.models.head_fit import fits, shipped, sizes_of
+from paceline.models.head_fit import fits, shipped, sizes_of, words_of
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.loader import Loaded
 from paceline.protocols import Drafter, Host
@@ -24,7 +24,6 @@ from paceline.types import Tree
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
 
-_PADDING = re.compile(r"\[PAD\d+\]")
 _BARE: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
     "suffix:remember": lambda: Suffix(remember=True),
@@ -102,7 +101,8 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
-        if _words(target) != _words(loaded):
+        # Tokenizers are compared by their tokens, not by how many there are.
+        if words_of(target) != words_of(loaded):
             return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size)
     if name == "early-exit" and (reference.isdecimal() or not reference):
@@ -155,12 +155,6 @@ def _shipped(name: str, target: Loaded) -> Path:
             f"no {name} head for {target.path} comes with Paceline", f"Name one that you have: {name}:FOLDER"
         )
     return path
-
-
-def _words(model: Loaded) -> dict[str, int]:
-    """Tokenizers are compared by their tokens, not by how many there are, and padded ones are the same: the names that
-    GGUF converters give to padding rows are left out."""
-    return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def to_tree(draft: int | Tree | Literal["auto"]) -> Tree | None:

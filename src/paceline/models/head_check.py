@@ -33,15 +33,15 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
     needed, allowed = _layer(c.layer, 0, 2 * h)
     needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
-    needed |= {"lm_head.weight": (c.draft_vocab, h)}
     if c.norm_before_fc:
         needed["input_norm.weight"] = (wide,)
     if c.fc_norm:
         needed |= {f"fc_norm.{i}.weight": (c.target_hidden,) for i in range(wide // c.target_hidden)}
     maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (vocab,)}
     embedding: Shapes = {"embed_tokens.weight": (vocab, h)}
-    # A head that is narrower than its target cannot borrow the target's embedding.
-    for part, must in ((maps, c.draft_vocab != vocab), (embedding, h != c.target_hidden)):
+    head: Shapes = {"lm_head.weight": (c.draft_vocab, h)}
+    # A head of another width than its target's can borrow neither the embedding nor rows of the output head.
+    for part, must in ((maps, c.draft_vocab != vocab), (embedding | head, h != c.target_hidden)):
         (needed if must else allowed).update(part)
     return needed, allowed
 
@@ -71,6 +71,9 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     for index in range(c.layer.layers):
         must, may = _layer(c.layer, index, h)
         needed, allowed = needed | must, allowed | may
+    if c.draft_vocab not in (0, c.layer.vocab_size):
+        maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (c.layer.vocab_size,)}
+        needed |= maps | {"lm_head.weight": (c.draft_vocab, h)}
     return needed, allowed
 
 
@@ -102,7 +105,8 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
 
 def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raises `CorruptModel` for a tensor that is missing, misshapen, not finite or of no use to the config, and for
-    maps of tokens that contradict themselves; `UnsupportedModel` for quantised weights."""
+    maps of tokens or a config that contradict themselves; `UnsupportedModel` for quantised weights."""
+    _check_config(where, config)
     needed, allowed = shapes_of(config)
     if missing := [name for name in needed if name not in tensors]:
         raise CorruptModel(f"the head {where} lacks {missing[0]}", _AGAIN)
@@ -114,6 +118,19 @@ def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
     for name, tensor in tensors.items():
         _check_tensor(where, name, tensor, (needed | allowed)[name])
     _check_maps(where, config, tensors)
+
+
+def _check_config(where: Path, config: HeadConfig) -> None:
+    if isinstance(config, MedusaConfig):
+        for path in config.paths:
+            if not path or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in path):
+                raise CorruptModel(
+                    f"the tree of the head {where} has the path {list(path)}, and a path is ranks from 0 on",
+                    "Correct its paths, or leave them out",
+                )
+    if isinstance(config, BlockConfig) and len(config.causal) not in (0, config.layer.layers):
+        cause = f"the head {where} marks {len(config.causal)} of {config.layer.layers} layers causal or not"
+        raise CorruptModel(cause, _AGAIN)
 
 
 def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -134,7 +151,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
 
 
 def _check_maps(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    if "d2t" in tensors and isinstance(config, EagleConfig):
+    if "d2t" in tensors and isinstance(config, (EagleConfig, BlockConfig)):
         targets = torch.arange(config.draft_vocab) + tensors["d2t"]
         _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)
         if not targets.diff().gt(0).all():

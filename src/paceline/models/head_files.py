@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
-_FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP"}
+_FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
 """Kinds of `speculators` that Paceline does not run."""
 
 _IDLE = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
@@ -109,7 +109,7 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
     maps = {name: x for name, x in tensors.items() if name in MAPS and x.dim() == 1 and not x.is_floating_point()}
     for name, tensor in maps.items():
         whole[name] = tensor.bool() if name == "t2d" else tensor.long()
-    if "d2t" in maps and "t2d" not in tensors and isinstance(config, EagleConfig):
+    if "d2t" in maps and "t2d" not in tensors and isinstance(config, (EagleConfig, BlockConfig)):
         tokens = torch.arange(len(whole["d2t"])) + whole["d2t"]
         marks = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
         whole["t2d"] = marks.index_fill(0, tokens.clamp(0, len(marks) - 1), True)
@@ -203,6 +203,8 @@ def _read_eagle(folder: _Folder) -> Found:
         raise UnsupportedModel(
             f"{folder.path} is an EAGLE-3 head that listens to the last layer only", "Use one that listens to several"
         )
+    if "lm_head.weight" not in tensors:  # which only speculators leaves to the target
+        raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
     ids, nested = raw.get("eagle_aux_hidden_state_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
     taps = folder.ids(ids) if ids else folder.ids(nested, 1) if nested else ()
     return layout, _eagle3(folder, layer, taps), tensors
@@ -285,43 +287,88 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
         layers=max(layer for _, layer in places) + 1,
         shared=shared,
         draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
-        paths=tuple(map(tuple, own.get("paths", ()))),
+        paths=tuple(_path(folder, path) for path in own.get("paths", ())),
     )
+
+
+def _path(folder: _Folder, path: Any) -> tuple[int, ...]:
+    """One place of a static tree: the rank at every depth."""
+    if not path or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
+        raise CorruptModel(f"config.json of the head {folder.path} gives {path!r} as a place in a tree", _AGAIN)
+    return tuple(path)
 
 
 # --- DFlash, early exit
 
 
 def _read_dflash(folder: _Folder) -> Found:
+    """z-lab's, with what vLLM's `qwen3_dflash.py` reads beside it."""
     raw, own = folder.raw, folder.raw.get("dflash_config") or {}
-    layer = read_config({**raw, "model_type": "qwen3"})
+    layer = _block_layer({**raw, "model_type": "qwen3"})
+    _refuse_dflash(folder, {**raw, **own}, any(x.window for x in layer.plan))
+    said = raw.get("is_causal")
+    said = own.get("causal") if said is None else said
+    causal = tuple(x.window is not None if said is None else bool(said) for x in layer.plan)
     ids = own.get("target_layer_ids")
     taps = folder.ids(ids, 1) if ids else _spread(folder.number("num_target_layers"), layer.layers)
     size = raw.get("block_size") or own.get("block_size")
-    return "reference", _block(folder, layer, taps, size, own), folder.tensors
+    return "reference", _block(folder, layer, taps, size, own, causal), folder.tensors
 
 
 def _read_speculators_dflash(folder: _Folder) -> Found:
-    raw, tensors = folder.raw, dict(folder.tensors)
-    layer = read_config({"model_type": "qwen3", **raw["transformer_layer_config"]})
-    causal = any(x.window for x in layer.plan) and not raw.get("sliding_window_non_causal")
-    if raw.get("sample_from_anchor") or causal or raw.get("draft_vocab_size", layer.vocab_size) != layer.vocab_size:
-        raise UnsupportedModel(
-            f"{folder.path} is a DFlash head with a vocabulary of its own, causal windows or sample_from_anchor",
-            "Paceline runs DFlash heads as z-lab publishes them",
-        )
-    for name in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"):  # the target's own, which are never trained
-        tensors.pop(name, None)
+    raw = folder.raw
+    layer = _block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
+    _refuse_dflash(folder, raw, sliding=False)
+    mutual = raw.get("sliding_window_non_causal", False)
+    causal = tuple(x.window is not None and not mutual for x in layer.plan)
     taps = folder.ids(raw.get("aux_hidden_state_layer_ids"))
-    return "speculators", _block(folder, layer, taps, raw.get("block_size"), raw), tensors
+    config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
+    # The target's own, which are never trained; a head over all tokens is the target's too.
+    idle = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
+    return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in idle}
 
 
-def _block(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw) -> BlockConfig:
+def _refuse_dflash(folder: _Folder, raw: Raw, sliding: bool) -> None:
+    """What other projects do with such heads and `BlockNetwork` does not. `sliding`: some layers have a window."""
+    found = {
+        **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
+        "swa_window_size": sliding and raw.get("swa_window_size"),
+        "attention_value_scale": raw.get("attention_value_scale") not in (None, 1),
+        "is_neox_style": raw.get("is_neox_style") is False,
+        "use_aux_hidden_state": raw.get("use_aux_hidden_state") is False,
+        "projector_type": raw.get("projector_type") not in (None, "dflash"),
+        "shift_label": raw.get("shift_label"),
+        "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
+    }
+    if said := [name for name, there in found.items() if there]:
+        raise UnsupportedModel(
+            f"{folder.path} is a DFlash head with {', '.join(said)}, which Paceline does not run", "Use one without"
+        )
+
+
+def _block_layer(raw: Raw) -> ModelConfig:
+    """The layers, with windows even where they are as wide as the head's own context: the target's may be longer."""
+    layer, endless = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
+    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, endless.plan, strict=True))
+    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
+
+
+def _block(
+    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw, causal: tuple[bool, ...]
+) -> BlockConfig:
+    """`own`: the part of the config that names the mask token."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
         raise CorruptModel(f"config.json of the head {folder.path} gives a block_size of {size!r}", _AGAIN)
-    windows = any(x.window for x in layer.plan)
-    layer = replace(layer, tied=False, special=layer.special if windows else ())
-    return BlockConfig(layer, taps, size, folder.number("mask_token_id", own))
+    vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
+    return BlockConfig(
+        layer=layer,
+        taps=taps,
+        size=size,
+        mask_token=folder.number("mask_token_id", own),
+        causal=causal if any(causal) else (),
+        from_anchor=bool(folder.raw.get("sample_from_anchor")),
+        draft_vocab=vocab if vocab != layer.vocab_size else 0,
+    )
 
 
 def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:

@@ -91,14 +91,18 @@ def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
     return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
 
 
+def words_of(model: Loaded) -> dict[str, int]:
+    """The vocabulary without the names that GGUF converters give to padding rows, so that padded ones are the same."""
+    return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
+
+
 def fingerprint(target: Loaded) -> str:
     """What a head stores of the target it was trained for: `<sizes and tokens>:<signs of the embedding>`, in hex.
 
     The first half is a hash of the vocabulary, the hidden size and the number of layers; the second has the signs of
     the first 64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
     """
-    words = {t: i for t, i in target.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
-    sizes = sizes_of(target)
+    words, sizes = words_of(target), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(words.items())))
     rows = torch.linspace(0, max(words.values(), default=0), _ROWS, device=target.target.device).long()
     signs = ends_of(target).embed(rows)[:, :_COLUMNS] > 0

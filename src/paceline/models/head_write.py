@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,8 @@ def _fill(folder: Path, written: Written) -> None:
         torch.save(tensors, folder / written.file)
     else:
         save_file(tensors, folder / written.file, metadata={"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-    (folder / written.file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
+        (folder / written.file).chmod(0o644)  # the library leaves it to its owner alone
+    (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
 
 
 def _refuse(layout: str, **reasons: object) -> None:
@@ -148,40 +147,45 @@ def _flags(c: EagleConfig) -> Raw:
 
 
 def _speculators(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
-    """See vllm-project/speculators, `models/eagle3/config.py` and `config.py`.
+    """See vllm-project/speculators, `models/eagle3/config.py`.
 
     vLLM borrows the target's embedding where the head stores none. `speculators` 0.9 means to do so too, but under
     transformers 5 it may keep what the memory held instead: a head for training on with it stores embed_tokens.weight.
     """
     c = head.config
     assert isinstance(c, EagleConfig)
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": _PROPOSED,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier: Raw = {"name_or_path": head.target, "architectures": []}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": _VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
+    config = _speculators_terms(head, "eagle3", "Eagle3Speculator", _PROPOSED, tensors) | {
         "transformer_layer_config": _layer_terms(c.layer, "qwen3" if c.layer.qk_norm else "llama", tensors),
         "draft_vocab_size": c.draft_vocab,
         "target_hidden_size": None if c.target_hidden == c.layer.hidden else c.target_hidden,
         "eagle_aux_hidden_state_layer_ids": list(c.taps) or None,
         "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "dtype": _NAMES[tensors["fc.weight"].dtype],
         **_flags(c),
     }
     return Written(config, tensors)
+
+
+def _speculators_terms(head: HeadFile, kind: str, name: str, proposed: int, tensors: Mapping[str, Tensor]) -> Raw:
+    """What all kinds have in vllm-project/speculators, `config.py`."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": proposed,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [name],
+        "speculators_model_type": kind,
+        "speculators_version": _VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": head.target, "architectures": []},
+        },
+        "tie_word_embeddings": False,
+        "dtype": _NAMES[tensors["fc.weight"].dtype],
+    }
 
 
 def _sglang(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
@@ -281,18 +285,65 @@ def _compact(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
 
 
 def _dflash(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
-    """See z-lab/dflash, `dflash/model.py`, which names the layers whose outputs it takes."""
+    """See z-lab/dflash, `dflash/model.py`, which names the layers whose outputs it takes, and for windows and `causal`
+    vLLM's `qwen3_dflash.py`."""
     c = head.config
     assert isinstance(c, BlockConfig)
-    _refuse("reference", **{"the tap 0": 0 in c.taps, "the tap final": "final" in c.taps})
+    default, causal = _causal(c)
+    _refuse(
+        "reference",
+        from_anchor=c.from_anchor,
+        draft_vocab="lm_head.weight" in tensors,
+        **{"the tap 0": 0 in c.taps, "the tap final": "final" in c.taps},
+        **{"this choice of causal layers": causal != default and len(set(causal)) > 1},
+    )
     outputs = [tap - 1 for tap in c.taps if tap != "final"]
-    config = _layer_terms(c.layer, "qwen3", tensors) | {
+    own: Raw = {"mask_token_id": c.mask_token, "target_layer_ids": outputs}
+    config = _block_terms("reference", c.layer, tensors) | {
         "architectures": ["DFlashDraftModel"],
         "block_size": c.size,
-        "dflash_config": {"mask_token_id": c.mask_token, "target_layer_ids": outputs},
+        "dflash_config": own if causal == default else own | {"causal": causal[0]},
         "num_target_layers": head.target_layers,
     }
     return Written(config, tensors)
+
+
+def _speculators_dflash(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
+    """See vllm-project/speculators, `models/dflash/config.py`."""
+    c = head.config
+    assert isinstance(c, BlockConfig)
+    default, causal = _causal(c)
+    _refuse(
+        "speculators",
+        **{"the tap final": "final" in c.taps},
+        **{"this choice of causal layers": causal != default and any(causal)},
+    )
+    config = _speculators_terms(head, "dflash", "DFlashSpeculator", c.depth, tensors) | {
+        "transformer_layer_config": _block_terms("speculators", c.layer, tensors),
+        "draft_vocab_size": c.draft_vocab or c.layer.vocab_size,
+        "block_size": c.size,
+        "mask_token_id": c.mask_token,
+        "aux_hidden_state_layer_ids": list(c.taps),
+        "sliding_window_non_causal": causal != default,
+        "sample_from_anchor": c.from_anchor,
+    }
+    return Written(config, tensors)
+
+
+def _causal(c: BlockConfig) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which layers are causal where a config says nothing, and which are."""
+    return tuple(x.window is not None for x in c.layer.plan), c.causal or (False,) * c.layer.layers
+
+
+def _block_terms(layout: str, c: ModelConfig, tensors: Mapping[str, Tensor]) -> Raw:
+    widths = {x.window for x in c.plan} - {None}
+    ropes = any(x.rope != c.rope for x in c.plan)
+    _refuse(layout, **{"windows of several widths": len(widths) > 1, "rotary embeddings by layer": ropes})
+    terms = _layer_terms(replace(c, special=()), "qwen3", tensors)
+    types = ["sliding_attention" if x.window else "full_attention" for x in c.plan]
+    return (
+        terms | {"use_sliding_window": True, "sliding_window": widths.pop(), "layer_types": types} if widths else terms
+    )
 
 
 def _exit(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
@@ -304,7 +355,7 @@ def _exit(head: HeadFile, tensors: dict[str, Tensor]) -> Written:
 LAYOUTS: dict[str, dict[str, Callable[[HeadFile, dict[str, Tensor]], Written]]] = {
     "eagle3": {"speculators": _speculators, "sglang": _sglang},
     "medusa": {"reference": _medusa_reference, "vllm": _vllm, "paceline": _compact},
-    "block": {"reference": _dflash},
+    "block": {"reference": _dflash, "speculators": _speculators_dflash},
     "exit": {"paceline": _exit},
 }
 """Kind -> the layouts it can be written in, the default first."""

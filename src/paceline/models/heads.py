@@ -6,7 +6,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
              layers.0.mlp.{gate,up,down}_proj.weight, norm.weight, lm_head.weight [draft_vocab, H], d2t [draft_vocab],
              t2d [vocab] (token = row + d2t[row], rising; t2d marks the same tokens; neither is needed where
-             draft_vocab is the whole vocabulary); optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+             draft_vocab is the whole vocabulary); a missing lm_head is the
+             target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;

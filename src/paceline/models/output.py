@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from paceline.errors import CorruptModel
 from paceline.models.weights import Weights
@@ -10,15 +11,18 @@ from paceline.protocols import Host
 from paceline.runner import Activation, linear
 from paceline.sampler import Subset
 
+_HEAD = "lm_head.weight"
+
 
 def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[Subset | None, Activation]:
     """Which of the target's tokens a head's logits are of (None: all of them, in order), and what makes them of states
-    [..., hidden]: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's.
+    [..., hidden]: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's, all of it or the
+    rows of these tokens.
 
-    Raises `CorruptModel` where the tokens are not the target's.
+    Raises `CorruptModel` where the tokens are not the target's, or its rows not as wide as the states.
     """
     weights.skip("t2d")
-    if "lm_head.weight" not in weights:
+    if _HEAD not in weights and "d2t" not in weights:
         return None, host.logits
     ids = torch.arange(count)
     if "d2t" in weights:
@@ -30,8 +34,24 @@ def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[
         )
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size]
-    weight = weights.get("lm_head.weight", (count, hidden))
-    if len(order) < count or not torch.equal(order, torch.arange(count)):
-        weight = weight[order.to(weight.device)]
     ids = ids[order]
-    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight)
+    out = linear(_own(weights, count, hidden, order) if _HEAD in weights else _lent(host, hidden, ids))
+    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), out
+
+
+def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor:
+    """The head's rows in this order."""
+    weight = weights.get(_HEAD, (count, hidden))
+    if len(order) == count and torch.equal(order, torch.arange(count)):
+        return weight
+    return weight[order.to(weight.device)]
+
+
+def _lent(host: Host, hidden: int, ids: Tensor) -> Tensor:
+    """The target's rows of these tokens."""
+    head = host.head()
+    if head.shape[1] != hidden:
+        raise CorruptModel(
+            f"the head is {hidden} wide, its target {head.shape[1]}, and it has no {_HEAD}", "Fetch the head again"
+        )
+    return head[ids.to(head.device)]

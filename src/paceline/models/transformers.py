@@ -121,14 +121,13 @@ class CausalLM:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.Ends`."""
-        with torch.inference_mode():
-            states: Tensor = self.model.get_input_embeddings()(tokens)
+        states: Tensor = self.model.get_input_embeddings()(tokens)
         return states
 
+    @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.Ends`. A cap or scale that the model puts on its logits outside its head is left out."""
-        with torch.inference_mode():
-            logits: Tensor = self.model.get_output_embeddings()(x)
+        logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def head(self) -> Tensor:

@@ -106,8 +106,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
         "coverage": round(covered, 4),
         "held_out": {"tokens_per_round": report.acceptance, "accuracy": report.held},
     }
-    layers = native(llm).config.layers
-    head = HeadFile(order.out, "", recipe.config, recipe.tensors(), order.target, layers, extra)
+    head = HeadFile(order.out, "", recipe.config, recipe.tensors(), order.target, native(llm).layers, extra)
     if shares(head) and order.layout not in (None, "paceline"):
         head = with_heads(head, native(llm))
     write_head(order.out, head, order.layout or ("paceline" if shares(head) else None))
