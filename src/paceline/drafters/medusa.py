@@ -11,6 +11,7 @@ from paceline.drafters.independent import Shape, fixed, rank
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import Ask, Drafter, Host
+from paceline.runner import free_rows
 from paceline.tree import places
 from paceline.types import Draft, Tap, Tree, Verdict
 
@@ -34,7 +35,9 @@ class Medusa(Drafter):
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
         self.draft = Tree(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
-            self.draft = Tree(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
+            whole = Tree(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
+            # The best places come first, and more rows than are nearly free cost more than they bring.
+            self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
         self._states: dict[int, Tensor] = {}
         """The "final" state [H] behind each slot's pending token, where one was heard of."""
 
