@@ -131,8 +131,15 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and put it in its place whole, so that a kill leaves the old or the new one."""
+    """Write a file under another name and put it in its place whole, so that a kill leaves the old or the new one.
+
+    Whatever goes wrong meanwhile is raised, and leaves nothing of the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
-    write(new)
-    os.replace(new, path)
+    try:
+        write(new)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

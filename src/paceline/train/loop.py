@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, memory_named
+from paceline.train.lines import replace_with
 from paceline.train.optimizer import Optimizer
 from paceline.train.recipe import Guesses, Recipe, walk
 from paceline.train.states import Batch, States
@@ -233,20 +233,15 @@ class Trainer:
                 yield batch
 
     def _save(self) -> None:
-        torn = self._path.with_suffix(".part")
+        state = {
+            "identity": self._identity,
+            "progress": asdict(self._progress),
+            "module": self._recipe.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
         try:
-            torch.save(
-                {
-                    "identity": self._identity,
-                    "progress": asdict(self._progress),
-                    "module": self._recipe.module.state_dict(),
-                    "optimizer": self._optimizer.state_dict(),
-                },
-                torn,
-            )
-            os.replace(torn, self._path)
+            replace_with(self._path, lambda new: torch.save(state, new))
         except (OSError, RuntimeError) as error:
-            torn.unlink(missing_ok=True)
             raise TrainingFailed(
                 f"the checkpoint {self._path} could not be written ({error})",
                 "Make room on the disk, and run the same command again: it goes on from the checkpoint before",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from paceline.protocols import Target
 from paceline.train.documents import Document, Selection
+from paceline.train.lines import replace_with
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64
@@ -171,12 +171,9 @@ def _write(path: Path, studied: Sequence[Studied], room: int) -> int:
     tensors["prompts"] = torch.tensor([s.prompt for s in studied])
     if sum(t.nbytes for t in tensors.values()) + _HEADER > room:
         return 0
-    torn = path.with_suffix(".part")
     try:
-        save_file(tensors, torn)
-        os.replace(torn, path)
+        replace_with(path, lambda new: save_file(tensors, new))
     except (OSError, SafetensorError):
-        torn.unlink(missing_ok=True)
         return 0
     return path.stat().st_size
 
