@@ -13,12 +13,12 @@ from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.errors import HeadMismatch, InvalidOption, UnsupportedModel
+from paceline.errors import HeadMismatch, InvalidOption
 from paceline.models.head_files import open_head
-from paceline.models.head_fit import fits, shipped, sizes_of, words_of
+from paceline.models.head_fit import fits, host_of, shipped, sizes_of, words_of
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.loader import Loaded
-from paceline.protocols import Drafter, Host
+from paceline.protocols import Drafter
 from paceline.types import Tree
 
 DraftModelLoader = Callable[[str], Loaded]
@@ -120,17 +120,8 @@ def _learned(head: HeadFile, target: Loaded) -> Drafter:
 
 def _drafter(config: HeadConfig, tensors: Any, target: Loaded) -> Drafter:
     module, _, name = _LEARNED[kind_of(config)].partition(":")
-    made: Drafter = getattr(import_module(module), name)(config, tensors, _host(target))
+    made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target))
     return made
-
-
-def _host(target: Loaded) -> Host:
-    if not isinstance(target.target, Host):
-        raise UnsupportedModel(
-            f"{target.path} runs as a {type(target.target).__name__}, which lends no embedding and no output head",
-            "Draft with suffix or ngram",
-        )
-    return target.target
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:

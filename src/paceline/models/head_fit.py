@@ -14,7 +14,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.files import read_json
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.models.loader import Loaded
-from paceline.protocols import Ends
+from paceline.protocols import Host
 from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
@@ -34,9 +34,9 @@ class Sizes:
     layers: int
 
 
-def ends_of(target: Loaded) -> Ends:
-    """The target as what a learned drafter borrows from. Raises `UnsupportedModel` for one that lends nothing."""
-    if not isinstance(target.target, Ends):
+def host_of(target: Loaded) -> Host:
+    """The target as what a learned drafter lives beside. Raises `UnsupportedModel` for one that lends nothing."""
+    if not isinstance(target.target, Host):
         raise UnsupportedModel(
             f"{target.path} runs as a {type(target.target).__name__}, which lends no embedding and no output head",
             "Draft with suffix or ngram",
@@ -47,7 +47,7 @@ def ends_of(target: Loaded) -> Ends:
 def sizes_of(target: Loaded | ModelConfig) -> Sizes:
     if isinstance(target, ModelConfig):
         return Sizes(target.hidden, target.vocab_size, target.layers)
-    ends = ends_of(target)
+    ends = host_of(target)
     hidden = ends.embed(torch.zeros(1, dtype=torch.long, device=target.target.device)).shape[-1]
     return Sizes(hidden, target.target.vocab_size, ends.layers)
 
@@ -105,7 +105,7 @@ def fingerprint(target: Loaded) -> str:
     words, sizes = words_of(target), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(words.items())))
     rows = torch.linspace(0, max(words.values(), default=0), _ROWS, device=target.target.device).long()
-    signs = ends_of(target).embed(rows)[:, :_COLUMNS] > 0
+    signs = host_of(target).embed(rows)[:, :_COLUMNS] > 0
     bits = "".join("01"[int(bit)] for bit in signs.flatten().tolist())
     return f"{sha256(text.encode()).hexdigest()[:32]}:{int(bits, 2):0{len(bits) // 4}x}"
 
@@ -125,7 +125,7 @@ TRAINED = Path(__file__).parents[1] / "trained"
 def shipped(kind: str, target: Loaded) -> Path | None:
     """The folder of the head of this kind ("eagle3", "medusa", "block", "exit") that comes with Paceline for this
     target: the one whose `HeadFile.extra["fingerprint"]` is the target's."""
-    if not isinstance(target.target, Ends):
+    if not isinstance(target.target, Host):
         return None
     ours = ""
     for path in sorted(TRAINED.glob("*/config.json")):
