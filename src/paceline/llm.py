@@ -263,19 +263,11 @@ def load(
     """
     budget = to_tree(draft)
     check_spec(drafter)
+    read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = load_model(
-            model,
-            adapter=adapter,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            token=token,
-            allow_pickle=allow_pickle,
-            progress=progress,
-        )
+        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
     else:
         if (dtype, device, revision) != ("auto", "auto", None):
             raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
@@ -285,7 +277,7 @@ def load(
 
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)
-        return load_model(base, adapter=merged, dtype=dtype, device=device, token=token, progress=progress)
+        return read(base, adapter=merged)
 
     def read_head(reference: str | Path) -> HeadFile:
         return open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
