@@ -156,12 +156,17 @@ def test_a_model_writes_prompts_of_its_own(short: None, tmp_path: Path) -> None:
     assert progress.skipped > 0, "a toy that always writes a whole turn tests no filter"
     assert all(len(row["prompt"]) >= 1 for row in rows)
     assert len({" ".join(row["prompt"].casefold().split()) for row in rows}) == 6
-    before = llm.tokenizer.encode("<user:", special=False)
-    how = Turn.of(llm.tokenizer).sampling
-    assert before == list(Turn.of(llm.tokenizer).before)
-    one = llm.generate(before, how(seed_of(0, int(rows[5]["id"]))))
-    assert one.text.strip() == rows[5]["prompt"], "a prompt is what its own seed gives, alone as in a batch"
-    assert len(one.token_ids) > SHORTEST
+    turn = Turn.of(llm.tokenizer)
+    assert list(turn.before) == llm.tokenizer.encode("<user:", special=False)
+    begun = set()
+    for row in rows:
+        opening, ids = turn.begin(int(row["id"]), llm.tokenizer)
+        one = llm.generate(ids, turn.sampling(seed_of(0, int(row["id"]))))
+        assert (opening + one.text).strip() == row["prompt"], "a prompt is what its own seed gives, alone as in a batch"
+        assert len(one.token_ids) > SHORTEST
+        begun.add(opening)
+    assert "" in begun
+    assert len(begun) > 1
 
 
 def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruptions(short: None, tmp_path: Path) -> None:
@@ -224,7 +229,10 @@ def test_a_template_that_does_not_frame_the_user_is_no_source_of_prompts(templat
     assert not (tmp_path / "own.jsonl").exists()
 
 
-def test_a_model_that_never_ends_its_turn_is_given_up(short: None, tmp_path: Path) -> None:
+def test_a_model_that_never_ends_its_turn_is_given_up(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.train.own.OPENINGS", ("a",))
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
     with pytest.raises(UnsupportedModel, match="0 can be used"):

@@ -108,6 +108,34 @@ def test_without_prompts_the_target_makes_its_own(llm: LLM, order: Order) -> Non
     assert len((order.work / "prompts.jsonl").read_text().splitlines()) == 60
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: Order, tmp_path: Path) -> None:
+    order = replace(order, kind=kind)
+    train(llm, order)
+    still = replace(order.plan, rate=1e-9, epochs=0.1)
+    train(llm, replace(order, out=tmp_path / "next", start=order.out, plan=still))
+    first, second = open_head(order.out).tensors, open_head(tmp_path / "next").tensors
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-2, atol=1e-4)
+    other = "medusa" if kind != "medusa" else "eagle3"
+    with pytest.raises(InvalidOption, match="no drafter of the kind"):
+        train(llm, replace(order, kind=other, out=tmp_path / "other", start=order.out))
+
+
+def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(llm: LLM, order: Order, tmp_path: Path) -> None:
+    train(llm, replace(order, vocabulary=20))
+    still = replace(order.plan, rate=1e-9, epochs=0.1)
+    train(llm, replace(order, vocabulary=30, out=tmp_path / "next", start=order.out, plan=still))
+    first, second = open_head(order.out).tensors, open_head(tmp_path / "next").tensors
+    known, ids = (list(torch.arange(len(t["d2t"])) + t["d2t"]) for t in (first, second))
+    for token, row in zip(ids, second["lm_head.weight"], strict=True):
+        origin = first["lm_head.weight"][known.index(token)] if token in known else llm.model.target.head()[token]
+        torch.testing.assert_close(row.float(), origin.float(), rtol=1e-2, atol=1e-3)
+    with pytest.raises(InvalidOption, match=r"it has a .* instead of a"):
+        train(llm, replace(order, ffn=24, out=tmp_path / "wide", start=order.out))
+
+
 @pytest.mark.parametrize("layout", ["reference", "vllm"])
 def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM, order: Order) -> None:
     plan = replace(order.plan, epochs=0.2)

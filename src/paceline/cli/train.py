@@ -22,7 +22,7 @@ _DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
 
 _ORDERED = (
     *("prompts", "answers", "own_prompts", "documents", "cache"),
-    *("vocabulary", "ffn", "layers", "rank", "steps", "layout"),
+    *("start", "vocabulary", "ffn", "layers", "rank", "steps", "layout"),
 )
 """Options that an `Order` knows by the same name."""
 
@@ -55,6 +55,10 @@ class TrainOptions:
         float,
         typer.Option("--cache", min=0, help="GiB of hidden states to keep between epochs.", rich_help_panel=_DATA),
     ] = 8.0
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="Begin with the weights of this drafter, of like shape.", rich_help_panel=_HEAD),
+    ] = None
     vocabulary: Annotated[
         int | None,
         typer.Option("--vocabulary", min=1, help="Tokens it can draft; without it, all.", rich_help_panel=_HEAD),

@@ -7,12 +7,14 @@ to where that draft began, and after them the draft's own rows, one per step, ex
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
-from paceline.models.heads import EagleConfig
+from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.rope import Rotary, rotate
 from paceline.protocols import Ends
 from paceline.train.network import MLP, Factors, Norm, factors
@@ -149,6 +151,20 @@ class Eagle3(Recipe):
     @property
     def config(self) -> EagleConfig:
         return self._config
+
+    @torch.no_grad()
+    def begin_from(self, head: HeadFile) -> None:
+        """Tokens that only the new vocabulary has begin at the target's rows."""
+        theirs = head.tensors.get("lm_head.weight")
+        if isinstance(head.config, EagleConfig) and theirs is not None:
+            d2t = head.tensors.get("d2t", torch.zeros(len(theirs), dtype=torch.int64))
+            row = torch.full((self._config.layer.vocab_size,), -1)
+            row[torch.arange(len(theirs)) + d2t] = torch.arange(len(theirs))
+            row = row[self._teacher.vocabulary.cpu()]
+            rows = self.module.lm_head.weight.detach().clone()
+            rows[row >= 0] = theirs[row[row >= 0]].to(rows)
+            head = replace(head, tensors=dict(head.tensors) | {"lm_head.weight": rows})
+        super().begin_from(head)
 
     def guess(self, batch: Batch) -> Guesses:
         answered = Answered.of(batch, self.steps)

@@ -2,7 +2,8 @@
 
 A chat model was taught on whole chats. Given its template up to where the user's words begin, it writes what a user
 would say (Magpie: Xu et al., "Alignment data synthesis from scratch by prompting aligned LLMs with nothing",
-arXiv 2406.08464).
+arXiv 2406.08464). Half of the time the user's first words are given, so that the prompts are about as many things as
+people ask for; left alone, a small model rarely thinks of a text to be summarised or translated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.train.progress import OnProgress, Progress, ignore
 from paceline.train.prompts import parse_prompt
 from paceline.train.writing import survivors
 
-SHORTEST, LONGEST = 4, 256
+SHORTEST, LONGEST = 4, 384
 """Tokens of a prompt, its end not counted. One that goes on is taken for unfinished."""
 
 GROUP = 4
@@ -29,6 +30,30 @@ GROUP = 4
 
 TRIES = 50
 """Texts made per prompt of use, before giving up."""
+
+OPENINGS = (
+    "Write a Python function",
+    "Write a",
+    "Imagine that you are",
+    "Explain",
+    "Summarize the following article:\n\nThe",
+    "How many",
+    "Write code",
+    "What",
+    "Translate this German sentence into English: Die",
+    "Fix the bug in this code:\n\n```",
+    "Give me",
+    "Use this passage to answer the question below.\n\nPassage: In",
+    "Create a",
+    "Who",
+    "Summarize this text in two sentences:\n\nA",
+    "Compare",
+    "List",
+    "Translate this text from German: Ein",
+    "Rewrite this",
+    "Extract from the following text",
+)
+"""How every other user begins, in turn."""
 
 _WORDS = "these are the words of the user"
 
@@ -47,7 +72,8 @@ def write_prompts(
     if count < 1 or width < 1:
         raise InvalidOption(f"{count} prompts, {width} at once, are not possible", "Give 1 or more")
     turn = Turn.of(llm.tokenizer)
-    made_with(path, {"model": llm.model.path.name, "tokenizer": llm.tokenizer.digest, "seed": seed})
+    model = {"model": llm.model.path.name, "tokenizer": llm.tokenizer.digest}
+    made_with(path, model | {"openings": list(OPENINGS), "seed": seed})
     with Journal(path) as journal:
         writer = _Writer(llm, turn, journal, seed, Progress(count), on_progress)
         Lines(path, writer.recall)
@@ -79,6 +105,11 @@ class Turn:
         # An end that is one token can be told from the same characters in the text; any other cannot.
         special = first in tokenizer.special_ids
         return Turn(tuple(ids), () if special else (ending,), (first,) if special else ())
+
+    def begin(self, number: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        """The user's first words in text `number`, and the token ids that the model goes on from."""
+        opening = OPENINGS[number // 2 % len(OPENINGS)] if number % 2 else ""
+        return opening, [*self.before, *tokenizer.encode(opening, special=False)]
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(
@@ -115,10 +146,12 @@ class _Writer:
     def write(self, tries: int, width: int) -> None:
         """So many texts more, of which the useful ones are written in their order."""
         numbers = range(self.next, self.next + tries)
-        for number, completion in zip(numbers, self._complete(numbers, width), strict=True):
+        begun = [self.turn.begin(number, self.llm.tokenizer) for number in numbers]
+        completions = self._complete(numbers, [ids for _, ids in begun], width)
+        for number, (opening, _), completion in zip(numbers, begun, completions, strict=True):
             if self.progress.done >= self.progress.total:
                 return
-            self._take(number, completion)
+            self._take(number, opening, completion)
         self.next += tries
         if self.progress.skipped > TRIES * (self.progress.written + GROUP):
             raise UnsupportedModel(
@@ -127,16 +160,16 @@ class _Writer:
                 _GIVE,
             )
 
-    def _complete(self, numbers: range, width: int) -> list[Completion]:
+    def _complete(self, numbers: range, prompts: list[list[int]], width: int) -> list[Completion]:
         how = [self.turn.sampling(seed_of(self.seed, number)) for number in numbers]
-        with self.llm.batch([list(self.turn.before)] * len(how), how, width=width) as batch:
+        with self.llm.batch(prompts, how, width=width) as batch:
             for _ in survivors(batch):
                 self.progress.tokens += 1
                 self.tell(self.progress)
         return batch.completions
 
-    def _take(self, number: int, completion: Completion) -> None:
-        text = completion.text.strip()
+    def _take(self, number: int, opening: str, completion: Completion) -> None:
+        text = (opening + completion.text).strip()
         if _whole(completion, self.llm.tokenizer.special_ids) and _meaning(text) not in self.said:
             self.said.add(_meaning(text))
             self.journal.append({"id": number, "prompt": text})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads import HeadConfig
+from paceline.errors import InvalidOption
+from paceline.models.heads import HeadConfig, HeadFile
 from paceline.protocols import Ends
 from paceline.train.states import Batch
 from paceline.types import Tap
@@ -60,9 +61,36 @@ class Recipe(ABC):
     def measured(self, looks: Sequence[Guesses]) -> None:  # noqa: B027
         """What a look at the held-out documents found, for a recipe that can use it."""
 
+    @torch.no_grad()
+    def begin_from(self, head: HeadFile) -> None:
+        """Begin with the weights of a trained drafter. Raises `InvalidOption` for one of another kind or shape."""
+        ours, theirs = self.config, head.config
+        if type(ours) is not type(theirs):
+            raise InvalidOption(f"{head.path} is no drafter of the kind to be trained", "Name one of the same kind")
+        for name in (f.name for f in fields(ours) if f.name not in _MAY_DIFFER):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise _unlike(head, f"{name} {getattr(theirs, name)!r}, not {getattr(ours, name)!r}")
+        for name, parameter in self.module.named_parameters():
+            given = head.tensors.get(name)
+            if given is None or given.shape != parameter.shape:
+                has = "no" if given is None else f"a {list(given.shape)} instead of a {list(parameter.shape)}"
+                raise _unlike(head, f"{has} {name}")
+            parameter.copy_(given)
+
     def tensors(self) -> dict[str, Tensor]:
         """What is written, under the names of `models/heads.py`, in bfloat16 where it is a weight."""
         return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
+
+
+_MAY_DIFFER = ("layer", "draft_vocab", "paths")
+"""Of a config: what tensors tell better, or what training decides."""
+
+
+def _unlike(head: HeadFile, difference: str) -> InvalidOption:
+    return InvalidOption(
+        f"training cannot begin from {head.path}: it has {difference}",
+        "Repeat the options that it was made with (its README.md has them), or begin without --from",
+    )
 
 
 @dataclass(frozen=True, slots=True)

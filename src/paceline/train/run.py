@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
-from paceline.models.head_fit import fingerprint
+from paceline.models.head_files import open_head
+from paceline.models.head_fit import fingerprint, fits
 from paceline.models.head_write import LAYOUTS, check_folder, write_head
 from paceline.models.heads import HeadFile
 from paceline.train import answers as writing
@@ -25,6 +26,7 @@ from paceline.train.medusa import shares, with_heads
 from paceline.train.own import write_prompts
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
+from paceline.train.recipe import Recipe
 from paceline.train.states import States
 from paceline.train.vocabulary import choose, count, coverage
 from paceline.train.writing import write_answers
@@ -41,8 +43,9 @@ GIB = 2**30
 class Order:
     """What to train. `target`: what the user called it. `prompts`: None lets the target make `own_prompts` of its own.
     `answers`: the target's to these prompts; None lets it write them. `documents`: use so many at most. `cache`: GiB
-    of hidden states that may lie on disk between epochs. `layout`: see `head_write.LAYOUTS`; None is the kind's own.
-    `command`: for the model card.
+    of hidden states that may lie on disk between epochs. `start`: begin with the weights of this trained drafter, of
+    the same kind and shape, as for a fine-tune of its target or for more data. `layout`: see `head_write.LAYOUTS`;
+    None is the kind's own. `command`: for the model card.
     """
 
     target: str
@@ -60,6 +63,7 @@ class Order:
     rank: int = 256
     steps: int = 5
     cache: float = 8.0
+    start: Path | None = None
     layout: str | None = None
     command: str = "paceline.train.run.train(llm, order)"
     mix: writing.Plan = field(default_factory=writing.Plan)
@@ -94,11 +98,14 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     documents = _documents(llm, order, listener)
     vocabulary, covered = _vocabulary(llm, order, documents, listener)
     recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn, order.layers, order.rank))
+    if order.start is not None:
+        recipe.begin_from(fits(open_head(order.start), llm.model))
     listener.stage(f"training {order.kind}")
     limit, name = int(order.cache * GIB), f"{documents.digest[:12]}-{_voice(llm)}"
     states = States(llm.model.target, documents.train, recipe.taps, order.work / f"states-{name}", limit)
     held = States(llm.model.target, documents.held, recipe.taps, order.work / f"held-{name}", limit)
-    identity = f"{order.kind} {name} {recipe.config} {len(states)}"
+    begun = "" if order.start is None else f" from {_digest(recipe)}"
+    identity = f"{order.kind} {name} {recipe.config} {len(states)}{begun}"
     trainer = loop.Trainer(recipe, states, held, order.plan, order.work, identity, listener.training)
     report = trainer.run()
     extra = {
@@ -124,6 +131,12 @@ def _voice(llm: LLM) -> str:
     rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
     said = target.forward(rows, cache, Want("all")).logits[0].topk(8).indices
     return hashlib.blake2b(repr(said.tolist()).encode(), digest_size=4).hexdigest()
+
+
+def _digest(recipe: Recipe) -> str:
+    """Names the weights that training begins with."""
+    sums = [float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()]
+    return hashlib.blake2b(repr(sums).encode(), digest_size=4).hexdigest()
 
 
 def check(order: Order) -> None:
