@@ -5,7 +5,7 @@ import torch
 
 from paceline.train.states import SHARD, Batch, States
 from paceline.tree import pack_prefix
-from paceline.types import Want
+from paceline.types import Forward, Rows, Want
 from tests.train.toys import TAPS, TARGET, documents, selection
 
 
@@ -89,3 +89,29 @@ def test_a_batch_splits_into_parts_that_are_its_documents() -> None:
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)
     assert isinstance(parts[0], Batch)
     assert torch.equal(torch.cat([part.states[2] for part in parts]), batch.states[2])
+
+
+def test_a_pass_that_finds_no_memory_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = documents(9)
+    whole = States(TARGET, selection(made), TAPS).shard(0)
+    forward, passes = TARGET.forward, []
+
+    def cramped(rows: Rows, cache: object, want: Want) -> Forward:
+        passes.append(len(rows.slots))
+        if len(rows.slots) > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
+        return forward(rows, cache, want)
+
+    monkeypatch.setattr(TARGET, "forward", cramped)
+    monkeypatch.setattr("paceline.train.states._PASS", 256)
+    parts = States(TARGET, selection(made), TAPS).shard(0)
+    assert max(passes) > 2, "memory never ended"
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.states["final"], other.states["final"])
+
+    def none(*_: object) -> Forward:
+        raise MemoryError
+
+    monkeypatch.setattr(TARGET, "forward", none)
+    with pytest.raises(MemoryError):
+        States(TARGET, selection(made), TAPS).shard(0)

@@ -40,6 +40,12 @@ def test_one_command_makes_a_drafter_and_says_how_good_it_is(prompts: Path) -> N
     assert card.startswith("# eagle3 drafter for demo")
 
 
+def test_layers_and_lengths_can_be_chosen(prompts: Path) -> None:
+    result = train(prompts, "--taps", "0, 3,1", "--max-length", "16")
+    assert result.exit_code == 0, result.output
+    assert open_head(prompts.parent / "head").config.taps == (0, 3, 1)
+
+
 def test_quiet_says_nothing(prompts: Path) -> None:
     result = train(prompts, "--quiet")
     assert result.exit_code == 0
@@ -54,6 +60,8 @@ def test_quiet_says_nothing(prompts: Path) -> None:
         (["--vocabulary", "99"], "a draft vocabulary of 99 tokens is not possible"),
         (["--epochs", "0"], "0 epochs"),
         (["--layout", "gguf"], "no layout 'gguf'"),
+        (["--taps", "early,late"], "--taps 'early,late' are no layers"),
+        (["--taps", "1,4"], "this target has no layer 4 to listen to. Give 0 to 3"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(more: list[str], said: str, prompts: Path) -> None:

@@ -17,11 +17,12 @@ from paceline.errors import InvalidOption
 if TYPE_CHECKING:
     from paceline.train.loop import Report
     from paceline.train.run import Order
+    from paceline.types import Tap
 
 _DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
 
 _ORDERED = (
-    *("prompts", "answers", "own_prompts", "documents", "cache"),
+    *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
     *("start", "vocabulary", "ffn", "layers", "rank", "steps", "layout"),
 )
 """Options that an `Order` knows by the same name."""
@@ -51,6 +52,9 @@ class TrainOptions:
     documents: Annotated[
         int | None, typer.Option("--documents", min=1, help="Use so many answers at most.", rich_help_panel=_DATA)
     ] = None
+    max_length: Annotated[
+        int, typer.Option("--max-length", min=16, help="Tokens of a document, at most.", rich_help_panel=_DATA)
+    ] = 2048
     cache: Annotated[
         float,
         typer.Option("--cache", min=0, help="GiB of hidden states to keep between epochs.", rich_help_panel=_DATA),
@@ -58,6 +62,10 @@ class TrainOptions:
     start: Annotated[
         Path | None,
         typer.Option("--from", help="Begin with the weights of this drafter, of like shape.", rich_help_panel=_HEAD),
+    ] = None
+    taps: Annotated[
+        str | None,
+        typer.Option("--taps", help="Layers it listens to, as 2,15,27.", rich_help_panel=_HEAD),
     ] = None
     vocabulary: Annotated[
         int | None,
@@ -97,6 +105,7 @@ class TrainOptions:
             kind,
             out,
             **chosen,
+            taps=None if self.taps is None else _taps(self.taps),
             mix=answers.Plan(_numbers(self.temperatures), self.answer_tokens, self.seed),
             plan=loop.Plan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
             command=shlex.join(["paceline", *sys.argv[1:]]),
@@ -145,6 +154,13 @@ def _measured(report: Report, steps: int) -> str:
     if report.acceptance is None:
         return "trained, and not measured, since none of so few prompts were held out"
     return f"{report.acceptance:.2f} tokens per round on held-out answers (greedy, chain of {steps})"
+
+
+def _taps(text: str) -> tuple[Tap, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidOption(f"--taps {text!r} are no layers", "Write them as 2,15,27") from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -72,6 +72,13 @@ def block(llm: LLM, wish: Wish) -> Recipe:
     # Any token that the target never writes will do for a mask; the end of a sequence never stands inside a block.
     config = BlockConfig(layer, taps, wish.steps + 1, mask_token=llm.model.eos[0])
     return Block(config, target, wish.vocabulary)
+
+
+def check_taps(taps: Sequence[Tap], layers: int) -> None:
+    """Raises `InvalidOption` for a layer that the target has not."""
+    for tap in taps:
+        if tap == "final" or not 0 <= tap < layers:  # no layout has a number for the final state
+            raise InvalidOption(f"this target has no layer {tap} to listen to", f"Give 0 to {layers - 1}")
 
 
 def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:

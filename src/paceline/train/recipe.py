@@ -176,7 +176,8 @@ class Teacher:
         scores = F.linear(states.float(), self.kept).float()
         if not exact:
             return Taught(scores, self.vocabulary[scores.argmax(-1)])
-        return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
+        with torch.autocast(states.device.type, enabled=False):  # in the target's own precision
+            return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
 
     def rank(self, said: Tensor, choice: Tensor) -> Tensor:
         """How many of a row's tokens [N, K] are likelier than the chosen one, an id [N]; `UNKNOWN` without that one."""

@@ -21,7 +21,7 @@ from paceline.train import answers as writing
 from paceline.train import loop
 from paceline.train.card import card
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, Wish, native
+from paceline.train.kinds import KINDS, Wish, check_taps, native
 from paceline.train.medusa import shares, with_heads
 from paceline.train.own import write_prompts
 from paceline.train.progress import Progress
@@ -92,6 +92,7 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     """
     check(order)
     choose(torch.zeros(llm.model.target.vocab_size), order.vocabulary or llm.model.target.vocab_size, llm.model.eos)
+    check_taps(order.taps or (), native(llm).config.layers)
     listener = listener or Listener()
     order.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(order.plan.seed)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.errors import is_out_of_memory
 from paceline.protocols import Target
 from paceline.train.documents import Document, Selection
 from paceline.train.lines import replace_with
@@ -24,7 +25,7 @@ _HEADER = 4096
 """Bytes of a shard's file besides its tensors, at most."""
 
 _PASS = 4096
-"""Tokens of one target pass at most: more are no faster, and logits are never asked for."""
+"""Tokens of one target pass at most: more are no faster, and logits are never asked for. Halved where memory ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class States:
         self._taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
         self._folder = folder
         self._room = limit
+        self._pass = _PASS
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._room -= sum(file.stat().st_size for file in folder.iterdir())
@@ -135,9 +137,17 @@ class States:
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         studied: dict[int, Studied] = {}
         while order:
-            count = max(1, _PASS // len(documents[order[0]]))
-            group, order = order[:count], order[count:]
-            studied |= zip(group, self._together([documents[i] for i in group]), strict=True)
+            count = max(1, self._pass // len(documents[order[0]]))
+            group, rest = order[:count], order[count:]
+            try:
+                found = self._together([documents[i] for i in group])
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or len(group) == 1:
+                    raise
+                self._pass //= 2
+                continue
+            studied |= zip(group, found, strict=True)
+            order = rest
         return [studied[i] for i in range(len(documents))]
 
     def _together(self, documents: Sequence[Document]) -> list[Studied]:
