@@ -23,7 +23,7 @@ from model_free import Reply, Sample, Write, measure, ratios, total_speed
 import paceline
 from paceline import LLM, Sampling, Tree
 from paceline.drafters.make import make_drafter
-from paceline.models.loader import Loaded
+from paceline.models.loader import Loaded, load_model
 
 PLAIN = "plain"
 
@@ -53,6 +53,9 @@ def systems(args: argparse.Namespace) -> list[System]:
         "suffix": ("suffix", None),
         "auto": ("auto", None),
     }
+    for given in args.also:
+        name, _, spec = given.partition("=")
+        drafting[name] = (spec, None)
     greedy = Sampling(max_new_tokens=args.tokens)
     found = [System(PLAIN, None, None, greedy)]
     found += [System(name, spec, draft, greedy) for name, (spec, draft) in drafting.items()]
@@ -63,21 +66,19 @@ def systems(args: argparse.Namespace) -> list[System]:
         for rule in ("match", "rejection", "block"):
             sampling = replace(warm, rule=rule)
             found.append(System(f"T=0.7 {name} {rule}", spec, draft, sampling, "T=0.7 plain"))
-    return [s for s in found if not args.only or s.drafter is None or any(word in s.name for word in args.only)]
+    kept = [s for s in found if s.drafter and (not args.only or any(word in s.name for word in args.only))]
+    names = {s.name for s in kept} | {s.over for s in kept}
+    return [s for s in found if s.name in names]
 
 
 def writer(system: System, loaded: Loaded) -> Write:
-    llm = LLM(loaded, make_drafter(system.drafter, loaded, _no_model), system.draft)
+    llm = LLM(loaded, make_drafter(system.drafter, loaded, load_model), system.draft)
 
     def write_reply(text: str) -> Reply:
         done = llm.generate(text, system.sampling)
         return Reply(done.token_ids, done.stats)
 
     return write_reply
-
-
-def _no_model(reference: str) -> Loaded:
-    raise ValueError(f"no draft model takes part here, {reference} neither")
 
 
 def tokens_per_round(samples: Sequence[Sample]) -> float:
@@ -170,6 +171,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
     parser.add_argument("--eagle3", help="folder of an EAGLE-3 head; without it, the one that comes with Paceline")
     parser.add_argument("--medusa", help="folder of Medusa heads; without it, those that come with Paceline")
+    parser.add_argument("--target", default="demo", help="the model that writes (demo)")
+    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=DRAFTER", help="further drafters, greedy")
     parser.add_argument("--only", nargs="*", help="systems with one of these words in their name, and plain ones")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
@@ -180,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(args.threads)
     prompts = pick(load_prompts(), args.prompts)
     source = provenance(**{key: str(value) if key == "out" else value for key, value in vars(args).items()})
-    loaded = paceline.load("demo", drafter=None).model
+    loaded = paceline.load(args.target, drafter=None).model
     found = systems(args)
     samples = measure({s.name: writer(s, loaded) for s in found}, prompts, args.repeats)
     summaries = [summarise(s, samples) for s in found]

@@ -1,0 +1,75 @@
+"""The texts from which the demo model's heads were trained: prompts of its own and given ones, with its answers.
+
+Its own prompts and greedy answers come first (they cost the most: 20 minutes for a thousand on two cores) and are
+continued where they were left; then answers to given prompts are mixed in by source, and two files lie in DIR for
+`paceline train --prompts DIR/prompts.jsonl --answers DIR/answers.jsonl`. No benchmark question is among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.train.answers import Plan
+from paceline.train.own import write_prompts
+from paceline.train.prompts import Prompts
+from paceline.train.writing import write_answers
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+QUOTAS = {"self_instruct_user": None, "self_instruct_seed": None, "t0": 1500, "gsm8k_train": 500}
+"""Answers taken of each source; None: all."""
+
+Row = Mapping[str, Any]
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def own(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
+    """Prompts that the demo model made and its answers, by ids that no given prompt has."""
+    llm = paceline.load("demo", drafter=None)
+    prompts, answers = folder / "own-prompts.jsonl", folder / "own-answers.jsonl"
+    write_prompts(llm, prompts, count, width=48)
+    write_answers(llm, Prompts(prompts), answers, Plan((0.0,), answer_tokens=256, width=48))
+    said = [row | {"id": f"own-{row['id']}"} for row in rows(answers)]
+    known = {row["id"] for row in said}
+    asked = [{"id": f"own-{row['id']}", "prompt": row["prompt"]} for row in rows(prompts)]
+    return [row for row in asked if row["id"] in known], said
+
+
+def given(seed: int) -> tuple[list[Row], list[Row]]:
+    """Given prompts and as many of the answers to them as `QUOTAS` says."""
+    prompts = {row["id"]: row for row in rows(SHARED / "prompts" / "train_prompts.jsonl")}
+    answers = list(rows(SHARED / "demo_answers.jsonl"))
+    chosen = []
+    for source, quota in QUOTAS.items():
+        of_source = [row for row in answers if prompts[row["id"]]["source"] == source]
+        chosen += of_source if quota is None else random.Random(seed).sample(of_source, quota)
+    used = dict.fromkeys(row["id"] for row in chosen)
+    return [{"id": i, "prompt": prompts[i]["prompt"]} for i in used], chosen
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--own", type=int, default=1400, help="prompts that the model makes itself (1400)")
+    parser.add_argument("--seed", type=int, default=5, help="of the choice among given answers (5)")
+    args = parser.parse_args(arguments)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    parts = own(args.folder, args.own), given(args.seed)
+    for name, index in (("prompts", 0), ("answers", 1)):
+        with (args.folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for part in parts for row in part[index])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
