@@ -49,8 +49,9 @@ class Eagle(Growing):
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
         """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
         self.taps: tuple[Tap, ...] = config.taps
-        # A level costs a layer and the draft's head; what is verified should fit where rows cost next to nothing.
-        self.draft = Tree(24, 6, 4) if free_rows(target.device) > 24 else Tree(free_rows(target.device) - 1, 4, 2)
+        # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
+        # (benchmarks/results/2026-11-21-learned.md).
+        self.draft = Tree(24, 6, 4) if free_rows(target.device) > 24 else Tree.chain(3)
         self._net = EagleNetwork(config, tensors, target)
         self._cache = self._net.new_cache()
         self._device = target.device
