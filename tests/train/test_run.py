@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.drafters.make import make_drafter
-from paceline.errors import CannotWrite, InvalidOption
+from paceline.errors import CannotWrite, InvalidOption, ModelNotFound
 from paceline.llm import LLM
 from paceline.models.head_files import open_head
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
@@ -121,6 +121,12 @@ def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: Orde
     other = "medusa" if kind != "medusa" else "eagle3"
     with pytest.raises(InvalidOption, match="no drafter of the kind"):
         train(llm, replace(order, kind=other, out=tmp_path / "other", start=order.out))
+
+
+def test_what_training_cannot_begin_from_is_refused_before_anything_is_answered(llm: LLM, order: Order) -> None:
+    with pytest.raises(ModelNotFound):
+        train(llm, replace(order, start=order.out.with_name("nowhere")))
+    assert not order.work.exists()
 
 
 def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(llm: LLM, order: Order, tmp_path: Path) -> None:

@@ -93,19 +93,20 @@ def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Repo
     check(order)
     choose(torch.zeros(llm.model.target.vocab_size), order.vocabulary or llm.model.target.vocab_size, llm.model.eos)
     check_taps(order.taps or (), native(llm).config.layers)
+    start = None if order.start is None else fits(open_head(order.start), llm.model)
     listener = listener or Listener()
     order.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(order.plan.seed)
     documents = _documents(llm, order, listener)
     vocabulary, covered = _vocabulary(llm, order, documents, listener)
     recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn, order.layers, order.rank))
-    if order.start is not None:
-        recipe.begin_from(fits(open_head(order.start), llm.model))
+    if start is not None:
+        recipe.begin_from(start)
     listener.stage(f"training {order.kind}")
     limit, name = int(order.cache * GIB), f"{documents.digest[:12]}-{_voice(llm)}"
     states = States(llm.model.target, documents.train, recipe.taps, order.work / f"states-{name}", limit)
     held = States(llm.model.target, documents.held, recipe.taps, order.work / f"held-{name}", limit)
-    begun = "" if order.start is None else f" from {_digest(recipe)}"
+    begun = "" if start is None else f" from {_weights(recipe)}"
     identity = f"{order.kind} {name} {recipe.config} {len(states)}{begun}"
     trainer = loop.Trainer(recipe, states, held, order.plan, order.work, identity, listener.training)
     report = trainer.run()
@@ -131,13 +132,16 @@ def _voice(llm: LLM) -> str:
     cache, tokens = target.new_cache(), list(range(min(32, target.vocab_size)))
     rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
     said = target.forward(rows, cache, Want("all")).logits[0].topk(8).indices
-    return hashlib.blake2b(repr(said.tolist()).encode(), digest_size=4).hexdigest()
+    return _digest(said.tolist())
 
 
-def _digest(recipe: Recipe) -> str:
+def _weights(recipe: Recipe) -> str:
     """Names the weights that training begins with."""
-    sums = [float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()]
-    return hashlib.blake2b(repr(sums).encode(), digest_size=4).hexdigest()
+    return _digest([float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()])
+
+
+def _digest(numbers: list[int] | list[float]) -> str:
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
 
 
 def check(order: Order) -> None:
