@@ -15,13 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import PROMPTS
+
 import paceline
 from paceline.train.answers import Plan
 from paceline.train.own import write_prompts
 from paceline.train.prompts import Prompts
 from paceline.train.writing import write_answers
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = PROMPTS.parents[1]
 QUOTAS = {"self_instruct_user": None, "self_instruct_seed": None, "t0": 1500, "gsm8k_train": 500}
 """Answers taken of each source; None: all."""
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,9 +15,12 @@ from paceline.cli.options import Quiet, progress_wanted
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.train.loop import Report
     from paceline.train.run import Order
-    from paceline.types import Tap
+
+Number = TypeVar("Number", int, float)
 
 _DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
 
@@ -105,8 +108,12 @@ class TrainOptions:
             kind,
             out,
             **chosen,
-            taps=None if self.taps is None else _taps(self.taps),
-            mix=answers.Plan(_numbers(self.temperatures), self.answer_tokens, self.seed),
+            taps=None if self.taps is None else _listed(self.taps, int, "--taps {} are no layers", "2,15,27"),
+            mix=answers.Plan(
+                _listed(self.temperatures, float, "--temperatures {} is no list of numbers", "0,0.8"),
+                self.answer_tokens,
+                self.seed,
+            ),
             plan=loop.Plan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
             command=shlex.join(["paceline", *sys.argv[1:]]),
         )
@@ -156,15 +163,9 @@ def _measured(report: Report, steps: int) -> str:
     return f"{report.acceptance:.2f} tokens per round on held-out answers (greedy, chain of {steps})"
 
 
-def _taps(text: str) -> tuple[Tap, ...]:
+def _listed(text: str, number: Callable[[str], Number], cause: str, example: str) -> tuple[Number, ...]:
+    """What stands between the commas. `cause`: what is wrong where that is no number, {} being the text."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(number(part) for part in text.split(","))
     except ValueError:
-        raise InvalidOption(f"--taps {text!r} are no layers", "Write them as 2,15,27") from None
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidOption(f"--temperatures {text!r} is no list of numbers", "Write them as 0,0.8") from None
+        raise InvalidOption(cause.format(repr(text)), f"Write them as {example}") from None
