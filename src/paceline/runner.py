@@ -1,4 +1,4 @@
-"""How matrix products run on this machine: the only file that knows packed weights."""
+"""How matrix products run on this machine: the only file that chooses between kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.native.build import cpu_flags, library
+from paceline.native.matrix import LANES, NativeGated, NativeLinear
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -28,6 +31,10 @@ class Linear(Protocol):
         """residual + x W^T + b."""
         ...
 
+    def precise(self, x: Tensor) -> Tensor:
+        """The product in float32 at least, for logits."""
+        ...
+
     def weight(self) -> Tensor:
         """W [out, in], as it was given."""
         ...
@@ -35,11 +42,15 @@ class Linear(Protocol):
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own."""
+    if _native(weight):
+        return NativeLinear(weight, bias)
     return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
 
 
 def gated(weight: Tensor, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
+    if _native(weight) and weight.shape[0] % (2 * LANES) == 0:
+        return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
 
@@ -60,6 +71,10 @@ class _Plain:
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual + self(x)
 
+    def precise(self, x: Tensor) -> Tensor:
+        y = self(x)
+        return y if y.dtype == torch.float64 else y.float()
+
     def weight(self) -> Tensor:
         return self._weight
 
@@ -79,9 +94,18 @@ class _Packed:
         y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
         return y
 
+    def precise(self, x: Tensor) -> Tensor:
+        return self(x).float()
+
     def weight(self) -> Tensor:
         weight: Tensor = self._weight.to_dense()
         return weight
+
+
+def _native(weight: Tensor) -> bool:
+    """Whether the kernels of `native/` are the fastest: where bfloat16 products have an instruction of their own."""
+    suits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0
+    return suits and "avx512_bf16" in cpu_flags() and library() is not None
 
 
 def _packs(weight: Tensor) -> bool:
