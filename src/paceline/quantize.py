@@ -20,7 +20,7 @@ Mode = Literal["int8", "int4"]
 """How the weights of a model are held: what users ask for."""
 
 GROUP = 32
-_CENTRE = {4: 0, 8: 128}
+CENTRE = {4: 0, 8: 128}
 """Bits -> the code that stands for the floor (zero, where there is none)."""
 
 _PIECE = 1 << 18
@@ -57,26 +57,30 @@ class Codes:
         floor = None if self.floor is None else self.floor.to(device)
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), floor=floor)
 
-    def steps(self, groups: slice = slice(None)) -> Tensor:
-        """code - centre of these groups, float32 [out, groups, GROUP]."""
-        return self.codes.unflatten(1, (-1, GROUP))[:, groups].float() - _CENTRE[self.bits]
+    def steps(self, groups: int | slice = slice(None)) -> Tensor:
+        """code - centre of these groups, float32 [out, groups, GROUP]; of one group [out, GROUP]."""
+        chosen: Tensor = self.codes.unflatten(1, (-1, GROUP))[:, groups]
+        return chosen.float() - CENTRE[self.bits]
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights [out, in] that the codes stand for, rounded once."""
         weight = self.steps() * self.scale.float()[..., None]
         if self.floor is not None:
             weight += self.floor.float()[..., None]
-        return weight.flatten(1)[:, : self.width].to(dtype)
+        whole: Tensor = weight.flatten(1)[:, : self.width].to(dtype)
+        return whole
 
     def raised(self) -> Codes:
         """The same weights, to the bit, in 8 bits: with a floor where there was one."""
         if self.bits == 8:
             return self
-        return replace(self, codes=self.codes + _CENTRE[8], bits=8)
+        return replace(self, codes=self.codes + CENTRE[8], bits=8)
 
 
 def stack(parts: Sequence[Codes]) -> Codes:
     """Matrices of one width, one above the other: in 8 bits where they differ, with a floor where one has it. Exact."""
+    if len(parts) == 1:
+        return parts[0]
     if len({part.bits for part in parts}) > 1:
         parts = [part.raised() for part in parts]
     floor = None
@@ -117,7 +121,7 @@ Fit = tuple[Tensor, Tensor, Tensor | None]
 
 def _eight_bits(groups: Tensor) -> Fit:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    return _nearest(groups, scale, -127, 127) + _CENTRE[8], scale, None
+    return _nearest(groups, scale, -127, 127) + CENTRE[8], scale, None
 
 
 _FITS = 4

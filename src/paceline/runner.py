@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.quantize import Codes, round_activations
+
 Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -29,16 +31,21 @@ class Linear(Protocol):
         ...
 
     def weight(self) -> Tensor:
-        """W [out, in], as it was given."""
+        """W [out, in], as it was given; float32 where that was codes."""
         ...
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own."""
+def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
+    """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own.
+
+    Of codes: with activations rounded to 8 bits, each row's by itself, and the result in the activations' dtype.
+    """
+    if isinstance(weight, Codes):
+        return _Coded(weight, bias)
     return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
 
 
-def gated(weight: Tensor, bias: Tensor | None, activation: str) -> Activation:
+def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
@@ -82,6 +89,35 @@ class _Packed:
     def weight(self) -> Tensor:
         weight: Tensor = self._weight.to_dense()
         return weight
+
+
+class _Coded:
+    """Codes on any device, a group at a time.
+
+    A group's sum is one of whole numbers below 2^24, exact in float32 in any order, and the groups are added in theirs:
+    so a row has the same bits however many travel with it. Slow: what is fast with codes has kernels of its own.
+    """
+
+    def __init__(self, codes: Codes, bias: Tensor | None) -> None:
+        self._codes, self._bias = codes, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        c, rows = self._codes, round_activations(x.reshape(-1, x.shape[-1]))
+        total = rows.steps.new_zeros(len(rows.steps), c.shape[0])
+        for group, (steps, scale) in enumerate(zip(rows.steps.unbind(1), rows.scale.unbind(1), strict=True)):
+            part = (steps @ c.steps(group).T).mul_(c.scale[:, group].float())
+            if c.floor is not None:
+                part += steps.sum(-1, keepdim=True) * c.floor[:, group].float()
+            total += part.mul_(scale[:, None])
+        if self._bias is not None:
+            total += self._bias
+        return total.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def weight(self) -> Tensor:
+        return self._codes.dequantised()
 
 
 def _packs(weight: Tensor) -> bool:

@@ -34,7 +34,6 @@ from paceline.models.output import output_head
 from paceline.models.rope import Rotary, rotate
 from paceline.models.weights import Weights
 from paceline.protocols import Host
-from paceline.runner import linear
 from paceline.types import Rows
 
 
@@ -50,7 +49,7 @@ class BlockNetwork:
         ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
         self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
         self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
-        self._fuse = linear(weights.get("fc.weight", (c.hidden, len(config.taps) * c.hidden)))
+        self._fuse = weights.linear({"fc": c.hidden}, len(config.taps) * c.hidden)
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}

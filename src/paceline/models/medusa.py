@@ -55,10 +55,10 @@ class MedusaHeads:
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
         # vLLM's files may hold all rows, of which the map then chooses; without a map the last may be padding.
         chosen = slice(rows) if len(ids) == rows else ids
-        found = [weights.get(name, (rows, config.hidden))[chosen] for name in names]
+        found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
         self._outs = [linear(weight) for weight in found]
         if not torch.equal(ids, every):
-            self._ids = ids.to(found[0].device)
+            self._ids = ids.to(weights.device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
         """The states [heads, R, H] that the first `heads` heads make of "final" states x [R, H] of the target."""
