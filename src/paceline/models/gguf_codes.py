@@ -73,6 +73,9 @@ _FORMS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
 }
 """Type -> bytes of a block, and what it is made of."""
 
+BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _FORMS}
+"""Type -> the bits of its codes here: five bits are held as eight."""
+
 
 def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[..., start : start + 2].contiguous().view(torch.float16)
