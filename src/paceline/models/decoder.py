@@ -43,20 +43,21 @@ class Decoder:
         ropes = list(dict.fromkeys(layer.rope for layer in config.plan if layer.rope))
         self._rotaries = [Rotary(rope, config.head_dim, self._precise, device) for rope in ropes]
         rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.plan]
-        self._embed = weights.get("model.embed_tokens.weight", (config.vocab_size, config.hidden))
+        table = (config.vocab_size, config.hidden)
+        self._embed = weights.get("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._stack = stack(layers, self._attentions, rope_of)
+        self._stack = stack(layers, self._attentions, rope_of, dtype)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-            self._head = linear(self._embed)
+            self._head = linear(weights.head("model.embed_tokens.weight", table, self._embed))
         else:
-            self._head = linear(weights.get("lm_head.weight", (config.vocab_size, config.hidden)))
+            self._head = linear(weights.head("lm_head.weight", table))
         weights.finish()
         progress(config.layers, config.layers)
 
@@ -138,7 +139,7 @@ class Decoder:
 
     def head(self) -> Tensor:
         """See `protocols.Ends`."""
-        return self._head.weight()
+        return self._head.weight().to(self.dtype)
 
 
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
@@ -199,4 +200,4 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Part:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    return Mixture(weights.linear({block + "gate": e.count}, c.hidden), experts, e.used, e.normalised)
+    return Mixture(weights.router(block + "gate", (e.count, c.hidden)), experts, e.used, e.normalised)

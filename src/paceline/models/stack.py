@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, SlabPass
@@ -24,9 +25,10 @@ class Stack(Protocol):
         ...
 
 
-def stack(layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int]) -> Stack:
-    """`how`: the layers' attention, as their cache has it. `rope_of`: which of the factors each one takes."""
-    return NativeStack(layers, how, rope_of) if runs(layers) else TorchStack(layers, rope_of)
+def stack(layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int], dtype: torch.dtype) -> Stack:
+    """`how`: the layers' attention, as their cache has it. `rope_of`: which of the factors each one takes. `dtype`: of
+    the stream and the cache."""
+    return NativeStack(layers, how, rope_of) if runs(layers, dtype) else TorchStack(layers, rope_of)
 
 
 class TorchStack:

@@ -205,8 +205,9 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     return 0;
 }
 
-// y [rows, out] = x [rows, in] W^T + b, plus `residual` where given; x and residual of two bytes, y of four if `wide`.
-int paceline_linear(const Matrix* m, const bf16* x, int in, int rows, void* y, int wide, const bf16* residual, int threads) {
+// y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
+int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
+                    const bf16* residual, int threads) {
     static thread_local Inputs kept;
     static thread_local std::vector<float> line;
     Inputs& inputs = kept;
@@ -217,15 +218,16 @@ int paceline_linear(const Matrix* m, const bf16* x, int in, int rows, void* y, i
         return 1;
     }
     for (int row = 0; row < rows; row++) {
-        widen_all(line.data(), x + int64_t(row) * in, in);
-        inputs.set(row, line.data(), in, m->kind != WIDE, 0, in);
+        const int64_t first = int64_t(row) * in;
+        if (!wide_x) widen_all(line.data(), static_cast<const bf16*>(x) + first, in);
+        inputs.set(row, wide_x ? static_cast<const float*>(x) + first : line.data(), in, m->kind != WIDE, 0, in);
     }
 #pragma omp parallel num_threads(threads)
     product(Team{omp_get_thread_num(), omp_get_num_threads()}, *m, inputs, rows, [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
-            int64_t to = int64_t(row) * m->out + at + i;
-            float value = residual ? v[i] + widened(residual[to]) : v[i];
-            if (wide)
+            const int64_t to = int64_t(row) * m->out + at + i;
+            const float value = residual ? v[i] + widened(residual[to]) : v[i];
+            if (wide_y)
                 static_cast<float*>(y)[to] = value;
             else
                 static_cast<bf16*>(y)[to] = narrowed(value);

@@ -119,7 +119,8 @@ class NativeStack:
 
     def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
         mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
-        assert isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated)
+        assert isinstance(mlp, Dense)
+        assert isinstance(mlp.gate_up, NativeGated)
         parts = (layer.attention.qkv, layer.out, mlp.gate_up.both, mlp.down)
         heads, kv, size = layer.attention.heads, layer.attention.split[1], layer.attention.head_dim
         head_norm = layer.attention.norm
@@ -143,9 +144,9 @@ class NativeStack:
         return self._held[-1].data_ptr()
 
 
-def runs(layers: Sequence[Layer], mutual: bool = False) -> bool:
-    """Whether `NativeStack` can: every product native, every size whole lanes, no mixture of experts."""
-    return library() is not None and all(_fits(layer) for layer in layers)
+def runs(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
+    """Whether `NativeStack` can: a bfloat16 stream, all products native, sizes whole lanes, no mixture of experts."""
+    return library() is not None and dtype == torch.bfloat16 and all(_fits(layer) for layer in layers)
 
 
 def _fits(layer: Layer) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, c_int32, c_void_p
+from ctypes import POINTER, Structure, byref, c_int32, c_void_p
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +40,13 @@ class Matrix:
         )
 
     def weight(self) -> Tensor:
-        """W [out, in], bfloat16."""
+        """W [out, in], bfloat16; of codes float32."""
         out, width = self.shape
         if self._codes is None:
             blocks = self.packed.view(-1, self.c.width // 2, LANES, 2)
-            return blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
-        return _unpack_codes(self.packed, self.shape, *self._codes).dequantised(torch.bfloat16)
+            weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+            return weight
+        return _unpack_codes(self.packed, self.shape, *self._codes).dequantised()
 
     @property
     def nbytes(self) -> int:
@@ -98,43 +98,42 @@ def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool
 
 
 class NativeLinear:
-    """See `runner.Linear`, for bfloat16 rows on a CPU."""
+    """See `runner.Linear`, on a CPU: rows in bfloat16, or in any other float dtype where the weights are codes."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
         lib = library()
         assert lib is not None
         self._run = lib.paceline_linear
-        self._run.argtypes = (*(POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32),)
+        self._run.argtypes = (
+            *(POINTER(CMatrix), c_void_p, c_int32, c_int32, c_int32),
+            *(c_void_p, c_int32, c_void_p, c_int32),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, torch.bfloat16, None)
+        return self._product(x, x.dtype == torch.bfloat16).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._product(x, torch.bfloat16, residual.contiguous())
+        if x.dtype != torch.bfloat16:
+            return residual + self(x)
+        return self._product(x, True, residual.contiguous())
 
     def precise(self, x: Tensor) -> Tensor:
-        """Not rounded to bfloat16: float32."""
-        return self._product(x, torch.float32, None)
+        return self._product(x, False)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
-    def _product(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-        x = x.contiguous()
+    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None) -> Tensor:
+        """In bfloat16 if `narrow`, else in float32."""
+        x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width, rows = x.shape[-1], x.numel() // x.shape[-1]
-        y = torch.empty(*x.shape[:-1], self.matrix.shape[0], dtype=dtype)
+        y = torch.empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
         if rows and self._run(
-            ctypes.byref(self.matrix.c),
-            x.data_ptr(),
-            width,
-            rows,
-            y.data_ptr(),
-            dtype == torch.float32,
-            None if residual is None else residual.data_ptr(),
-            torch.get_num_threads(),
+            *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width, rows),
+            *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
-            raise MemoryError("no memory for the rows of a product")
+            raise MemoryError(f"no memory for a product of {rows} rows")
         return y
 
 
@@ -151,4 +150,5 @@ class NativeGated:
         from paceline.runner import ACTIVATIONS
 
         left, right = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
-        return (ACTIVATIONS[self.activation](left) * right).flatten(-2)
+        y: Tensor = (ACTIVATIONS[self.activation](left) * right).flatten(-2)
+        return y
