@@ -36,9 +36,7 @@ def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size]
     ids = ids[order]
-    out = linear(
-        _own(weights, count, hidden, order) if _HEAD in weights else weights.lent(_lent(host, hidden, ids))
-    ).precise
+    weight = _own(weights, count, hidden, order) if _HEAD in weights else weights.lent(_lent(host, hidden, ids))
     return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
 
 
