@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.accept import RULES
+from paceline.controller import Controller
 from paceline.errors import InvalidOption, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.runner import free_rows
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
@@ -82,11 +82,11 @@ class Engine:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
-        """`draft`: how much to draft per round; None leaves it to the drafter."""
+        """`draft`: how much to draft per round; None leaves it to a controller, up to what the drafter likes."""
         self.target = target
         self.drafter = drafter
         self.draft = draft or (drafter.draft if drafter else Tree.chain(0))
-        self._fixed = draft is not None
+        self._controller = Controller(self.draft) if drafter and draft is None else None
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
         self._lock, self._deep = RLock(), 0
@@ -134,16 +134,19 @@ class Engine:
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
-        drafts = self._propose(requests)
+        draft = self._controller.choose(len(requests)) if self._controller else self.draft
+        drafts = self._propose(requests, draft)
         clock.lap("draft")
         out = self._verify(requests, drafts)
-        verdicts = [r.judge(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
+        verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
         self._commit(requests, verdicts, out)
         clock.lap("commit")
         _charge(requests, clock)
-        for r, draft, verdict in zip(requests, drafts, verdicts, strict=True):
-            r.stats.count(draft, verdict)
+        if self._controller:
+            self._controller.learn(draft, drafts, verdicts, clock.laps["draft"], clock.laps["verify"])
+        for r, made, verdict in zip(requests, drafts, verdicts, strict=True):
+            r.stats.count(made, verdict)
         return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
 
     def finish(self, request: Request) -> None:
@@ -166,10 +169,10 @@ class Engine:
         self.cache.release(request.slot)
         request.closed = True
 
-    def _propose(self, requests: Sequence[Request]) -> list[Draft]:
-        if self.drafter is None or self.draft.nodes == 0:
+    def _propose(self, requests: Sequence[Request], draft: Tree) -> list[Draft]:
+        budgets = [self._budget(r, draft) for r in requests]
+        if self.drafter is None or not any(budget.nodes for budget in budgets):
             return [Draft()] * len(requests)
-        budgets = [self._budget(r, len(requests)) for r in requests]
         asks = [Ask(r.slot, b, r.sampler, self.cache) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         if len(drafts) != len(asks):
@@ -190,16 +193,15 @@ class Engine:
                 f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
             )
 
-    def _budget(self, request: Request, together: int) -> Tree:
+    def _budget(self, request: Request, draft: Tree) -> Tree:
         """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
 
-        A size left to us shrinks as requests share a pass, which has room for so many rows and no more.
+        Under the rules rejection and block the text depends on what is drafted, and must depend on nothing that was
+        measured: such a request keeps to the drafter's own size.
         """
-        draft = self.draft.within(request.stream.left - 1)
-        # Under the other rules the text depends on what is drafted, and must not depend on the company.
-        if together > 1 and not self._fixed and (request.sampler.rule == "match" or request.sampler.greedy):
-            draft = draft.within(draft.depth, free_rows(self.target.device) // together - 1)
-        return self.cache.fit(request.slot, draft)
+        if request.sampler.draws:
+            draft = self.draft
+        return self.cache.fit(request.slot, draft.within(request.stream.left - 1))
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(
