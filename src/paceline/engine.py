@@ -196,10 +196,10 @@ class Engine:
     def _budget(self, request: Request, draft: Tree) -> Tree:
         """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
 
-        Under the rules rejection and block the text depends on what is drafted, and must depend on nothing that was
+        Under the other rules than match the text depends on what is drafted, and must depend on nothing that was
         measured: such a request keeps to the drafter's own size.
         """
-        if request.sampler.draws:
+        if request.sampler.rule != "match" and not request.sampler.greedy:
             draft = self.draft
         return self.cache.fit(request.slot, draft.within(request.stream.left - 1))
 
