@@ -180,8 +180,8 @@ class Engine:
                 f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
                 "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
             )
-        for draft, ask in zip(drafts, asks, strict=True):
-            self._check(draft, ask.budget)
+        for made, ask in zip(drafts, asks, strict=True):
+            self._check(made, ask.budget)
         return drafts
 
     def _check(self, draft: Draft, budget: Tree) -> None:

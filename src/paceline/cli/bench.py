@@ -98,9 +98,10 @@ def bench(
     Console(width=None if progress_wanted(False) else 140).print(_table(result))
     for line in result["missing"]:
         typer.echo(f"not measured: {line}", err=True)
-    for path, make in ((out, lambda: json.dumps(result, indent=1) + "\n"), (report, lambda: page(result))):
-        if path is not None:
-            _write(path, make())
+    if out is not None:
+        _write(out, json.dumps(result, indent=1) + "\n")
+    if report is not None:
+        _write(report, page(result))
 
 
 def _names(text: str) -> tuple[str, ...]:
