@@ -99,13 +99,27 @@ class Sandwiched:
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` takes what `attention` has mixed back to the stream, then `mlp` adds to it."""
+    """One pre-norm decoder layer: `out` takes what `attention` has mixed back to the stream, then `mlp` adds to it.
 
-    def __init__(self, attn_norm: RMSNorm, attention: Attention, out: Part, mlp_norm: RMSNorm, mlp: Part) -> None:
+    Without an `attn_norm` attention is always made from something else than the stream.
+    """
+
+    def __init__(
+        self, attn_norm: RMSNorm | None, attention: Attention, out: Part, mlp_norm: RMSNorm, mlp: Part
+    ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor] | None, attention: Pass) -> Tensor:
-        mixed = self.attention.mix(self.attn_norm(x), layer, rope, attention)
-        x = self.out.onto(mixed, x)
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: tuple[Tensor, Tensor] | None,
+        attention: Pass,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        """`entry`: what attention is made from, if not the normed stream."""
+        if entry is None:
+            entry = x if self.attn_norm is None else self.attn_norm(x)
+        x = self.out.onto(self.attention.mix(entry, layer, rope, attention), x)
         return self.mlp.onto(self.mlp_norm(x), x)
