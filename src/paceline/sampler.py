@@ -204,13 +204,13 @@ class Sampler:
 
 
 def _highest(row: Tensor) -> tuple[float, int]:
-    """The highest of a row and its first column, NaN before all."""
-    if row.device.type == "cpu":  # numpy takes a tenth of torch's time
+    """The highest logit of a row [V] and the lowest id that has it. NumPy takes a tenth of torch's time on a CPU."""
+    if row.device.type == "cpu":
         scores = row.detach().numpy()
-        token = int(scores.argmax())
-        return float(scores[token]), token
-    value, column = row.max(-1)
-    return float(value), int(column)
+        at = int(scores.argmax())
+        return float(scores[at]), at
+    value, token = row.max(-1)
+    return float(value), int(token)
 
 
 def _best(scores: Floats, count: int) -> Ids:
