@@ -48,7 +48,7 @@ def main() -> None:
         [(part, *(f"{lines[rows][part]:.2f}" for rows in ROWS)) for part in lines[ROWS[0]]],
     )
     notes = [
-        f"Weights: {weights / 2**20:.0f} MiB a pass. Reading memory: {bandwidth / 1e9:.1f} GB/s. Floor: {floor:.2f} ms.",
+        f"Weights: {weights / 2**20:.0f} MiB a pass, read at {bandwidth / 1e9:.1f} GB/s: the floor is {floor:.2f} ms.",
         f"A round of plain decoding beyond its pass (choosing, accepting, text, Python): {extra:.2f} ms.",
     ]
     report([grid], notes)

@@ -43,6 +43,14 @@ void normed(float* to, const float* x, const float* weight, int size, float eps)
     for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
 }
 
+// Three rounds of xor, shift and multiply ("triple32", Wellons 2018).
+Words mixed(Words x) {
+    x = (x ^ x >> 17) * 0xED5AD4BBu;
+    x = (x ^ x >> 11) * 0xAC4C1B51u;
+    x = (x ^ x >> 15) * 0x31848BABu;
+    return x ^ x >> 14;
+}
+
 // What the stages of a layer hand on; kept for the next pass by the thread that runs them.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, inner;  // [rows, *]
@@ -203,6 +211,34 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     }
     for (size_t i = 0; i < size; i += LANES) narrow(x + i, load<Floats>(&s.stream[i]));
     return 0;
+}
+
+// The columns of scores [n], ascending, whose noise may lift them over `bound`: see `noise.py`, whose hash this is.
+// `tokens`: the columns' ids, their own numbers where null. Returns how many went to `found`.
+int paceline_contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
+                        int64_t* found) {
+    int count = 0;
+    for (int first = 0; first < n; first += LANES) {
+        Floats s = all(-INFINITY);
+        const int here = std::min(LANES, n - first);
+        if (here == LANES)
+            s = load<Floats>(scores + first);
+        else
+            for (int i = 0; i < here; i++) s[i] = scores[first + i];
+        Ints open = s >= bound - highest;
+        if (!any(open)) continue;
+        Words id = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + uint32_t(first);
+        for (int i = 0; tokens && i < here; i++) id[i] = uint32_t(tokens[first + i]);
+        Words hashed = mixed(mixed(id ^ uint32_t(key)) ^ uint32_t(key >> 32)) ^ 0x80000000u;
+        // 1 - u, less what float32 may have rounded up.
+        Floats missing = (1.0f - 0x1p-22f) - __builtin_convertvector(hashed, Floats) * 0x1p-32f;
+        Floats reach = s - bound;
+        open &= missing <= exponential(reach < 0 ? reach : Floats{}) * 1.00001f;
+        if (!any(open)) continue;
+        for (int i = 0; i < here; i++)
+            if (open[i]) found[count++] = first + i;
+    }
+    return count;
 }
 
 // y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes.
