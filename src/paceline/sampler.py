@@ -184,8 +184,7 @@ class Sampler:
             size = subset.size if subset else len(logits)
             return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
         if self.greedy or self.rule == "typical":
-            best = highest(scores, count)
-            best = best[np.argsort(-scores[best], kind="stable")[:count]]
+            best = _best(scores, count)
             return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
         best, sums = self.noise.best(position, scores, tokens, max(count, _COMPARED))
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
@@ -212,6 +211,14 @@ def _highest(row: Tensor) -> tuple[float, int]:
         return float(scores[at]), at
     value, token = row.max(-1)
     return float(value), int(token)
+
+
+def _best(scores: Floats, count: int) -> Ids:
+    """The `count` highest columns, highest first, ties to the lowest; fewer where fewer are finite."""
+    if count == 1:
+        return scores.argmax(keepdims=True)
+    best = highest(scores, count)
+    return best[np.argsort(-scores[best], kind="stable")[:count]]
 
 
 def _chances(all_scores: Floats, chosen: Floats) -> list[float]:

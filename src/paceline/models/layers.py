@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.rope import rotate
+from paceline.native.norm import NativeNorm
 from paceline.protocols import Pass
 from paceline.runner import Activation, Linear
 
@@ -20,8 +21,11 @@ class RMSNorm:
         """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
         self.weight, self.eps = weight, eps
         self._doubled = torch.cat([weight, torch.zeros_like(weight)])
+        self._native = NativeNorm(weight, eps) if NativeNorm.suits(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._native is not None and x.dtype == torch.bfloat16:
+            return self._native(x)
         if x.device.type != "cpu":
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).

@@ -205,6 +205,17 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     return 0;
 }
 
+// y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes.
+void paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
+    static thread_local std::vector<float> line;
+    line.resize(std::max(line.size(), size_t(size)));
+    for (int64_t first = 0; first < rows * size; first += size) {
+        widen_all(line.data(), x + first, size);
+        normed(line.data(), line.data(), weight, size, eps);
+        for (int i = 0; i < size; i += LANES) narrow(y + first + i, load<Floats>(&line[i]));
+    }
+}
+
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
 int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
                     const bf16* residual, int threads) {

@@ -11,6 +11,7 @@ namespace paceline {
 
 constexpr int GROUP = 32;  // elements of a row that share a scale
 constexpr int TILE = 8;    // rows of one pass over a block of weights
+constexpr int AHEAD = 2048;  // bytes that weights are fetched before their turn
 
 // Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
 enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
@@ -82,11 +83,9 @@ struct Inputs {
         using Small = int8_t __attribute__((vector_size(16)));
         store(to, __builtin_convertvector(p, Small));
         store(to + LANES, __builtin_convertvector(q, Small));
-        int32_t sum = 0;
-        for (int i = 0; i < LANES; i++) sum += both[i];
         scale[group] = s;
-        total[group] = s * float(sum);
-        shift[group] = -128 * sum;
+        total[group] = s * float(sum(both));
+        shift[group] = -128 * sum(both);
     }
 
     static Ints nearest(Floats x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, Ints); }
@@ -101,6 +100,7 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
     auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
     Floats sums[ROWS] = {};  // not `out`, which the weights might overlap for all the compiler knows
     for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
+        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line);
         Ints dots[ROWS];
         for (int r = 0; r < ROWS; r++) dots[r] = KIND == FOUR_AND_FLOOR ? Ints{} : all(x.shift[at + r * groups + g]);
         for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
@@ -130,6 +130,7 @@ inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Flo
     const bf16* left = &x.wide[size_t(row) * m.in];
     Floats sums[ROWS] = {};
     for (int k = 0; k < m.in; k += 2, p += 64) {
+        __builtin_prefetch(p + AHEAD);
         Ints w = load<Ints>(p);
         for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, load<int32_t>(left + size_t(r) * m.in + k));
     }
