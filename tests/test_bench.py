@@ -277,7 +277,7 @@ def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[s
 
 def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> None:
     html = Page(page(result))
-    assert html.count["svg.plot"] == 3
+    assert html.count["svg.plot"] == 5, "two at each temperature, and where the time goes"
     assert not html.open
     assert not html.outside
     assert html.count["table"] == len(all_grids(result))

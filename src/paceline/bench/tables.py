@@ -48,9 +48,9 @@ class Grid:
 
 def main_grids(result: Mapping[str, Any]) -> list[Grid]:
     """What a run is about: every system's speed, and Paceline's over the other programs'."""
-    summaries = result["systems"]
-    peers = list(dict.fromkeys(s["system"] for s in summaries if s["program"] != "paceline"))
-    return [_speeds(summaries), *([_over(summaries, peers)] if peers else [])]
+    parts = by_temperature(result["systems"])
+    over = [_over(part) for part in parts if any(s["program"] != "paceline" for s in part)]
+    return [_speeds(result["systems"]), *over]
 
 
 def all_grids(result: Mapping[str, Any]) -> list[Grid]:
@@ -73,6 +73,20 @@ def _drafted(drafting: Sequence[Summary]) -> list[Grid]:
         _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
         depths([(s["system"], s["inside"]["accepted_at"]) for s in drafting]),
     ]
+
+
+def by_temperature(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """What may be compared, together."""
+    return [
+        [s for s in summaries if s["temperature"] == temperature]
+        for temperature in dict.fromkeys(s["temperature"] for s in summaries)
+    ]
+
+
+def at(part: Sequence[Summary]) -> str:
+    """What a title says of a temperature; nothing of greedy decoding."""
+    temperature = part[0]["temperature"]
+    return f", T={temperature:g}" if temperature else ""
 
 
 def interval(ratio: Mapping[str, float] | None) -> str:
@@ -103,10 +117,10 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
     return Grid("Text to text, one at a time", [*columns, "spread", "same text"], rows)
 
 
-def _over(summaries: Sequence[Summary], peers: Sequence[str]) -> Grid:
-    own = [s for s in summaries if s["program"] == "paceline"]
-    rows = [[s["system"], *(interval(s["ratios"].get(p)) for p in peers)] for s in own]
-    return Grid("Times as fast as, median of questions [95 %]", ["system", *peers], rows)
+def _over(part: Sequence[Summary]) -> Grid:
+    peers = [s["system"] for s in part if s["program"] != "paceline"]
+    rows = [[s["system"], *(interval(s["ratios"][peer]) for peer in peers)] for s in part if s["program"] == "paceline"]
+    return Grid(f"Times as fast as, median of questions [95 %]{at(part)}", ["system", *peers], rows)
 
 
 def _by_category(title: str, summaries: Sequence[Summary], cell: Callable[[Any], str]) -> Grid:
