@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.accept import RULES
-from paceline.controller import Controller
+from paceline.controller import Controller, Round
 from paceline.errors import InvalidOption, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
@@ -29,6 +29,8 @@ class Request:
     stream: TextStream
     stats: Stats
     slot: int
+    heard: int = 0
+    """How much of the text the drafter had been told when it last made a draft."""
     finish: FinishReason | None = None
     error: Exception | None = None
     closed: bool = False
@@ -134,8 +136,9 @@ class Engine:
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
-        draft = self._controller.choose(len(requests)) if self._controller else self.draft
-        drafts = self._propose(requests, draft)
+        controller = self._control(requests)
+        budgets = self._budgets(requests, controller)
+        drafts = self._propose(requests, budgets)
         clock.lap("draft")
         out = self._verify(requests, drafts)
         verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
@@ -143,8 +146,9 @@ class Engine:
         self._commit(requests, verdicts, out)
         clock.lap("commit")
         _charge(requests, clock)
-        if self._controller:
-            self._controller.learn(draft, drafts, verdicts, clock.laps["draft"], clock.laps["verify"])
+        if controller:
+            draft, verify, commit = (clock.laps[phase] for phase in ("draft", "verify", "commit"))
+            controller.learn(Round(budgets, drafts, verdicts, draft, verify + commit))
         for r, made, verdict in zip(requests, drafts, verdicts, strict=True):
             r.stats.count(made, verdict)
         return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
@@ -169,10 +173,28 @@ class Engine:
         self.cache.release(request.slot)
         request.closed = True
 
-    def _propose(self, requests: Sequence[Request], draft: Tree) -> list[Draft]:
-        budgets = [self._budget(r, draft) for r in requests]
+    def _control(self, requests: Sequence[Request]) -> Controller | None:
+        """What decides how much these draft, None where it is fixed.
+
+        Under the other rules than match a text depends on what is drafted, and must depend on nothing that was
+        measured: whoever shares a round with such a request keeps to the drafter's own size.
+        """
+        free = all(r.sampler.rule == "match" or r.sampler.greedy for r in requests)
+        return self._controller if free else None
+
+    def _budgets(self, requests: Sequence[Request], controller: Controller | None) -> list[Tree]:
+        """How much each one may draft: no deeper than what is left but one, since the target adds one token itself."""
+        draft = self.draft
+        if controller:
+            behind = sum(len(r.text) - r.heard for r in requests)
+            draft = controller.choose(len(requests), behind, max(r.stream.left for r in requests))
+        return [self.cache.fit(r.slot, draft.within(r.stream.left - 1)) for r in requests]
+
+    def _propose(self, requests: Sequence[Request], budgets: Sequence[Tree]) -> list[Draft]:
         if self.drafter is None or not any(budget.nodes for budget in budgets):
             return [Draft()] * len(requests)
+        for request in requests:
+            request.heard = len(request.text)
         asks = [Ask(r.slot, b, r.sampler, self.cache) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         if len(drafts) != len(asks):
@@ -192,16 +214,6 @@ class Engine:
                 f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
                 f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
             )
-
-    def _budget(self, request: Request, draft: Tree) -> Tree:
-        """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
-
-        Under the other rules than match the text depends on what is drafted, and must depend on nothing that was
-        measured: such a request keeps to the drafter's own size.
-        """
-        if request.sampler.rule != "match" and not request.sampler.greedy:
-            draft = self.draft
-        return self.cache.fit(request.slot, draft.within(request.stream.left - 1))
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `info`, `demo`, `bench` and `train`."""
+"""The command line: `paceline generate`, `chat`, `info`, `demo`, `bench`, `train` and `perplexity`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paceline.cli.failures import Guarded
 from paceline.cli.generate import generate
 from paceline.cli.info import info
 from paceline.cli.options import with_options
+from paceline.cli.perplexity import perplexity
 from paceline.cli.train import train
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, info, demo, bench, train):
+for _command in (generate, chat, info, demo, bench, train, perplexity):
     app.command()(with_options(_command))
 
 
