@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, Plan, SlabPass
+from paceline.errors import OutOfMemory
 from paceline.layout import depths
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
 from paceline.native.build import library
-from paceline.native.matrix import LANES, CMatrix, NativeGated, NativeLinear
+from paceline.native.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -112,7 +113,7 @@ class NativeStack:
         if self._run(
             place, end - first, byref(seen), rows.data_ptr(), inner.data_ptr() if inner is not None else None, width
         ):
-            raise MemoryError(f"no memory for a pass of {b * t} rows")
+            raise OutOfMemory(f"no memory for a pass of {b * t} rows", SMALLER)
         if rows is not x:
             x[:, :count] = rows
         return x
