@@ -27,7 +27,7 @@ _PIECE = 1 << 18
 """Weights that are quantised at a time: few enough for a cache, which makes it a third faster."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Codes:
     """A weight matrix [out, in] in groups of `GROUP` along its rows: w = scale * (code - centre) + floor.
 

@@ -85,11 +85,10 @@ struct Inputs {
         using Small = int8_t __attribute__((vector_size(16)));
         store(to, __builtin_convertvector(p, Small));
         store(to + LANES, __builtin_convertvector(q, Small));
-        int32_t sum = 0;
-        for (int i = 0; i < LANES; i++) sum += both[i];
+        const int32_t steps = sum(both);
         scale[group] = top / 127.0f + broken;
-        total[group] = scale[group] * float(sum);
-        shift[group] = -128 * sum;
+        total[group] = scale[group] * float(steps);
+        shift[group] = -128 * steps;
     }
 
     static Ints nearest(Floats x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, Ints); }

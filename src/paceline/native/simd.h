@@ -48,17 +48,24 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline float sum(Floats v) {
-    for (int width = 8; width; width /= 2)
+#if defined(__AVX512F__)
+inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+inline int32_t sum(Ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
+#else
+template <class V>
+inline auto sum(V v) {
+    for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) v[i] += v[i + width];
     return v[0];
 }
 
 inline float largest(Floats v) {
-    for (int width = 8; width; width /= 2)
+    for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
     return v[0];
 }
+#endif
 
 // 16 numbers of two bytes.
 inline Floats widen(const bf16* from) {
