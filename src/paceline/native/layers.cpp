@@ -266,7 +266,7 @@ int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, fl
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
 int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
-                    const bf16* residual, int threads) {
+                    const bf16* residual, [[maybe_unused]] int threads) {
     static thread_local Inputs kept;
     static thread_local std::vector<float> line;
     Inputs& inputs = kept;
