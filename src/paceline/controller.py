@@ -12,17 +12,17 @@ from paceline.types import Draft, Tree, Verdict
 
 _MEMORY = 0.95
 """What a round's acceptance still weighs when the next one is counted: texts change within some twenty rounds."""
-_LEAST = 4.0
+_LEAST = 8.0
 """Rounds that what was seen before a pause weighs after it, however long that was."""
 _HISTORY = 500.0
 """Rounds that make up what a drafter usually does."""
 _HOPE = 0.6
 """How often a draft is taken for right before any was seen."""
-_FAITH = 3.0
+_FAITH = 5.0
 """Rounds that hope weighs in the usual, and the usual among recent rounds."""
 _HEARSAY = 0.2
 """What a round weighs for trees of other sizes."""
-_SHARE = 0.01
+_SHARE = 0.003
 """Of all time, what may be lost to trying other sizes than the best."""
 _GAP = 4
 """Rounds between two such tries at least."""

@@ -2,6 +2,7 @@
 #include <new>
 
 #include "attention.h"
+#include "noise.h"
 #include "product.h"
 
 #if defined(_OPENMP)
@@ -246,6 +247,12 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     }
     for (size_t i = 0; i < size; i += LANES) narrow(x + i, load<Floats>(&s.stream[i]));
     return 0;
+}
+
+// See `contenders`.
+int paceline_contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
+                        int64_t* found) {
+    return contenders(scores, tokens, n, key, bound, highest, found);
 }
 
 // y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes. 1: out of memory.

@@ -103,7 +103,7 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
     auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
     Floats sums[ROWS] = {};  // not `out`, which the weights might overlap for all the compiler knows
     for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
-        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line);
+        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         Ints dots[ROWS];
         for (int r = 0; r < ROWS; r++) dots[r] = KIND == FOUR_AND_FLOOR ? Ints{} : all(x.shift[at + r * groups + g]);
         for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
@@ -133,7 +133,7 @@ inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Flo
     const bf16* left = &x.wide[size_t(row) * m.in];
     Floats sums[ROWS] = {};
     for (int k = 0; k < m.in; k += 2, p += 64) {
-        __builtin_prefetch(p + AHEAD);
+        __builtin_prefetch(p + AHEAD, 0, 0);
         Ints w = load<Ints>(p);
         for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, load<int32_t>(left + size_t(r) * m.in + k));
     }

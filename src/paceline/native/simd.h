@@ -16,6 +16,7 @@ constexpr int LANES = 16;
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
 using bf16 = uint16_t;
@@ -35,6 +36,16 @@ inline void store(T* to, V v) {
 
 inline Floats all(float x) { return Floats{} + x; }
 inline Ints all(int32_t x) { return Ints{} + x; }
+
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+    int32_t some = 0;
+    for (int i = 0; i < LANES; i++) some |= mask[i];
+    return some;
+#endif
+}
 
 // a * b + c, rounded once; twice on processors that have no such instruction, where a function call would stand for it.
 inline Floats fma(Floats a, Floats b, Floats c) {
