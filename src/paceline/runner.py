@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Protocol
 
@@ -33,8 +35,25 @@ class Linear(Protocol):
         ...
 
 
+Make = Callable[[Tensor, Tensor | None], Linear]
+
+_MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
+
+
+@contextmanager
+def products(make: Make) -> Iterator[None]:
+    """Models that are made within get their products from `make`, and not the fastest ones."""
+    token = _MAKE.set(make)
+    try:
+        yield
+    finally:
+        _MAKE.reset(token)
+
+
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own."""
+    if make := _MAKE.get():
+        return make(weight, bias)
     return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
 
 
