@@ -241,6 +241,7 @@ def load(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: bool = False,
+    exact: bool = False,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -258,6 +259,8 @@ def load(
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.
+    exact: load only if speculation keeps the text bit for bit here, which a self-check finds out in any case
+    (`LLM.exact`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
 
     Raises `PacelineError`: what is wrong and what to do about it.
     """
@@ -267,7 +270,7 @@ def load(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
+        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle, exact=exact)
     else:
         if (dtype, device, revision) != ("auto", "auto", None):
             raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
@@ -284,4 +287,15 @@ def load(
 
     llm = LLM(loaded, make_drafter(drafter, loaded, load_draft, read_head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
+    if exact:
+        _check_exact(llm)
     return llm
+
+
+def _check_exact(llm: LLM) -> None:
+    if llm.exact != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with bfloat16 products, or leave out exact=True',
+        )
