@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -46,39 +47,56 @@ class Plan:
         layouts: Sequence[Layout],
     ) -> None:
         """`places`: where in the slabs [layers, places, kv_heads, capacity, D] the pass's slots lie."""
-        _, _, kv, capacity, head_dim = slabs[0].shape
-        device = slabs[0].device
+        self.slabs, self.window, self.places, self.rows, self.layouts = slabs, window, places, rows, layouts
         self.count = rows.tokens.shape[1] - rows.padding
+        _, _, kv, capacity, _ = slabs[0].shape
+        firsts = [place * kv * capacity for place in places]
+        self.stores = _stores(self.count, rows, layouts, firsts, capacity)
         ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
         self.reach = min(max(ends), capacity)
         # Before the shortest slot's tail every row sees every column, as long as no window has moved on.
-        moved = window is not None and max(ends) > window
-        self.seen = 0 if moved else min(rows.lengths)
-        mask = _window_mask(self.count, rows, layouts, window, capacity, self.reach) if moved and window else None
-        self.mask = _mask(rows, layouts, self.seen, self.reach) if mask is None else mask
-        self.mask = self.mask.to(device, torch.float64 if slabs[0].dtype == torch.float64 else torch.float32)
+        self._moved = window is not None and max(ends) > window
+        self.seen = 0 if self._moved else min(rows.lengths)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """To add to the scores of the columns from `seen` on [B, T, reach - seen]."""
+        rows, keys = self.rows, self.slabs[0]
+        if self._moved and self.window:
+            mask = _window_mask(self.count, rows, self.layouts, self.window, keys.shape[3], self.reach)
+        else:
+            mask = _mask(rows, self.layouts, self.seen, self.reach)
+        return mask.to(keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
+
+    @cached_property
+    def _lines(self) -> _Lines:
+        """`stores`, for torch."""
+        device, (_, _, kv, capacity, head_dim) = self.slabs[0].device, self.slabs[0].shape
         # Rows of the slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
-        firsts = [place * kv * capacity for place in places]
-        stores = _stores(self.count, rows, layouts, firsts, capacity)
         heads = torch.arange(kv, device=device) * capacity
-        self._index, self._there, self._here = (
-            (torch.tensor(x, dtype=torch.long, device=device)[:, None] + heads).flatten()
-            for x in (stores.columns, stores.copied, stores.copies)
+        x = self.stores
+        columns, copied, copies = (
+            (torch.tensor(lines, dtype=torch.long, device=device)[:, None] + heads).flatten()
+            for lines in (x.columns, x.copied, x.copies)
         )
-        plain = stores.sources == list(range(len(places) * self.count))
-        self._sources = None if plain else torch.tensor(stores.sources, dtype=torch.long, device=device)
-        self._flat = [slab.view(len(slab), -1, head_dim).unbind(0) for slab in slabs]
-        self._views = [_of_places(slab, places, self.reach) for slab in slabs]
+        plain = x.sources == list(range(len(self.places) * self.count))
+        sources = None if plain else torch.tensor(x.sources, dtype=torch.long, device=device)
+        return _Lines(columns, sources, copied, copies, [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs])
+
+    @cached_property
+    def _views(self) -> list[Sequence[Tensor]]:
+        return [_of_places(slab, self.places, self.reach) for slab in self.slabs]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k and v [B, T, kv_heads, D]."""
-        for flat, x in zip(self._flat, (k, v), strict=True):
+        lines = self._lines
+        for flat, x in zip(lines.flat, (k, v), strict=True):
             x = x[:, : self.count]
-            if self._sources is not None:
-                x = x.flatten(0, 1)[self._sources]
-            if len(self._there):
-                flat[layer].index_copy_(0, self._here, flat[layer][self._there])
-            flat[layer].index_copy_(0, self._index, x.reshape(-1, x.shape[-1]))
+            if lines.sources is not None:
+                x = x.flatten(0, 1)[lines.sources]
+            if len(lines.copied):
+                flat[layer].index_copy_(0, lines.copies, flat[layer][lines.copied])
+            flat[layer].index_copy_(0, lines.columns, x.reshape(-1, x.shape[-1]))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pass's slots, each [B * kv_heads, reach, D]."""
@@ -86,11 +104,23 @@ class Plan:
         return keys, values
 
 
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Where a pass writes, as lines of the flat slabs of each layer: see `_Stores`."""
+
+    columns: Tensor
+    sources: Tensor | None
+    copied: Tensor
+    copies: Tensor
+    flat: list[tuple[Tensor, ...]]
+
+
 class SlabPass:
     """One forward pass over a `SlabCache` (`protocols.Pass`)."""
 
     def __init__(self, plans: Sequence[Plan], layers: Sequence[LayerAttention], prefill: bool) -> None:
         """`plans`: one per kind, in the order in which the layers first name them."""
+        self.plans = plans
         order = list(dict.fromkeys(layer.kind for layer in layers))
         counts = [0] * len(order)
         self._layers: list[tuple[Plan, int, LayerAttention]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -11,15 +12,17 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_spec, make_drafter, to_tree
+from paceline.drafters.make import check_draft_mode, check_spec, make_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.head_files import open_head
 from paceline.models.heads import HeadFile
+from paceline.models.lazy import Quantised
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
+from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
 from paceline.sampling import Sampling, Vocabulary
 from paceline.session import Session
@@ -237,6 +240,8 @@ def load(
     draft: int | Tree | Literal["auto"] = "auto",
     dtype: DType = "auto",
     device: Device = "auto",
+    quantize: Mode | None = None,
+    draft_quantize: Mode | None = None,
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -256,6 +261,8 @@ def load(
     or a `Drafter`.
     draft: how much to draft per round: a length, a `Tree`, or "auto".
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
+    quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
+    GGUF's own where it has such. `draft_quantize`: the same for a drafter that has weights.
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.
@@ -266,24 +273,30 @@ def load(
     """
     budget = to_tree(draft)
     check_spec(drafter)
+    check_mode(quantize)
+    check_draft_mode(draft_quantize, drafter)
     read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle, exact=exact)
+        read_target = partial(read, quantize=quantize, exact=exact)
+        loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
     else:
         if (dtype, device, revision) != ("auto", "auto", None):
             raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
+        if quantize is not None:
+            raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
         if adapter is not None:
             raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
         loaded = wrap(model, tokenizer)
 
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)
-        return read(base, adapter=merged)
+        return read(base, adapter=merged, quantize=draft_quantize)
 
     def read_head(reference: str | Path) -> HeadFile:
-        return open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
+        head = open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
+        return replace(head, tensors=Quantised(head.tensors, draft_quantize)) if draft_quantize else head
 
     llm = LLM(loaded, make_drafter(drafter, loaded, load_draft, read_head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply

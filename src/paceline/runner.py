@@ -1,4 +1,4 @@
-"""How matrix products run on this machine: the only file that knows packed weights."""
+"""How matrix products run on this machine: the only file that chooses between kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.native.build import cpu_flags, library
+from paceline.native.matrix import LANES, NativeGated, NativeLinear
+from paceline.quantize import Codes, round_activations
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -30,8 +34,12 @@ class Linear(Protocol):
         """residual + x W^T + b."""
         ...
 
+    def precise(self, x: Tensor) -> Tensor:
+        """The product in float32 at least, for logits."""
+        ...
+
     def weight(self) -> Tensor:
-        """W [out, in], as it was given."""
+        """W [out, in], as it was given; float32 where that was codes."""
         ...
 
 
@@ -42,7 +50,8 @@ _MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
 
 @contextmanager
 def products(make: Make) -> Iterator[None]:
-    """Models that are made within get their products from `make`, and not the fastest ones."""
+    """Models that are made within get their products from `make`, and not the fastest ones; those of codes keep theirs,
+    which are exact."""
     token = _MAKE.set(make)
     try:
         yield
@@ -50,15 +59,24 @@ def products(make: Make) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own."""
-    if make := _MAKE.get():
+def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
+    """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own.
+
+    Of codes: with activations rounded to 8 bits, each row's by itself, and the result in the activations' dtype.
+    """
+    if (make := _MAKE.get()) and isinstance(weight, Tensor):
         return make(weight, bias)
+    if _native(weight):
+        return NativeLinear(weight, bias)
+    if isinstance(weight, Codes):
+        return _Coded(weight, bias)
     return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
 
 
-def gated(weight: Tensor, bias: Tensor | None, activation: str) -> Activation:
+def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
+    if _native(weight) and not _MAKE.get() and weight.shape[0] % (2 * LANES) == 0:
+        return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
 
@@ -79,6 +97,10 @@ class _Plain:
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual + self(x)
 
+    def precise(self, x: Tensor) -> Tensor:
+        y = self(x)
+        return y if y.dtype == torch.float64 else y.float()
+
     def weight(self) -> Tensor:
         return self._weight
 
@@ -98,9 +120,54 @@ class _Packed:
         y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
         return y
 
+    def precise(self, x: Tensor) -> Tensor:
+        return self(x).float()
+
     def weight(self) -> Tensor:
         weight: Tensor = self._weight.to_dense()
         return weight
+
+
+class _Coded:
+    """Codes on any device, a group at a time.
+
+    A group's sum is one of whole numbers below 2^24, exact in float32 in any order, and the groups are added in theirs:
+    so a row has the same bits however many travel with it. Slow: what is fast with codes has kernels of its own.
+    """
+
+    def __init__(self, codes: Codes, bias: Tensor | None) -> None:
+        self._codes, self._bias = codes, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        c, rows = self._codes, round_activations(x.reshape(-1, x.shape[-1]))
+        total = rows.steps.new_zeros(len(rows.steps), c.shape[0])
+        for group, (steps, scale) in enumerate(zip(rows.steps.unbind(1), rows.scale.unbind(1), strict=True)):
+            part = (steps @ c.steps(group).T).mul_(c.scale[:, group].float())
+            if c.floor is not None:
+                part += steps.sum(-1, keepdim=True) * c.floor[:, group].float()
+            total += part.mul_(scale[:, None])
+        if self._bias is not None:
+            total += self._bias
+        return total.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def precise(self, x: Tensor) -> Tensor:
+        return self(x.float())
+
+    def weight(self) -> Tensor:
+        return self._codes.dequantised()
+
+
+def _native(weight: Tensor | Codes) -> bool:
+    """Whether the kernels of `native/` are the fastest: for codes always, for bfloat16 where its products have an
+    instruction of their own."""
+    if weight.shape[1] % LANES or library() is None:
+        return False
+    if isinstance(weight, Codes):
+        return weight.codes.device.type == "cpu"
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and "avx512_bf16" in cpu_flags()
 
 
 def _packs(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `info`, `demo` and `train`."""
+"""The command line: `paceline generate`, `chat`, `info`, `demo`, `train` and `perplexity`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.cli.failures import Guarded
 from paceline.cli.generate import generate
 from paceline.cli.info import info
 from paceline.cli.options import with_options
+from paceline.cli.perplexity import perplexity
 from paceline.cli.train import train
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, info, demo, train):
+for _command in (generate, chat, info, demo, train, perplexity):
     app.command()(with_options(_command))
 
 

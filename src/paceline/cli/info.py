@@ -64,6 +64,7 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         "runs": "natively" if config else "through transformers",
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
+        "own_codes": _own_codes(header),
         "vocab_size": checkpoint.config["vocab_size"],
         "tokens": checkpoint.tokenizer.vocab_size,
         "tokenizer": _tokenizer_kind(path, header),
@@ -119,6 +120,17 @@ def _gguf_tensors(header: GGUFFile) -> tuple[str, Tensors]:
     return "GGUF", [(tensor.kind, math.prod(tensor.shape)) for tensor in tensors]
 
 
+def _own_codes(header: GGUFFile | None) -> dict[str, float]:
+    """What `--quantize` packs as it stands: bits -> the share of the file's matrices that they hold."""
+    from paceline.models.gguf_codes import BITS
+
+    matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
+    sizes = [(BITS.get(x.kind), math.prod(x.shape)) for x in matrices]
+    total = sum(size for _, size in sizes)
+    held = {bits: sum(size for b, size in sizes if b == bits) / total for bits in sorted({*BITS.values()}) if total}
+    return {str(bits): share for bits, share in held.items() if share}
+
+
 def _folder_tensors(checkpoint: Checkpoint) -> tuple[str, Tensors]:
     safe = any(checkpoint.path.glob("*.safetensors"))
     tensors = [checkpoint.tensors[name] for name in checkpoint.tensors]
@@ -154,6 +166,7 @@ def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("runs", f["runs"]),
         ("parameters", f"{f['parameters']:,}"),
         ("weights", f"{f['format']}: {shares}"),
+        *([("--quantize", _quantise_line(f["own_codes"]))] if f["runs"] == "natively" else []),
         ("vocabulary", f"{f['vocab_size']:,} rows, {f['tokens']:,} tokens"),
         *(_architecture_lines(f) if "layers" in f else []),
         ("tokenizer", f["tokenizer"]),
@@ -180,6 +193,12 @@ def _rope_line(rope: dict[str, Any]) -> str:
     scaling = "".join(f", {key} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
     return f"{rope['kind']}, base {rope['theta']:g}{scaling}{factors}"
+
+
+def _quantise_line(own: dict[str, float]) -> str:
+    if not own:
+        return "int8 or int4"
+    return "keeps the file's own codes: " + ", ".join(f"{percent(share)} as {bits} bits" for bits, share in own.items())
 
 
 def _yes(value: bool) -> str:

@@ -45,8 +45,8 @@ AllowPickle = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Which model, where, and what drafts for it."""
+class ModelOptions:
+    """Which model, and where it runs."""
 
     model: Annotated[
         str,
@@ -76,6 +76,33 @@ class LoadOptions:
         int | None,
         typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
     ] = None
+
+    def open(self, *, progress: bool, **more: Any) -> LLM:
+        """The model, ready to write; `more`: what else `paceline.load` takes. Raises `PacelineError`."""
+        import torch
+
+        import paceline.llm
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return paceline.llm.load(self.model, progress=progress, **own, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions(ModelOptions):
+    """Which model, where, and what drafts for it."""
+
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            help="int8 or int4: hold the weights as integers; a GGUF keeps its own 4 to 8 bits with either. "
+            "`paceline perplexity` says what it costs.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     drafter: Annotated[
         str,
         typer.Option(
@@ -89,6 +116,10 @@ class LoadOptions:
             rich_help_panel=_DRAFT,
         ),
     ] = "auto"
+    draft_quantize: Annotated[
+        str | None,
+        typer.Option("--draft-quantize", help="int8 or int4: as --quantize, of the drafter.", rich_help_panel=_DRAFT),
+    ] = None
     draft: Annotated[
         str,
         typer.Option(
@@ -101,24 +132,8 @@ class LoadOptions:
     def load(self, *, progress: bool) -> LLM:
         """The model, ready to write. Raises `PacelineError`; an impossible draft before anything is read."""
         draft = parse_draft(self.draft)
-        import torch
-
-        import paceline.llm
-
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        choices: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        return paceline.llm.load(
-            self.model,
-            adapter=self.adapter,
-            drafter=self.drafter,
-            draft=draft,
-            revision=self.revision,
-            token=self.token,
-            allow_pickle=self.allow_pickle,
-            progress=progress,
-            **choices,
-        )
+        modes = {"quantize": self.quantize, "draft_quantize": self.draft_quantize}
+        return self.open(progress=progress, drafter=self.drafter, draft=draft, **modes)
 
 
 def parse_draft(text: str) -> int | Tree | Literal["auto"]:

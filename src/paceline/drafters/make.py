@@ -19,6 +19,7 @@ from paceline.models.head_fit import fits, host_of, shipped, sizes_of, words_of
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
+from paceline.quantize import check_mode
 from paceline.types import Tree
 
 DraftModelLoader = Callable[[str], Loaded]
@@ -71,6 +72,17 @@ def check_spec(spec: str | Drafter | None) -> None:
     if isinstance(spec, str) and spec != "none":
         for part in _split(spec):
             _check_name(part)
+
+
+def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
+    """Raises `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights to read."""
+    check_mode(mode, "draft_quantize")
+    bare = spec is None or isinstance(spec, Drafter) or all(part in (*_BARE, "none") for part in _split(spec))
+    if mode and bare:
+        raise InvalidOption(
+            f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
+            "Leave draft_quantize out; `quantize` is the target's",
+        )
 
 
 def _check_name(part: str) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.attention import BLOCK, LayerAttention
+from paceline.attention import BLOCK
 from paceline.gpu.cache import DeviceCache, DevicePass, Replay
 from paceline.gpu.product import FixedTile
 from paceline.gpu.table import RowTable
@@ -79,9 +79,7 @@ class DeviceDecoder(Decoder):
 
     def new_cache(self) -> DeviceCache:
         c = self.config
-        scale = c.query_scale or c.head_dim**-0.5
-        layers = [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
-        return DeviceCache(layers, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
+        return DeviceCache(self._attentions, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

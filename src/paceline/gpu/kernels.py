@@ -155,14 +155,16 @@ ROWS = 64
 """Rows of one tile of a product: the fewest that a Hopper tensor core takes as a whole. A pass of fewer is padded."""
 
 
-def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """residual + x W^T + b for x [R, in], W [out, in]: [R, out].
+def fixed_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """residual + x W^T + b for x [R, in], W [out, in]: [R, out], in `dtype`.
 
     One tile shape and one order of sums for a given W, however many rows there are, so that a row's bits depend on that
     row alone. (A library picks tiles, and splits sums, by the number of rows.)
     """
     r, width = x.shape
-    out = x.new_empty(r, len(weight))
+    out = x.new_empty(r, len(weight), dtype=dtype)
     columns, depth = _tile(len(weight))
     grid = (triton.cdiv(len(weight), columns), triton.cdiv(r, ROWS))
     _product[grid](

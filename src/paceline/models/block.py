@@ -32,9 +32,9 @@ from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
 from paceline.models.rope import Rotary, rotate
+from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
-from paceline.runner import linear
 from paceline.types import Rows
 
 
@@ -46,18 +46,23 @@ class BlockNetwork:
         c, device = config.layer, host.device
         self.config, self._host = config, host
         weights = Weights(tensors, host.dtype, device)
-        self._precise = weights.precise
         ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
         self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
         self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
-        self._fuse = linear(weights.get("fc.weight", (c.hidden, len(config.taps) * c.hidden)))
+        self._fuse = weights.linear({"fc": c.hidden}, len(config.taps) * c.hidden)
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
         self._read = weights.linear(parts, c.hidden)
         self._key_norms = [_key_norm(config, weights, name) for name in names]
-        self._layers = [make_layer(c, False, weights, name) for name in names]
+        layers = [make_layer(c, False, weights, name) for name in names]
+        causal = config.causal or (False,) * c.layers
+        self._how = [
+            LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
+            for layer, late in zip(c.plan, causal, strict=True)
+        ]
+        self._stack = stack(layers, self._how, self._rope_of, host.dtype)
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """`subset`: the tokens that the columns of its logits stand for; None: all of the target's."""
@@ -66,12 +71,7 @@ class BlockNetwork:
     def new_cache(self) -> SlabCache:
         """For the host's context, whatever length the head was trained on."""
         c, host = self.config.layer, self._host
-        causal = self.config.causal or (False,) * c.layers
-        layers = [
-            LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
-            for layer, late in zip(c.plan, causal, strict=True)
-        ]
-        return SlabCache(layers, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+        return SlabCache(self._how, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
@@ -84,8 +84,8 @@ class BlockNetwork:
         both = self._read(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
-        for i, (norm, rope) in enumerate(zip(self._key_norms, ropes, strict=True)):
-            k = norm(keys[:, :, i]) if norm else keys[:, :, i]
+        for i, (norm, kind) in enumerate(zip(self._key_norms, self._rope_of, strict=True)):
+            k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
         for slot, count in zip(slots, counts, strict=True):
             if count:
@@ -96,19 +96,17 @@ class BlockNetwork:
         """The embedded blocks [B, size, H], whose pending tokens stand at the positions `first`, to the states that
         enter the head [B, size, H]. Nothing is committed."""
         attention, ropes = self._begin(cache, slots, first, x.shape[1])
-        for i, (layer, rope) in enumerate(zip(self._layers, ropes, strict=True)):
-            x = layer(x, i, rope, attention)
-        return self._norm(x)
+        return self._norm(self._stack.run(x, 0, self.config.layer.layers, ropes, attention))
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """What `draft` gave [..., H] to logits [..., C], float32 at least: of `subset`, or of all tokens."""
-        return self._head(states).to(self._precise)
+        return self._head(states)
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[SlabPass, list[tuple[Tensor, Tensor] | None]]:
-        """A pass of `count` rows per slot at positions from `first` on, and each layer's rotary factors."""
+        """A pass of `count` rows per slot at positions from `first` on, and the rotary factors of every kind."""
         device = self._host.device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
@@ -117,8 +115,8 @@ class BlockNetwork:
         starts = (0,) * len(slots)
         attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True))
         prompts = [cache.prompts[slot] for slot in slots]
-        kinds = [rotary(positions, max(first) + count, prompts) if rotary else None for rotary in self._rotaries]
-        return attention, [kinds[kind] for kind in self._rope_of]
+        end = max(first) + count
+        return attention, [rotary(positions, end, prompts) if rotary else None for rotary in self._rotaries]
 
 
 def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.attention import LayerAttention
+from paceline.attention import LayerAttention, SlabPass
 from paceline.cache import SlabCache
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
 from paceline.models.moe import Mixture
 from paceline.models.rope import Rotary
+from paceline.models.stack import stack
 from paceline.models.weights import Weights
-from paceline.protocols import KVCache, Pass
+from paceline.protocols import KVCache
 from paceline.runner import linear
 from paceline.types import Forward, Rows, Tap, Want
 
@@ -41,20 +42,22 @@ class Decoder:
         self._precise = weights.precise
         ropes = list(dict.fromkeys(layer.rope for layer in config.plan if layer.rope))
         self._rotaries = [Rotary(rope, config.head_dim, self._precise, device) for rope in ropes]
-        self._rope_of = [ropes.index(layer.rope) if layer.rope else -1 for layer in config.plan]
-        self._embed = weights.get("model.embed_tokens.weight", (config.vocab_size, config.hidden))
+        rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.plan]
+        table = (config.vocab_size, config.hidden)
+        self._embed = weights.get("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
-        self._layers = []
+        layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
-            self._layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+            layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+        self._stack = stack(layers, self._attentions, rope_of, dtype)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-            self._head = linear(self._embed)
+            self._head = linear(weights.head("model.embed_tokens.weight", table, self._embed))
         else:
-            self._head = linear(weights.get("lm_head.weight", (config.vocab_size, config.hidden)))
+            self._head = linear(weights.head("lm_head.weight", table))
         weights.finish()
         progress(config.layers, config.layers)
 
@@ -70,11 +73,15 @@ class Decoder:
     def layers(self) -> int:
         return self.config.layers
 
-    def new_cache(self) -> KVCache:
+    @property
+    def _attentions(self) -> list[LayerAttention]:
         c = self.config
         scale = c.query_scale or c.head_dim**-0.5
-        layers = [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
-        return SlabCache(layers, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
+        return [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
+
+    def new_cache(self) -> KVCache:
+        c = self.config
+        return SlabCache(self._attentions, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -83,15 +90,14 @@ class Decoder:
             rows = replace(rows, resume=None)
         first, x = self._enter(rows, cache)
         end = self.config.layers if want.layers is None else want.layers
-        attention: Pass = cache.begin(rows)
+        attention: SlabPass = cache.begin(rows)
         ropes = self._ropes(rows, cache)
         taps: dict[Tap, Tensor] = {}
-        for index in range(first, end):
-            if index in want.taps:
-                taps[index] = x
-            x = self._layers[index](x, index, ropes[self._rope_of[index]], attention)
-        if end in want.taps:
-            taps[end] = x
+        for tap in sorted({tap for tap in want.taps if tap != "final" and first <= tap <= end} | {end}):
+            x = self._stack.run(x, first, tap, ropes, attention)
+            first = tap
+            if tap in want.taps:
+                taps[tap] = x
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -127,13 +133,13 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.Ends`."""
-        logits = self._head(x).to(self._precise)
+        logits = self._head.precise(x)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head(self) -> Tensor:
         """See `protocols.Ends`."""
-        return self._head.weight()
+        return self._head.weight().to(self.dtype)
 
 
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
@@ -194,4 +200,4 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Part:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    return Mixture(weights.linear({block + "gate": e.count}, c.hidden), experts, e.used, e.normalised)
+    return Mixture(weights.router(block + "gate", (e.count, c.hidden)), experts, e.used, e.normalised)

@@ -20,10 +20,12 @@ from paceline.cache import SlabCache
 from paceline.errors import CorruptModel
 from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
+from paceline.models.layers import Layer
 from paceline.models.output import output_head
 from paceline.models.rope import Rotary
+from paceline.models.stack import stack
 from paceline.models.weights import Weights
-from paceline.protocols import Host, Pass
+from paceline.protocols import Host
 from paceline.runner import Activation
 from paceline.types import Rows
 
@@ -38,26 +40,30 @@ class EagleNetwork:
         ones, and where the head's vocabulary is not the host's."""
         layer = config.layer
         weights = Weights(tensors, host.dtype, host.device)
-        self._layer, self._host, self._precise = layer, host, weights.precise
+        self._layer, self._host = layer, host
         self._embed = _embedding(config, weights, host)
         self._entry: _Entry = _Third(config, weights) if config.version == 3 else _First(config, weights)
-        self._attention = make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width)
-        self._out = weights.linear({_LAYER + "self_attn.o_proj": layer.hidden}, layer.heads * layer.head_dim)
-        self._mlp_norm = make_norm(layer, weights, _LAYER + "post_attention_layernorm", layer.hidden)
-        self._mlp = make_mlp(layer, weights, _LAYER + "mlp.")
+        body = Layer(
+            None,
+            make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width),
+            weights.linear({_LAYER + "self_attn.o_proj": layer.hidden}, layer.heads * layer.head_dim),
+            make_norm(layer, weights, _LAYER + "post_attention_layernorm", layer.hidden),
+            make_mlp(layer, weights, _LAYER + "mlp."),
+        )
+        self._how = LayerAttention(layer.query_scale or layer.head_dim**-0.5, layer.plan[0].window, layer.softcap)
+        self._body = stack([body], [self._how], [0], host.dtype)
         # EAGLE-1 learns the normed state itself, so that nothing stands between its layer and the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
         rope = layer.plan[0].rope
-        self._rotary = Rotary(rope, layer.head_dim, self._precise, host.device) if rope else None
+        self._rotary = Rotary(rope, layer.head_dim, weights.precise, host.device) if rope else None
         self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
         """As long as the host's context: what a head's config says of its own is a limit of its training texts."""
         c, host = self._layer, self._host
-        how = LayerAttention(c.query_scale or c.head_dim**-0.5, c.plan[0].window, c.softcap)
-        return SlabCache([how], c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+        return SlabCache([self._how], c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
@@ -70,18 +76,15 @@ class EagleNetwork:
 
         Returns two [B, T, H]: the hidden states that go with tokens after these, and what `logits` takes.
         """
-        attention: Pass = cache.begin(rows)
-        mixed_in, residual = self._entry.enter(self._embed(rows.tokens), hidden)
-        mixed = self._attention.mix(mixed_in, 0, self._rope(rows, cache), attention)
-        x = self._out.onto(mixed, residual)
-        x = self._mlp.onto(self._mlp_norm(x), x)
+        entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
+        x = self._body.run(residual, 0, 1, [self._rope(rows, cache)], cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """What `step` gave second [..., H] to logits [..., C], float32 at least: of `subset`, or all tokens if None."""
-        return self._head(states).to(self._precise)
+        return self._head(states)
 
     def _rope(self, rows: Rows, cache: SlabCache) -> tuple[Tensor, Tensor] | None:
         if self._rotary is None:

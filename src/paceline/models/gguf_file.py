@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.models.gguf_codes import gguf_codes
+from paceline.quantize import Codes, quantize
 
 _DAMAGED = (ValueError, KeyError, IndexError, OverflowError, struct.error, MemoryError, TypeError)
 _PIECE = 1 << 18
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
 
@@ -86,12 +89,22 @@ class GGUFTensor:
 
     def read(self) -> Tensor:
         """In the file's own dtype where it is unquantised, else float32."""
-        data = self.info.data if self.index is None else self.info.data[self.index]
+        data = self._data()
         if self.kind == "BF16":
             return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).view(self.shape)
-        if self.kind in ("F16", "F32", "F64"):
+        if self.kind in _FLOATS:
             return torch.from_numpy(data).view(self.shape)
         return torch.from_numpy(dequantize(data, self.info.tensor_type)).view(self.shape)
+
+    def codes(self) -> Codes | None:
+        """A quantised matrix as the file's own codes, or in 8 bits where those have another form (groups of 16); None
+        for floats."""
+        if self.kind in _FLOATS:
+            return None
+        return gguf_codes(self._data(), self.kind, self.shape) or quantize(self.read(), 8)
+
+    def _data(self) -> Any:
+        return self.info.data if self.index is None else self.info.data[self.index]
 
     def check(self) -> None:
         """Raises `UnsupportedModel` if the `gguf` library cannot turn this type into numbers."""

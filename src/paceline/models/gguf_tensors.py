@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_file import GGUFFile, GGUFTensor
 from paceline.models.lazy import LazyTensors
+from paceline.quantize import Codes
 
 Fix = Callable[[Tensor], Tensor]
 
@@ -102,6 +104,10 @@ class GGUFTensors(LazyTensors):
         tensor = self._tensors[name].read()
         fix = self._fix(name)
         return fix(tensor) if fix else tensor
+
+    def codes(self, name: str) -> Codes | None:
+        codes, fix = self._tensors[name].codes(), self._fix(name)
+        return codes[fix(torch.arange(len(codes.codes)))] if codes and fix else codes
 
     def _fix(self, name: str) -> Fix | None:
         if self._layout.shifted and name.endswith("norm.weight"):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.rope import rotate
+from paceline.native.norm import NativeNorm
 from paceline.protocols import Pass
 from paceline.runner import Activation, Linear
 
@@ -20,8 +21,11 @@ class RMSNorm:
         """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
         self.weight, self.eps = weight, eps
         self._doubled = torch.cat([weight, torch.zeros_like(weight)])
+        self._native = NativeNorm(weight, eps) if NativeNorm.suits(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._native is not None and x.dtype == torch.bfloat16:
+            return self._native(x)
         if x.device.type != "cpu":
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
@@ -99,13 +103,27 @@ class Sandwiched:
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` takes what `attention` has mixed back to the stream, then `mlp` adds to it."""
+    """One pre-norm decoder layer: `out` takes what `attention` has mixed back to the stream, then `mlp` adds to it.
 
-    def __init__(self, attn_norm: RMSNorm, attention: Attention, out: Part, mlp_norm: RMSNorm, mlp: Part) -> None:
+    Without an `attn_norm` attention is always made from something else than the stream.
+    """
+
+    def __init__(
+        self, attn_norm: RMSNorm | None, attention: Attention, out: Part, mlp_norm: RMSNorm, mlp: Part
+    ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor] | None, attention: Pass) -> Tensor:
-        mixed = self.attention.mix(self.attn_norm(x), layer, rope, attention)
-        x = self.out.onto(mixed, x)
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: tuple[Tensor, Tensor] | None,
+        attention: Pass,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        """`entry`: what attention is made from, if not the normed stream."""
+        if entry is None:
+            entry = x if self.attn_norm is None else self.attn_norm(x)
+        x = self.out.onto(self.attention.mix(entry, layer, rope, attention), x)
         return self.mlp.onto(self.mlp_norm(x), x)

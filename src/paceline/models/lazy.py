@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from paceline.quantize import Codes, Mode
+
 
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, read (dequantised, merged) at each access and by nothing else.
@@ -24,3 +26,29 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def codes(self, name: str) -> Codes | None:
+        """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
+        return None
+
+
+def own_codes(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
+    """See `LazyTensors.codes`. Tensors in memory have none."""
+    return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
+
+
+class Quantised(LazyTensors):
+    """Tensors whose matrices are to be held as codes, of `bits` where they have none of their own.
+
+    The wish travels with the tensors, so that whatever is built of them (`models.weights.Weights`) follows it.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], mode: Mode) -> None:
+        self._names = self._tensors = tensors
+        self.bits = {"int8": 8, "int4": 4}[mode]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def codes(self, name: str) -> Codes | None:
+        return own_codes(self._tensors, name)

@@ -18,8 +18,10 @@ from paceline.models.checkpoint import Checkpoint, eos_token_ids
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import read_config, refuse_other_kinds
+from paceline.models.lazy import Quantised
 from paceline.models.lora import Merged, open_model
 from paceline.protocols import Target
+from paceline.quantize import Mode, check_mode
 from paceline.runner import fast_bfloat16
 
 if TYPE_CHECKING:
@@ -31,13 +33,15 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run: `eos` are all its end-of-sequence ids, `generation` its generation_config."""
+    """A model ready to run: `eos` are all its end-of-sequence ids, `generation` its generation_config, `quantize` how
+    its weights are held."""
 
     target: Target
     tokenizer: Tokenizer
     eos: tuple[int, ...]
     generation: dict[str, Any]
     path: Path
+    quantize: Mode | None = None
 
 
 def load_model(
@@ -46,6 +50,7 @@ def load_model(
     adapter: str | Path | None = None,
     dtype: DType = "auto",
     device: Device = "auto",
+    quantize: Mode | None = None,
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -53,16 +58,23 @@ def load_model(
     exact: bool = False,
 ) -> Loaded:
     """See `paceline.load`. Raises `PacelineError`."""
+    check_mode(quantize)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
     config = native(checkpoint)
+    if quantize and not config:
+        raise UnsupportedModel(
+            f"{reference} runs through transformers, whose weights are not quantised here",
+            "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
+        )
+    tensors = Quantised(checkpoint.tensors, quantize) if quantize else checkpoint.tensors
     with _bar(f"loading {reference}", progress) as advance:
         try:
             target = (
-                _decoder(exact, where)(config, checkpoint.tensors, kind, where, advance)
+                _decoder(exact, where)(config, tensors, kind, where, advance)
                 if config
                 else _through_transformers(checkpoint, kind, where)
             )
@@ -73,7 +85,7 @@ def load_model(
                 f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
             ) from error
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, quantize)
 
 
 def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.models.checkpoint import Checkpoint, open_checkpoint, open_weights
 from paceline.models.files import ADAPTER_CONFIG, is_adapter, read_json, resolve
-from paceline.models.lazy import LazyTensors
+from paceline.models.lazy import LazyTensors, own_codes
+from paceline.quantize import Codes
 from paceline.tokenizer import Tokenizer
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -190,6 +191,11 @@ class Merged(LazyTensors):
         if kind == "bias" and "bias" in parts:
             return self._with_bias(module, parts["bias"])
         return self._start(name)
+
+    def codes(self, name: str) -> Codes | None:
+        """The base's own, of a matrix that the adapter leaves as it is."""
+        changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
+        return None if changed or (name == _HEAD and self._untied) else own_codes(self._base, name)
 
     def _start(self, name: str) -> Tensor:
         """The tensor before any product is added: the base's, or the one that replaces it."""

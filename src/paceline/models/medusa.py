@@ -34,7 +34,7 @@ class MedusaHeads:
                 "Use heads that were trained for this target",
             )
         weights = Weights(tensors, like.dtype, like.device)
-        self._vocab, self._precise = target.vocab_size, weights.precise
+        self._vocab = target.vocab_size
         self._blocks = [_block(config, weights, layer) for layer in range(config.layers)]
         self._ids: Tensor | None = None
         """The target's token of each column that the heads have; None: column t is token t, for all of them."""
@@ -55,10 +55,10 @@ class MedusaHeads:
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
         # vLLM's files may hold all rows, of which the map then chooses; without a map the last may be padding.
         chosen = slice(rows) if len(ids) == rows else ids
-        found = [weights.get(name, (rows, config.hidden))[chosen] for name in names]
-        self._outs = [linear(weight) for weight in found]
+        found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
+        self._outs = [linear(weight).precise for weight in found]
         if not torch.equal(ids, every):
-            self._ids = ids.to(found[0].device)
+            self._ids = ids.to(weights.device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
         """The states [heads, R, H] that the first `heads` heads make of "final" states x [R, H] of the target."""
@@ -74,7 +74,6 @@ class MedusaHeads:
             logits = self._outs[0](states)
         else:
             logits = torch.stack([out(x) for out, x in zip(self._outs, states, strict=False)])
-        logits = logits.to(self._precise)
         if self._ids is None:
             return logits
         return logits.new_full((*logits.shape[:2], self._vocab), -torch.inf).index_copy_(2, self._ids, logits)

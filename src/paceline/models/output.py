@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.models.weights import Weights
 from paceline.protocols import Host
+from paceline.quantize import Codes
 from paceline.runner import Activation, linear
 from paceline.sampler import Subset
 
@@ -16,8 +17,8 @@ _HEAD = "lm_head.weight"
 
 def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[Subset | None, Activation]:
     """Which of the target's tokens a head's logits are of (None: all of them, in order), and what makes them of states
-    [..., hidden]: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's, all of it or the
-    rows of these tokens.
+    [..., hidden], in float32 at least: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's,
+    all of it or the rows of these tokens.
 
     Raises `CorruptModel` where the tokens are not the target's, or its rows not as wide as the states.
     """
@@ -35,16 +36,16 @@ def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size]
     ids = ids[order]
-    out = linear(_own(weights, count, hidden, order) if _HEAD in weights else _lent(host, hidden, ids))
-    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), out
+    weight = _own(weights, count, hidden, order) if _HEAD in weights else weights.lent(_lent(host, hidden, ids))
+    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
 
 
-def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor:
+def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor | Codes:
     """The head's rows in this order."""
-    weight = weights.get(_HEAD, (count, hidden))
+    weight = weights.head(_HEAD, (count, hidden))
     if len(order) == count and torch.equal(order, torch.arange(count)):
         return weight
-    return weight[order.to(weight.device)]
+    return weight[order.to(weights.device)]
 
 
 def _lent(host: Host, hidden: int, ids: Tensor) -> Tensor:

@@ -7,15 +7,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.errors import CorruptModel
+from paceline.errors import CorruptModel, InvalidOption
+from paceline.models.lazy import Quantised, own_codes
+from paceline.quantize import Codes, quantize, stack
 from paceline.runner import Activation, Linear, gated, linear
+
+_HEAD_BITS = 8
+"""An output head has at least so many: it costs one product of many, and decides every token."""
 
 
 class Weights:
-    """Takes tensors out of a checkpoint one by one, checks their shapes, and knows what was left over."""
+    """Takes tensors out of a checkpoint one by one, checks their shapes, and knows what was left over.
+
+    Of `Quantised` tensors, the products are made of codes; what is taken as a tensor stays one.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors, self._dtype, self._device = tensors, dtype, device
+        self._tensors, self._dtype, self.device = tensors, dtype, device
+        self._bits = tensors.bits if isinstance(tensors, Quantised) else None
+        if self._bits and dtype == torch.float64:
+            raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
         self._left = {name for name in tensors if not name.endswith(("rotary_emb.inv_freq", "masked_bias"))}
 
@@ -27,17 +38,47 @@ class Weights:
         if name not in self._tensors:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
+        self._check(name, tuple(tensor.shape), shape)
+        return tensor.to(device=self.device, dtype=dtype or self._dtype)
+
+    def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
             raise CorruptModel(
-                f"{name} has shape {tuple(tensor.shape)} where the config means {shape}",
+                f"{name} has shape {found} where the config means {shape}",
                 "Config and weights are of different models; fetch the model again",
             )
         self._left.discard(name)
-        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes:
+        """What a product is made of: a tensor in the model's dtype, or codes where the weights are quantised."""
+        return self._coded(name, shape, self._bits) if self._bits else self.get(name, shape)
+
+    def head(self, name: str, shape: tuple[int, int], held: Tensor | None = None) -> Tensor | Codes:
+        """`matrix` of an output head. `held`: the tensor, where it has been read already."""
+        if self._bits:
+            return self._coded(name, shape, _HEAD_BITS)
+        return self.get(name, shape) if held is None else held
+
+    def lent(self, rows: Tensor) -> Tensor | Codes:
+        """An output head of rows that another model lends, in the form of these weights."""
+        return quantize(rows, _HEAD_BITS) if self._bits else rows
+
+    def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
+        """The file's own codes, whatever their bits, since codes of codes would lose twice; else the nearest ones."""
+        own = own_codes(self._tensors, name) if name in self._tensors else None
+        if own is None:
+            return quantize(self.get(name, shape, torch.float32), bits)
+        self._check(name, own.shape, shape)
+        return own.to(self.device)
 
     def linear(self, parts: Mapping[str, int], width: int) -> Linear:
         """One product for several projections of the same input, biases included where there are any."""
         return linear(*self._stacked(parts, width))
+
+    def router(self, name: str, shape: tuple[int, int]) -> Linear:
+        """A product in the model's dtype, whatever the others are held in: it chooses, and is small."""
+        bias = self._bias(name, shape[0]) if name + ".bias" in self else None
+        return linear(self.get(name + ".weight", shape), bias)
 
     def gated(self, parts: Sequence[str], shape: tuple[int, int], activation: str) -> Activation:
         """The first half of a gated MLP: the projections `parts` are gate and up, or one that holds both, to `shape`
@@ -45,18 +86,18 @@ class Weights:
         out, width = shape[0] * 2 // len(parts), shape[1]
         return gated(*self._stacked(dict.fromkeys(parts, out), width), activation)
 
-    def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor, Tensor | None]:
+    def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes, Tensor | None]:
         """The projections one above the other, and their biases if any has one."""
-        weight = [self.get(name + ".weight", (out, width)) for name, out in parts.items()]
+        weight = [self.matrix(name + ".weight", (out, width)) for name, out in parts.items()]
         bias = None
         if any(name + ".bias" in self for name in parts):
             bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
-        return weight[0] if len(weight) == 1 else torch.cat(weight), bias
+        return _above(weight), bias
 
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
             return self.get(name + ".bias", (out,))
-        return torch.zeros(out, dtype=self._dtype, device=self._device)
+        return torch.zeros(out, dtype=self._dtype, device=self.device)
 
     def skip(self, name: str) -> None:
         """Leave a tensor unread that the model has no use for."""
@@ -70,3 +111,11 @@ class Weights:
                 f"the checkpoint holds {len(self._left)} tensors this architecture does not know ({some}, ...)",
                 "It may be another architecture, or an adapter that must be merged first",
             )
+
+
+def _above(parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
+    """One above the other; a checkpoint's matrices are all tensors, or all codes."""
+    if codes := [part for part in parts if isinstance(part, Codes)]:
+        return stack(codes)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,118 @@
+"""`paceline perplexity`: what quantised weights cost, on a text of your own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import ModelOptions, Quiet, progress_wanted
+from paceline.errors import InvalidPrompt
+from paceline.quantize import check_mode
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.llm import LLM
+    from paceline.perplexity import Scored, Window
+
+_MODES = ("int8", "int4")
+
+
+def perplexity(
+    file: Annotated[Path, typer.Argument(help="A text to predict, in UTF-8.")],
+    *,
+    model: ModelOptions,
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option("--quantize", help="int8 or int4; may be repeated. Without it, both."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Read so many tokens of the text at most.")] = 20_000,
+    window: Annotated[int, typer.Option("--window", min=2, help="Tokens that are read together.")] = 512,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Of those, how many only precede what is predicted.")
+    ] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what --quantize costs on a text: the perplexity, and how often the likeliest token stays the same."""
+    modes = [None, *dict.fromkeys(quantize or _MODES)]
+    for mode in modes:
+        check_mode(mode)
+    text = _text(file)
+    results: list[dict[str, Any]] = []
+    plain: Scored | None = None
+    for mode in modes:
+        scored, name = _measured(model, mode, text, tokens, (window, context), progress_wanted(quiet))
+        plain = plain or scored
+        same = plain.agreement(scored)
+        results.append(
+            {"weights": name, "perplexity": scored.perplexity, "same_top1": same, "tokens": len(scored.best)}
+        )
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"model": model.model, "file": str(file), "window": window, "context": context, "results": results}
+            )
+        )
+        return
+    from rich.console import Console
+
+    Console().print(_table(results))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"{file} is not UTF-8 text (byte {error.start})", "Convert it to UTF-8") from None
+
+
+def _measured(
+    model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], shown: bool
+) -> tuple[Scored, str]:
+    """How the model predicts the text with its weights held so, and what that is called. It is dropped again."""
+    from rich.console import Console
+
+    from paceline.perplexity import score
+
+    llm = model.open(progress=shown, drafter=None, quantize=mode)
+    pieces = _windows(llm, text, tokens, size)
+    if not shown:
+        return score(llm.model.target, pieces), _name(llm, mode)
+    with Console(stderr=True).status(f"reading {_name(llm, mode)}"):
+        return score(llm.model.target, pieces), _name(llm, mode)
+
+
+def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Window]:
+    """A model that is used to a beginning-of-text token gets one in front of every window."""
+    from paceline.perplexity import windows
+
+    plain = llm.tokenizer.encode(text, special=False)
+    marked = llm.tokenizer.encode(text)
+    front = marked[: len(marked) - len(plain)]
+    length = min(size[0], llm.model.target.context_length - len(front))
+    return windows(plain[:tokens], length, size[1], front)
+
+
+def _name(llm: LLM, mode: str | None) -> str:
+    from paceline.protocols import Host
+
+    target = llm.model.target
+    return mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, Host) else "as it is")
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("weights", "perplexity", "change", "same likeliest token", "tokens")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first = results[0]["perplexity"]
+    for row in results:
+        change = "-" if row is results[0] else f"{100 * (row['perplexity'] / first - 1):+.2f} %"
+        same = f"{100 * row['same_top1']:.1f} %"
+        table.add_row(row["weights"], f"{row['perplexity']:.3f}", change, same, f"{row['tokens']:,}")
+    return table

@@ -1,0 +1,250 @@
+// A run of decoder layers over the rows of one pass, and single products: what `native/__init__.py` calls.
+#include <new>
+
+#include "attention.h"
+#include "product.h"
+
+#include <omp.h>
+
+using namespace paceline;
+
+namespace {
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH };
+
+// All sizes are multiples of 16.
+struct Layer {
+    Matrix qkv, out, gate_up, down;
+    // Norms' weights, null where there is none. `after`: of what a half adds to the stream.
+    const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
+    float eps;
+    int32_t hidden, ffn, activation;
+    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
+    Heads heads;
+};
+
+struct Pass {
+    int32_t slots, rows, threads;  // rows of each slot
+    const View* views;
+    const Rotation* rotations;
+};
+
+Floats activate(int kind, Floats x) {
+    if (kind == SILU) return x / (1.0f + exponential(-x));
+    if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+    return x;
+}
+
+void normed(float* to, const float* x, const float* weight, int size, float eps) {
+    Floats squares{};
+    for (int i = 0; i < size; i += LANES) squares = fma(load<Floats>(x + i), load<Floats>(x + i), squares);
+    const float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
+    for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
+}
+
+// What the stages of a layer hand on; kept for the next pass by the thread that runs them.
+struct Scratch {
+    std::vector<float> stream, entry, qkv, mixed, added, inner;  // [rows, *]
+    std::vector<bf16> heads;                                     // queries, keys and values [rows, *]
+    Inputs to_mix, to_out, to_mlp, to_down;
+
+    void reserve(const Layer& l, int rows, int width) {
+        const int q = l.heads.query * l.heads.size, all_heads = q + 2 * l.heads.kv * l.heads.size;
+        grow(stream, rows, l.hidden), grow(entry, rows, width), grow(qkv, rows, all_heads), grow(heads, rows, all_heads);
+        grow(mixed, rows, q), grow(added, rows, l.hidden), grow(inner, rows, l.ffn);
+        to_mix.reserve(rows, width, l.qkv.kind != WIDE);
+        to_out.reserve(rows, q, l.out.kind != WIDE);
+        to_mlp.reserve(rows, l.hidden, l.gate_up.kind != WIDE);
+        to_down.reserve(rows, l.ffn, l.down.kind != WIDE);
+    }
+
+    template <class T>
+    static void grow(std::vector<T>& v, int rows, int width) {
+        if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);
+    }
+};
+
+// One thread's part of a layer. Rows, heads and outputs are shared out anew at every stage, a barrier between any two.
+class Part {
+   public:
+    Part(const Layer& layer, const Pass& pass, Scratch& scratch, const Team& team)
+        : l(layer), pass(pass), s(scratch), team(team), rows(pass.slots * pass.rows), mine(team.share(rows)),
+          queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size), line(2 * l.hidden) {}
+
+    // `entry` [rows, width]: what attention is made from, the stream where null.
+    void run(const float* entry, int width) {
+        for (int row = mine.from; row < mine.to; row++) give(s.to_mix, l.qkv, row, entry ? entry : stream(0), entry ? width : l.hidden, l.before_mix);
+        barrier();
+        product(team, l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
+        barrier();
+        Span heads = team.share(all_heads / l.heads.size);
+        for (int head = heads.from; head < heads.to; head++) turn(head);
+        barrier();
+        attend();
+        barrier();
+        for (int row = mine.from; row < mine.to; row++) give(s.to_out, l.out, row, s.mixed.data(), queries, nullptr);
+        barrier();
+        add(l.out, s.to_out, l.after_mix, false);
+        for (int row = mine.from; row < mine.to; row++) give(s.to_mlp, l.gate_up, row, stream(0), l.hidden, l.before_mlp);
+        barrier();
+        feed();
+        barrier();
+        add(l.down, s.to_down, l.after_mlp, true);
+    }
+
+   private:
+    const Layer& l;
+    const Pass& pass;
+    Scratch& s;
+    const Team& team;
+    const int rows;
+    const Span mine;
+    const int queries, all_heads;
+    std::vector<float> line;
+
+    static void barrier() {
+#pragma omp barrier
+    }
+
+    float* stream(int row) { return &s.stream[int64_t(row) * l.hidden]; }
+
+    // A row as a product takes it, normed first where there is a norm.
+    void give(Inputs& to, const Matrix& m, int row, const float* from, int size, const float* norm) {
+        from += int64_t(row) * size;
+        if (norm) {
+            line.resize(std::max(line.size(), size_t(size)));
+            normed(line.data(), from, norm, size, l.eps);
+            from = line.data();
+        }
+        to.set(row, from, size, m.kind != WIDE, 0, size);
+    }
+
+    // One head of all rows: norm and rotation of queries and keys; keys and values go to the cache.
+    void turn(int head) {
+        const int size = l.heads.size, at = head * size, first_value = l.heads.query + l.heads.kv;
+        for (int row = 0; row < rows; row++) {
+            float* x = &s.qkv[int64_t(row) * all_heads + at];
+            const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
+            if (head < first_value && norm) normed(x, x, norm, size, l.eps);
+            if (head < first_value) rotate(x, pass.rotations[l.rotation], row);
+            for (int d = 0; d < size; d += LANES) narrow(&s.heads[int64_t(row) * all_heads + at + d], load<Floats>(x + d));
+        }
+        const View& view = pass.views[l.view];
+        if (head >= first_value)
+            write_head(view, view.values, l.index, l.heads, head - first_value, &s.heads[at], all_heads);
+        else if (head >= l.heads.query)
+            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
+    }
+
+    void attend() {
+        static thread_local Attention attention;
+        const View& view = pass.views[l.view];
+        const int tiles = (pass.rows * l.heads.group() + LANES - 1) / LANES;
+        for (int task = team.me; task < pass.slots * l.heads.kv * tiles; task += team.count) {
+            int slot = task / tiles / l.heads.kv;
+            int64_t first = int64_t(slot) * pass.rows;
+            attention.run(view, l.index, l.heads, view.slots[slot], pass.rows, task / tiles % l.heads.kv,
+                          task % tiles * LANES, &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
+        }
+    }
+
+    void feed() {
+        Span done = paired_product(team, l.gate_up, s.to_mlp, rows, [&](int row, int at, Floats gate, Floats up) {
+            store(&s.inner[int64_t(row) * l.ffn + at], activate(l.activation, gate) * up);
+        });
+        for (int row = 0; row < rows; row++)
+            s.to_down.set(row, &s.inner[int64_t(row) * l.ffn], l.ffn, l.down.kind != WIDE, done.from, done.to);
+    }
+
+    // stream += product. `last`: the stream leaves a layer as two bytes, wherever a run of layers begins or ends.
+    void add(const Matrix& m, const Inputs& x, const float* norm, bool last) {
+        product(team, m, x, rows, [&](int row, int at, Floats y) { store(&s.added[int64_t(row) * l.hidden + at], y); });
+        barrier();
+        for (int row = mine.from; row < mine.to; row++) {
+            float *to = stream(row), *y = &s.added[int64_t(row) * l.hidden];
+            if (norm) normed(y, y, norm, l.hidden, l.eps);
+            for (int i = 0; i < l.hidden; i += LANES) {
+                Floats total = load<Floats>(to + i) + load<Floats>(y + i);
+                bf16 bits[LANES];
+                narrow(bits, total);
+                store(to + i, last ? widen(bits) : total);
+            }
+        }
+    }
+};
+
+void widen_all(float* to, const bf16* from, size_t count) {
+    for (size_t i = 0; i < count; i += LANES) store(to + i, widen(from + i));
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows, hidden], in place, through `count` layers of one width. `entry` [rows, width]: what the first attention is
+// made from, x itself where null. 1: out of memory.
+int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width) {
+    static thread_local Scratch kept;
+    Scratch& s = kept;
+    const int rows = pass->slots * pass->rows;
+    try {
+        for (int i = 0; i < count; i++) s.reserve(layers[i], rows, i || !entry ? layers[i].hidden : width);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    const size_t size = size_t(rows) * layers->hidden;
+    widen_all(s.stream.data(), x, size);
+    if (entry) widen_all(s.entry.data(), entry, size_t(rows) * width);
+#pragma omp parallel num_threads(pass->threads)
+    {
+        const Team team{omp_get_thread_num(), omp_get_num_threads()};
+        for (int i = 0; i < count; i++) Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
+    }
+    for (size_t i = 0; i < size; i += LANES) narrow(x + i, load<Floats>(&s.stream[i]));
+    return 0;
+}
+
+// y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes.
+void paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
+    static thread_local std::vector<float> line;
+    line.resize(std::max(line.size(), size_t(size)));
+    for (int64_t first = 0; first < rows * size; first += size) {
+        widen_all(line.data(), x + first, size);
+        normed(line.data(), line.data(), weight, size, eps);
+        for (int i = 0; i < size; i += LANES) narrow(y + first + i, load<Floats>(&line[i]));
+    }
+}
+
+// y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
+int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
+                    const bf16* residual, int threads) {
+    static thread_local Inputs kept;
+    static thread_local std::vector<float> line;
+    Inputs& inputs = kept;
+    try {
+        inputs.reserve(rows, in, m->kind != WIDE);
+        line.resize(std::max(line.size(), size_t(in)));
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    for (int row = 0; row < rows; row++) {
+        const int64_t first = int64_t(row) * in;
+        if (!wide_x) widen_all(line.data(), static_cast<const bf16*>(x) + first, in);
+        inputs.set(row, wide_x ? static_cast<const float*>(x) + first : line.data(), in, m->kind != WIDE, 0, in);
+    }
+#pragma omp parallel num_threads(threads)
+    product(Team{omp_get_thread_num(), omp_get_num_threads()}, *m, inputs, rows, [&](int row, int at, Floats v) {
+        for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
+            const int64_t to = int64_t(row) * m->out + at + i;
+            const float value = residual ? v[i] + widened(residual[to]) : v[i];
+            if (wide_y)
+                static_cast<float*>(y)[to] = value;
+            else
+                static_cast<bf16*>(y)[to] = narrowed(value);
+        }
+    });
+    return 0;
+}
+
+}

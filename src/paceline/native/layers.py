@@ -1,0 +1,209 @@
+"""Decoder layers run by one call of `layers.cpp`: their weights as it reads them, and a pass as it sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from paceline.attention import LayerAttention, Plan, SlabPass
+from paceline.layout import depths
+from paceline.models.layers import Dense, Layer, Part, Sandwiched
+from paceline.native.build import library
+from paceline.native.matrix import LANES, CMatrix, NativeGated, NativeLinear
+
+Rope = tuple[Tensor, Tensor] | None
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+
+
+class _Heads(Structure):
+    _fields_ = (("query", c_int32), ("kv", c_int32), ("size", c_int32), ("scale", c_float), ("softcap", c_float))
+
+
+_NORMS = ("before_mix", "after_mix", "before_mlp", "after_mlp", "query_norm", "key_norm")
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in _NORMS),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("hidden", "ffn", "activation", "view", "index", "rotation")),
+        ("heads", _Heads),
+    )
+
+
+class _Slot(Structure):
+    _fields_ = (
+        *(("place", c_int64), ("length", c_int64), ("columns", c_int32)),
+        *((name, c_void_p) for name in ("visible", "depth", "below")),
+    )
+
+
+class _View(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("layer_stride", "capacity")),
+        *((name, c_int32) for name in ("window", "stores", "copies")),
+        *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
+        ("slots", POINTER(_Slot)),
+    )
+
+
+class _Rotation(Structure):
+    _fields_ = (("cosines", c_void_p), ("signed_sines", c_void_p), ("rotated", c_int32))
+
+
+class _Pass(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("slots", "rows", "threads")),
+        ("views", POINTER(_View)),
+        ("rotations", POINTER(_Rotation)),
+    )
+
+
+class NativeStack:
+    """See `models.stack.Stack`."""
+
+    def __init__(self, layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
+        """`how`: the layers' attention, as their cache has it. `rope_of`: which rotary factors each one takes."""
+        self._held: list[Tensor] = []
+        """What the structures point into."""
+        self._layers = layers
+        self._hidden = _linear(layers[0].out).matrix.shape[0]
+        kinds = list(dict.fromkeys(layer.kind for layer in how))
+        counts = [0] * len(kinds)
+        table = []
+        for layer, attention, rope in zip(layers, how, rope_of, strict=True):
+            kind = kinds.index(attention.kind)
+            table.append(self._structure(layer, attention, kind, counts[kind], rope))
+            counts[kind] += 1
+        self._table = (_Layer * len(table))(*table)
+        lib = library()
+        assert lib is not None
+        self._run = lib.paceline_layers
+        self._run.argtypes = (c_void_p, c_int32, POINTER(_Pass), c_void_p, c_void_p, c_int32)
+
+    def run(
+        self, x: Tensor, first: int, end: int, ropes: Sequence[Rope], attention: SlabPass, entry: Tensor | None = None
+    ) -> Tensor:
+        if first == end:
+            return x
+        b, t, _ = x.shape
+        x = x.clone(memory_format=torch.contiguous_format)
+        entry = None if entry is None else entry.contiguous()
+        held: list[object] = []
+        count = attention.plans[0].count
+        rows = x if count == t else x[:, :count].contiguous()
+        inner = None if entry is None else entry if count == t else entry[:, :count].contiguous()
+        seen = _Pass(
+            b,
+            count,
+            torch.get_num_threads(),
+            (_View * len(attention.plans))(*(_view(plan, held) for plan in attention.plans)),
+            (_Rotation * len(ropes))(*(_rotation(rope, count, held) for rope in ropes)),
+        )
+        place = ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer)
+        width = 0 if inner is None else inner.shape[-1]
+        if self._run(
+            place, end - first, byref(seen), rows.data_ptr(), inner.data_ptr() if inner is not None else None, width
+        ):
+            raise MemoryError(f"no memory for a pass of {b * t} rows")
+        if rows is not x:
+            x[:, :count] = rows
+        return x
+
+    def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
+        mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
+        assert isinstance(mlp, Dense)
+        assert isinstance(mlp.gate_up, NativeGated)
+        parts = (layer.attention.qkv, layer.out, mlp.gate_up.both, mlp.down)
+        heads, kv, size = layer.attention.heads, layer.attention.split[1], layer.attention.head_dim
+        head_norm = layer.attention.norm
+        norms = (
+            *(layer.attn_norm and layer.attn_norm.weight, _after(layer.out)),
+            *(layer.mlp_norm.weight, _after(layer.mlp)),
+            *((None, None) if head_norm is None else (head_norm.weight[0], head_norm.weight[-1])),
+        )
+        return _Layer(
+            *(_linear(part).matrix.c for part in parts),
+            *(self._pointer(norm) for norm in norms),
+            *(layer.mlp_norm.eps, self._hidden, mlp.gate_up.out, _ACTIVATIONS[mlp.gate_up.activation]),
+            *(view, index, rope),
+            _Heads(heads, kv, size, how.scale, how.softcap or 0.0),
+        )
+
+    def _pointer(self, norm: Tensor | None) -> int | None:
+        if norm is None:
+            return None
+        self._held.append(norm.float().contiguous())
+        return self._held[-1].data_ptr()
+
+
+def runs(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
+    """Whether `NativeStack` can: a bfloat16 stream, all products native, sizes whole lanes, no mixture of experts."""
+    return library() is not None and dtype == torch.bfloat16 and all(_fits(layer) for layer in layers)
+
+
+def _fits(layer: Layer) -> bool:
+    mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
+    out = layer.out.part if isinstance(layer.out, Sandwiched) else layer.out
+    if not (isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated) and isinstance(mlp.down, NativeLinear)):
+        return False
+    if not (isinstance(out, NativeLinear) and isinstance(layer.attention.qkv, NativeLinear)):
+        return False
+    return layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
+
+
+def _linear(part: Part | object) -> NativeLinear:
+    part = part.part if isinstance(part, Sandwiched) else part
+    assert isinstance(part, NativeLinear)
+    return part
+
+
+def _after(part: Part) -> Tensor | None:
+    return part.norm.weight if isinstance(part, Sandwiched) else None
+
+
+def _longs(values: Sequence[int], held: list[object]) -> int:
+    array = (c_int64 * len(values))(*values)
+    held.append(array)
+    return ctypes.addressof(array)
+
+
+def _ints(values: Sequence[int], held: list[object]) -> int:
+    array = (c_int32 * len(values))(*values)
+    held.append(array)
+    return ctypes.addressof(array)
+
+
+def _view(plan: Plan, held: list[object]) -> _View:
+    keys, values = plan.slabs
+    stores = plan.stores
+    slots = []
+    for place, length, parents, start, x in zip(
+        plan.places, plan.rows.lengths, plan.rows.parents, plan.rows.starts, plan.layouts, strict=True
+    ):
+        visible = x.visible.contiguous()
+        held.append(visible)
+        deep = depths(parents[: start + plan.count])
+        below = _ints([deep[row] for row in x.sources], held)
+        slots.append(_Slot(place, length, visible.shape[1], visible.data_ptr(), _ints(deep[start:], held), below))
+    return _View(
+        *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], plan.window or 0),
+        *(len(stores.columns), len(stores.copies)),
+        *(_longs(x, held) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
+        (_Slot * len(slots))(*slots),
+    )
+
+
+def _rotation(rope: Rope, count: int, held: list[object]) -> _Rotation:
+    if rope is None:
+        return _Rotation(None, None, 0)
+    cos, sin = (x[:, :count].contiguous() for x in rope)
+    held += [cos, sin]
+    return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])

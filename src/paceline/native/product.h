@@ -1,0 +1,196 @@
+// Matrix products whose every row has the same bits whatever rows travel with it: a row's sum runs over the same
+// elements in the same order, with integers exactly.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+namespace paceline {
+
+constexpr int GROUP = 32;  // elements of a row that share a scale
+constexpr int TILE = 8;    // rows of one pass over a block of weights
+constexpr int AHEAD = 2048;  // bytes that weights are fetched before their turn
+
+// Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
+enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
+
+// W [out, in] in blocks of 16 outputs, as `pack.py` lays it; both sizes are padded, `in` to whole groups.
+struct Matrix {
+    int32_t kind, out, in;
+    const uint8_t* weights;
+    const float* bias;  // [out, padded], or null
+};
+
+constexpr bool has_floor(int kind) { return kind != EIGHT; }
+constexpr int bytes_of_codes(int kind) { return kind == FOUR_AND_FLOOR ? GROUP * LANES / 2 : GROUP * LANES; }
+constexpr int bytes_of_group(int kind) { return bytes_of_codes(kind) + LANES * 2 * (1 + has_floor(kind)); }
+
+inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
+
+// The part of 0..n that a thread takes, in whole units.
+struct Span {
+    int from, to;
+};
+
+struct Team {
+    int me, count;
+    Span share(int n, int unit = 1) const {
+        int units = (n + unit - 1) / unit;
+        return {std::min(n, units * me / count * unit), std::min(n, units * (me + 1) / count * unit)};
+    }
+};
+
+// What products take on their left: rows of bfloat16, or of 8 bits with a scale per group.
+struct Inputs {
+    int in = 0;
+    std::vector<bf16> wide;
+    std::vector<int8_t> codes;
+    std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
+    std::vector<int32_t> shift;       // what codes of the weights that stand 128 too high add to a group's sum
+
+    void reserve(int rows, int width, bool coded) {
+        in = (width + GROUP - 1) / GROUP * GROUP;
+        size_t size = size_t(rows) * in;
+        if (!coded) return wide.resize(std::max(wide.size(), size));
+        codes.resize(std::max(codes.size(), size));
+        scale.resize(std::max(scale.size(), size / GROUP));
+        total.resize(scale.size());
+        shift.resize(scale.size());
+    }
+
+    // Elements from..to of a row of `size` (whole vectors of 16), where `from` stands at the beginning of a group.
+    void set(int row, const float* x, int size, bool coded, int from, int to) {
+        size_t first = size_t(row) * in;
+        for (int k = from; k < to; k += GROUP) {
+            auto a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
+            if (coded)
+                encode((first + k) / GROUP, a, b);
+            else
+                narrow(&wide[first + k], a), narrow(&wide[first + k + LANES], b);
+        }
+    }
+
+   private:
+    void encode(size_t group, Floats a, Floats b) {
+        Floats x = a < 0 ? -a : a, y = b < 0 ? -b : b;
+        // What is not finite makes its whole group so, instead of being rounded to something that is.
+        float top = largest(x > y ? x : y) + sum((a + b) * 0.0f), s = top / 127.0f;
+        Floats inverse = all(top > 0 ? 127.0f / top : 0.0f);
+        Ints p = nearest(a * inverse), q = nearest(b * inverse), both = p + q;
+        int8_t* to = &codes[group * GROUP];
+        using Small = int8_t __attribute__((vector_size(16)));
+        store(to, __builtin_convertvector(p, Small));
+        store(to + LANES, __builtin_convertvector(q, Small));
+        int32_t sum = 0;
+        for (int i = 0; i < LANES; i++) sum += both[i];
+        scale[group] = s;
+        total[group] = s * float(sum);
+        shift[group] = -128 * sum;
+    }
+
+    static Ints nearest(Floats x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, Ints); }
+};
+
+template <int KIND, int ROWS>
+inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    const int groups = m.in / GROUP;
+    const uint8_t* p = m.weights + size_t(block) * groups * bytes_of_group(KIND);
+    const int8_t* codes = &x.codes[size_t(row) * m.in];
+    const size_t at = size_t(row) * groups;
+    auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
+    Floats sums[ROWS] = {};  // not `out`, which the weights might overlap for all the compiler knows
+    for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
+        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line);
+        Ints dots[ROWS];
+        for (int r = 0; r < ROWS; r++) dots[r] = KIND == FOUR_AND_FLOOR ? Ints{} : all(x.shift[at + r * groups + g]);
+        for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
+            Bytes w = load<Bytes>(p + 64 * q);
+            if (KIND != FOUR_AND_FLOOR) {
+                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], w, quad(r, g, q));
+            } else {
+                Bytes low = w & 15, high = (Bytes)(((Ints)w >> 4) & 0x0f0f0f0f);
+                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], low, quad(r, g, q));
+                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], high, quad(r, g, q + 4));
+            }
+        }
+        const half* scales = reinterpret_cast<const half*>(p + bytes_of_codes(KIND));
+        Floats scale = from_half(scales), floor = has_floor(KIND) ? from_half(scales + LANES) : Floats{};
+        for (int r = 0; r < ROWS; r++) {
+            Floats dot = __builtin_convertvector(dots[r], Floats) * x.scale[at + r * groups + g];
+            sums[r] = fma(dot, scale, sums[r]);
+            if (has_floor(KIND)) sums[r] = fma(all(x.total[at + r * groups + g]), floor, sums[r]);
+        }
+    }
+    std::copy(sums, sums + ROWS, out);
+}
+
+template <int ROWS>
+inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    const uint8_t* p = m.weights + size_t(block) * m.in * LANES * 2;
+    const bf16* left = &x.wide[size_t(row) * m.in];
+    Floats sums[ROWS] = {};
+    for (int k = 0; k < m.in; k += 2, p += 64) {
+        __builtin_prefetch(p + AHEAD);
+        Ints w = load<Ints>(p);
+        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, load<int32_t>(left + size_t(r) * m.in + k));
+    }
+    std::copy(sums, sums + ROWS, out);
+}
+
+template <int ROWS>
+inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    if (m.kind == WIDE) return wide_block<ROWS>(m, block, x, row, out);
+    if (m.kind == EIGHT) return coded_block<EIGHT, ROWS>(m, block, x, row, out);
+    if (m.kind == EIGHT_AND_FLOOR) return coded_block<EIGHT_AND_FLOOR, ROWS>(m, block, x, row, out);
+    coded_block<FOUR_AND_FLOOR, ROWS>(m, block, x, row, out);
+}
+
+inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    switch (rows) {
+        case 1: return block_of<1>(m, block, x, row, out);
+        case 2: return block_of<2>(m, block, x, row, out);
+        case 3: return block_of<3>(m, block, x, row, out);
+        case 4: return block_of<4>(m, block, x, row, out);
+        case 5: return block_of<5>(m, block, x, row, out);
+        case 6: return block_of<6>(m, block, x, row, out);
+        case 7: return block_of<7>(m, block, x, row, out);
+        default: return block_of<8>(m, block, x, row, out);
+    }
+}
+
+// x W^T + b for this thread's share of the outputs. `take(row, first output, 16 values)` gets them.
+template <class Take>
+inline void product(const Team& team, const Matrix& m, const Inputs& x, int rows, Take take) {
+    Span blocks = team.share(blocks_of(m));
+    Floats out[TILE];
+    for (int block = blocks.from; block < blocks.to; block++) {
+        Floats bias = m.bias ? load<Floats>(m.bias + block * LANES) : Floats{};
+        for (int row = 0; row < rows; row += TILE) {
+            int count = std::min(TILE, rows - row);
+            block_of(count, m, block, x, row, out);
+            for (int r = 0; r < count; r++) take(row + r, block * LANES, out[r] + bias);
+        }
+    }
+}
+
+// Gate and up lie in turns, block by block: `take` gets both. Returns the outputs that were this thread's, whole groups.
+template <class Take>
+inline Span paired_product(const Team& team, const Matrix& m, const Inputs& x, int rows, Take take) {
+    Span pairs = team.share(blocks_of(m) / 2, 2);
+    Floats gate[TILE], up[TILE];
+    for (int pair = pairs.from; pair < pairs.to; pair++) {
+        const float* bias = m.bias ? m.bias + 2 * pair * LANES : nullptr;
+        Floats first = bias ? load<Floats>(bias) : Floats{}, second = bias ? load<Floats>(bias + LANES) : Floats{};
+        for (int row = 0; row < rows; row += TILE) {
+            int count = std::min(TILE, rows - row);
+            block_of(count, m, 2 * pair, x, row, gate);
+            block_of(count, m, 2 * pair + 1, x, row, up);
+            for (int r = 0; r < count; r++) take(row + r, pair * LANES, gate[r] + first, up[r] + second);
+        }
+    }
+    return {pairs.from * LANES, pairs.to * LANES};
+}
+
+}  // namespace paceline
