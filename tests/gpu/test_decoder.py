@@ -11,7 +11,7 @@ from paceline.engine import Engine
 from paceline.exact import exactness
 from paceline.gpu.cache import DeviceCache
 from paceline.gpu.decoder import PATIENCE, DeviceDecoder
-from paceline.models.config import LayerConfig, RopeConfig
+from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.sampling import Sampling
 from paceline.testing import TINY, Oracle, check_target, random_tensors, run, run_together, tiny_target
@@ -39,15 +39,23 @@ def test_it_is_a_target_like_any_other(capture) -> None:  # type: ignore[no-unty
     check_target(lambda: device_target(capture, config=config), tolerance=1e-9, taps=(0, "final"))
 
 
+SLIDING = replace(
+    TINY,
+    layers=3,
+    special=(LayerConfig(RopeConfig(), window=7), LayerConfig(None), LayerConfig(RopeConfig(theta=500.0), window=20)),
+    softcap=4.0,
+    context_length=48,
+)
+
+
 def test_windows_and_layers_without_positions_too() -> None:
-    layers = (LayerConfig(RopeConfig(), window=7), LayerConfig(None), LayerConfig(RopeConfig(theta=500.0), window=20))
-    config = replace(TINY, layers=3, special=layers, softcap=4.0, context_length=48)
-    check_target(lambda: device_target(config=config), tolerance=1e-9, taps=(1,))
+    check_target(lambda: device_target(None, config=SLIDING), tolerance=1e-9, taps=(1,))
 
 
-def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not() -> None:
+@pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
+def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
     """Whatever stood in the tables when it was recorded: other tokens, trees, lengths and slots."""
-    targets = device_target(dtype=torch.float32), device_target(None, torch.float32)
+    targets = [device_target(capture, torch.float32, config) for capture in (tape, None)]
     caches = [target.new_cache() for target in targets]
     slots = [[cache.acquire() for _ in range(3)] for cache in caches]
     for target, cache, own in zip(targets, caches, slots, strict=True):
