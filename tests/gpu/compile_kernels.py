@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.gpu import kernels
+from paceline.gpu.attention import SPLIT
 
 HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
 POINTERS = dict.fromkeys(("q", "keys", "values", "out", "x", "weight", "bias", "residual"), HALF)
@@ -58,11 +59,12 @@ def main() -> None:
         sizes = {"OUT": out, "IN": 4096, "ROWS": kernels.ROWS, "COLUMNS": columns, "DEPTH": depth, "EVEN": True}
         flags = {"BIASED": True, "ADDED": True}
         found[f"product {out}"] = compiled(kernels._product, sizes | flags, num_warps=4, num_stages=4)
-    shape = {"HEADS": 32, "KV": 8, "D": 128, "WIDE": 128, "SPLIT": 256}
-    for flag in (False, True):
+    for heads, kv, size, flag in ((32, 8, 128, False), (28, 4, 128, True), (9, 3, 64, True)):
+        name = f"{heads} heads of {size}"
+        shape = {"HEADS": heads, "KV": kv, "D": size, "WIDE": size, "SPLIT": SPLIT}
         sizes = {"CAPPED": flag, "WINDOWED": flag, "BLOCK": kernels.BLOCK, "TILE": kernels.TILE}
-        found[f"share {flag}"] = compiled(kernels._share, shape | sizes)
-        found[f"join {flag}"] = compiled(kernels._join, shape | {"WINDOWED": flag})
+        found[f"share of {name}"] = compiled(kernels._share, shape | sizes)
+        found[f"join of {name}"] = compiled(kernels._join, shape | {"WINDOWED": flag})
     print(json.dumps(found))
 
 

@@ -38,7 +38,7 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, how
     parts = q.new_empty(b, t, heads, shared + own, d, dtype=torch.float32)
     peaks, sums = (q.new_empty(parts.shape[:-1], dtype=torch.float32) for _ in range(2))
     out = torch.empty(b, t, heads * d, dtype=q.dtype, device=q.device)
-    shape = {"HEADS": heads, "KV": kv, "D": d, "WIDE": triton.next_power_of_2(d), "SPLIT": SPLIT}
+    shape = {"HEADS": heads, "KV": kv, "D": d, "WIDE": max(16, triton.next_power_of_2(d)), "SPLIT": SPLIT}
     flags = {"CAPPED": how.softcap is not None, "WINDOWED": how.window is not None}
     where = (table.lengths, table.depths, table.lengths.stride(0), how.window or 0)
     _share[(tiles * shared + t * own, b * kv)](
