@@ -58,10 +58,12 @@ def _first(length, window, SPLIT: tl.constexpr, WINDOWED: tl.constexpr):
     return length * 0
 
 
-# A size that happens to be 1, or a multiple of 16, would be compiled in, and another kernel may give other bits.
-@triton.jit(do_not_specialize=[
-    "q_b", "q_t", "q_h", "path_b", "path_t", "info", "window", "rows", "capacity", "tiles", "shared", "kept"
-])  # fmt: skip
+_SIZES = ["q_b", "q_t", "q_h", "path_b", "path_t", "info", "window", "rows", "capacity", "tiles", "shared", "kept"]
+_TABLES = ["places", "paths", "lengths", "depths"]
+
+
+# What happens to be 1, or a multiple of 16, would be compiled in, and another kernel may give other bits.
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def _share(
     q, q_b, q_t, q_h, keys, values, places, paths, path_b, path_t, lengths, depths, info, window,
     parts, peaks, sums, rows, capacity, tiles, shared, kept, scale, softcap,
@@ -122,7 +124,7 @@ def _share(
         tl.store(parts + entry[:, None] * D + lane[None], mixed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["info", "window", "rows", "kept"])
+@triton.jit(do_not_specialize=["info", "window", "rows", "kept"], do_not_specialize_on_alignment=["lengths", "depths"])
 def _join(
     parts, peaks, sums, out, lengths, depths, info, window, rows, kept,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
