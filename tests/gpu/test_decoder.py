@@ -91,14 +91,17 @@ def test_a_graph_is_made_when_its_size_has_come_up_often_enough() -> None:
     assert len(made) == 1, "a pass that no graph holds runs without one"
 
 
-def test_a_copy_leaves_the_graph() -> None:
-    target = device_target()
-    cache = target.new_cache()
-    slot = cache.acquire()
-    outs = [target.forward(pack([token], [Draft()], [slot], [0], CPU), cache, Want()).logits for token in range(9)]
-    assert cache.graphs
-    again = target.forward(pack([5], [Draft()], [slot], [0], CPU), cache, Want()).logits
-    assert torch.equal(outs[5][0, 0], again[0, 0])
+def test_what_left_a_graph_outlasts_its_next_run() -> None:
+    found = []
+    for capture in (tape, None):
+        target = device_target(capture)
+        cache = target.new_cache()
+        slot = cache.acquire()
+        rows = [pack([token], [Draft()], [slot], [0], CPU) for token in range(2 * PATIENCE + 3)]
+        outs = [target.forward(x, cache, Want(taps=(1,))) for x in rows]
+        found.append(torch.stack([torch.cat([out.logits[0, 0], out.taps[1][0, 0]]) for out in outs]))
+        assert bool(cache.graphs) == (capture is tape)
+    assert torch.equal(*found)
 
 
 def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
