@@ -152,10 +152,12 @@ def test_every_drafter_writes_the_same(shop: Shop, sampling: tuple[str, ...]) ->
 
 def test_options_reach_the_library(shop: Shop) -> None:
     model = ("-m", "m", "--adapter", "a", "--revision", "r", "--token", "t")
-    generate("hi", *model, "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu")
+    modes = ("--quantize", "int8", "--draft-quantize", "int4")
+    generate("hi", *model, *modes, "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu")
     assert shop.calls == [
         {"model": "m", "drafter": "auto", "draft": Tree(6, 3, 2), "dtype": "float32", "device": "cpu", "revision": "r"}
         | {"adapter": "a", "token": "t", "allow_pickle": False, "progress": False}
+        | {"quantize": "int8", "draft_quantize": "int4"}
     ]
 
 
@@ -683,6 +685,7 @@ def folder(tmp_path: Path) -> Path:
     """The tiny model as a Hugging Face folder."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
 
     c = TINY
     sizes = {"hidden_size": c.hidden, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
@@ -692,7 +695,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     words = {f"w{i}": i for i in range(c.vocab_size)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     save_file(random_tensors(c), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -704,6 +709,7 @@ def test_info(folder: Path) -> None:
     assert facts["eos"] == [{"id": 2, "token": "w2"}]
     assert facts["dtypes"] == {"float32": facts["parameters"]}
     assert facts["cache_bytes"] == facts["context_length"] * 2 * 2 * 2 * 2 * 8
+    assert facts["own_codes"] == {}
     table = run("info", str(folder)).stdout
     for part in ("LlamaForCausalLM (llama)", f"{facts['parameters']:,}", "WordLevel", "temperature 0.6", "2 'w2'"):
         assert part in table
@@ -715,6 +721,68 @@ def test_info_of_a_gguf() -> None:
     assert facts["format"] == "GGUF"
     assert facts["parameters"] == 134_515_008
     assert facts["chat_template"]
+    assert facts["own_codes"].keys() == {"4", "8"}
+    assert "79 % as 4 bits, 21 % as 8 bits" in run("info", "demo").stdout
+
+
+@pytest.mark.parametrize("modes", [("--quantize", "int8"), ("--quantize", "int4", "--draft-quantize", "int8")])
+def test_a_quantised_model_writes_from_the_command_line(folder: Path, modes: tuple[str, ...]) -> None:
+    asked = ("-n", "12", "--raw", "--json", "-q", "-m", str(folder), "--dtype", "bfloat16", *modes)
+    plain, drafted = (
+        json.loads(run("generate", "w1 w5 w9", *asked, "--drafter", drafter).stdout)
+        for drafter in (f"model:{folder}", f"suffix+model:{folder}")
+    )
+    llm = paceline.llm.load(folder, drafter=None, dtype="bfloat16", quantize=modes[1])  # type: ignore[arg-type]
+    expected = llm.generate("w1 w5 w9", Sampling(max_new_tokens=12), raw=True)
+    assert llm.model.quantize == modes[1]
+    assert plain["token_ids"] == drafted["token_ids"] == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--quantize", "int3"], "quantize='int3' is unknown"),
+        (["--draft-quantize", "q4"], "draft_quantize='q4' is unknown"),
+        (["--draft-quantize", "int8", "--drafter", "suffix"], "suffix has no weights"),
+    ],
+)
+def test_quantisation_that_is_not_possible(folder: Path, args: list[str], part: str) -> None:
+    assert part in failure(run("generate", "x", "-m", str(folder), *args))
+
+
+# --- perplexity ---------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_of_a_file(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i * 7 % 37}" for i in range(90)))
+    asked = ("perplexity", str(text), "-m", str(folder), "--dtype", "float32", "-q", "--window", "32", "--context", "8")
+    facts = json.loads(run(*asked, "--json").stdout)
+    plain, *coded = facts["results"]
+    assert [row["weights"] for row in facts["results"]] == ["float32", "int8", "int4"]
+    assert {row["tokens"] for row in facts["results"]} == {89}
+    assert plain["same_top1"] == 1.0
+    assert coded[0]["same_top1"] > 0.7
+    assert abs(coded[0]["perplexity"] / plain["perplexity"] - 1) < 0.1
+    table = run(*asked, "--quantize", "int4", "--tokens", "40").stdout
+    assert "int4" in table
+    assert "int8" not in table
+    assert " 39 " in table
+
+
+def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> None:
+    def told(*args: str) -> str:
+        return failure(run("perplexity", *args, "-m", str(folder)))
+
+    empty, binary, good = (tmp_path / name for name in ("empty", "binary", "good"))
+    empty.write_text("")
+    binary.write_bytes(b"\xff\xfe")
+    good.write_text("w1 w2 w3")
+    assert "fewer than two tokens" in told(str(empty))
+    assert "is not UTF-8" in told(str(binary))
+    assert "No such file" in told(str(tmp_path / "absent"))
+    assert "cannot share 512" in told(str(good), "--context", "512")
+    assert "'int2' is unknown" in told(str(good), "--quantize", "int2")
 
 
 def test_info_of_nothing(tmp_path: Path) -> None:

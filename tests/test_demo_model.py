@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from paceline.drafters.make import make_drafter
 from paceline.exact import exactness
 from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
-from paceline.models.loader import Loaded
+from paceline.models.loader import Loaded, load_model
+from paceline.perplexity import score, windows
 from paceline.sampling import Sampling
 from paceline.types import Tree
 from tests.conftest import packaged_model
@@ -90,6 +92,18 @@ def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> Non
     how = Sampling(max_new_tokens=40, ignore_eos=True)
     stats = drafted(demo, "model:itself", Tree.chain(4)).generate(PROMPTS[0], how).stats
     assert stats.acceptance > 0.9
+
+
+def test_its_own_codes_write_one_text_and_predict_nearly_as_well(demo: Loaded) -> None:
+    coded = load_model("demo", quantize="int8")
+    short = replace(GREEDY, max_new_tokens=10)
+    plain_text = LLM(coded).generate(PROMPTS[0], short).token_ids
+    assert drafted(coded, "model:float", None).generate(PROMPTS[0], short).token_ids == plain_text
+    text = "The sky is blue because air scatters short waves of light more than long ones. " * 2
+    ids = demo.tokenizer.encode(text)
+    plain, ours = (score(model.target, windows(ids, 64, 8)) for model in (demo, coded))
+    assert abs(ours.perplexity / plain.perplexity - 1) < 0.1
+    assert ours.agreement(plain) > 0.85
 
 
 def test_it_speaks_english_and_stops_at_its_own_eos(demo: Loaded) -> None:

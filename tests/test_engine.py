@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from paceline.controller import Controller
+from paceline.drafters.around import Around
 from paceline.drafters.model import DraftModel
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
@@ -179,3 +182,46 @@ def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: fl
     plain = run(target, [1, 2, 3], how)[0]
     for shape in (Tree.chain(3), Tree(8, 3, 3)):
         assert run(target, [1, 2, 3], how, DraftModel(broken, 37), shape)[0] == plain
+
+
+class Sized(Around):
+    """Notes what is asked for, and likes trees."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__(Oracle(text, 0.7, 37))
+        self.draft = Tree(10, 4, 3)
+        self.budgets: list[Tree] = []
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        self.budgets += [ask.budget for ask in asks]
+        return super().propose(asks)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rolls = tiny_target(), random.Random(1)
+    sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=5)
+    plain = run(target, [1, 2, 3], sampling)[0]
+    monkeypatch.setattr(Controller, "choose", lambda self, *state: rolls.choice(self.sizes))
+    sized = Sized([1, 2, 3, *plain])
+    tokens, _, stats = run(target, [1, 2, 3], sampling, sized)
+    assert tokens == plain
+    assert len(set(sized.budgets)) > 3
+    assert stats.accepted > 10
+    assert stats.rounds > len(sized.budgets), "rounds that draft nothing do not ask"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_drafted(rule: str) -> None:
+    target, sized = tiny_target(), Sized([])
+    engine = Engine(target, sized)
+    sampling = Sampling(max_new_tokens=60, temperature=0.9, seed=5, rule=rule)  # type: ignore[arg-type]
+    first = run(target, [1, 2, 3], sampling, engine=engine)[0]
+    assert set(sized.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}
+    run(target, [1, 2, 3], Sampling(max_new_tokens=60), engine=engine)
+    assert Tree(1, 1, 3) in sized.budgets, "a rule that does not leaves it to the controller, who learns it is no good"
+    engine.drafter = again = Sized([])
+    assert run(target, [1, 2, 3], sampling, engine=engine)[0] == first
+    assert set(again.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}

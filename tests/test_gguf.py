@@ -17,6 +17,9 @@ from paceline.models.files import resolve
 from paceline.models.gguf import open_gguf
 from paceline.models.gguf_file import read_gguf
 from paceline.models.gguf_tensors import unpair
+from paceline.models.lazy import Quantised
+from paceline.models.weights import Weights
+from paceline.quantize import Codes, Mode
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
@@ -202,6 +205,34 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
     for part, heads in (("q", HEADS), ("k", KV_HEADS)):
         stored = torch.from_numpy(expected[f"blk.0.attn_{part}.weight"].copy())
         assert torch.equal(tensors[f"model.layers.0.self_attn.{part}_proj.weight"], unpair(stored, heads))
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q4_1, Q.Q8_0])
+def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
+    write(tmp_path / "m.gguf", kind=kind)
+    tensors = open_gguf(tmp_path / "m.gguf")[1]
+    for name in tensors:
+        codes = tensors.codes(name)
+        assert (codes is None) == (kind == Q.F32 or "norm" in name)
+        if codes:
+            assert torch.equal(codes.dequantised(), tensors[name])
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q4_1, 4), (Q.Q5_0, 8), (Q.Q8_0, 8), (Q.F16, None)])
+def test_a_quantised_file_keeps_its_own_codes(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
+    """Whatever the mode: codes of codes would lose twice."""
+    write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    opened = open_checkpoint(tmp_path / "m.gguf")
+    weights = Weights(Quantised(opened.tensors, mode), torch.float32, torch.device("cpu"))
+    for name, tensor in opened.tensors.items():
+        if "norm" in name or "embed" in name:
+            continue
+        head = name == "lm_head.weight"
+        codes = weights.head(name, tensor.shape) if head else weights.matrix(name, tensor.shape)
+        assert isinstance(codes, Codes)
+        assert codes.bits == (bits or (8 if mode == "int8" or head else 4))
+        assert torch.equal(codes.dequantised(), tensor) == (bits is not None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from paceline.models import gguf_file
+from paceline.models.gguf_codes import BITS
 from paceline.models.gguf_file import read_gguf
+from paceline.quantize import GROUP
 
 Q = gguf.GGMLQuantizationType
 ROWS, COLUMNS = 6, 512
@@ -133,6 +135,41 @@ def test_blocks_mean_what_the_format_says(tmp_path: Path, monkeypatch: pytest.Mo
     values = tensor.read()
     assert (tensor.kind, tensor.shape, values.dtype) == (kind.name, (ROWS, COLUMNS), torch.float32)
     assert np.allclose(values.flatten().numpy(), expected, rtol=1e-6, atol=2e-4 if kind in KS else 1e-6)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_codes_stand_for_the_values_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
+    """To the bit where a group's scale and floor are float16 in the file, else up to their rounding."""
+    store(tmp_path / "t.gguf", random_blocks(kind), kind)
+    tensor = read_gguf(tmp_path / "t.gguf").tensors["t"]
+    codes, values = tensor.codes(), torch.from_numpy(gguf.dequantize(random_blocks(kind), kind))
+    assert codes is not None
+    assert codes.shape == (ROWS, COLUMNS)
+    assert codes.bits == (4 if kind in (Q.Q4_0, Q.Q4_1, Q.Q4_K) else 8)
+    assert codes.bits == BITS.get(kind.name, 8)
+    if kind in KS:
+        # Float16 moves scale and floor by 2^-11 of themselves; Q6_K, in groups of 16, is quantised anew.
+        groups = values.unflatten(1, (-1, GROUP))
+        floor = torch.zeros_like(codes.scale) if codes.floor is None else codes.floor
+        reach = groups.abs().amax(-1) + 2 * floor.float().abs()
+        error = (codes.dequantised() - values).unflatten(1, (-1, GROUP)).abs().amax(-1)
+        assert bool((error <= reach / (250 if kind == Q.Q6_K else 2000)).all())
+    else:
+        assert torch.equal(codes.dequantised(), values)
+
+
+def test_floats_have_no_codes(tmp_path: Path) -> None:
+    store(tmp_path / "t.gguf", torch.randn(ROWS, COLUMNS).numpy(), Q.F32)
+    assert read_gguf(tmp_path / "t.gguf").tensors["t"].codes() is None
+
+
+def test_codes_of_a_part_of_a_stack(tmp_path: Path) -> None:
+    store(tmp_path / "t.gguf", random_blocks(Q.Q4_1).reshape(3, 2, -1), Q.Q4_1)
+    whole = read_gguf(tmp_path / "t.gguf").tensors["t"]
+    for index in range(3):
+        codes = gguf_file.GGUFTensor(whole.info, index).codes()
+        assert codes is not None
+        assert torch.equal(codes.dequantised(), whole.read()[index])
 
 
 KS = (Q.Q4_K, Q.Q5_K, Q.Q6_K)

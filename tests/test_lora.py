@@ -23,6 +23,7 @@ from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelN
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.models.lazy import own_codes
 from paceline.models.lora import open_adapter, open_model, split_adapter
 from paceline.sampling import Sampling
 from paceline.tree import pack_prefix
@@ -297,6 +298,23 @@ def test_a_gguf_base_merges_by_hugging_face_names(tmp_path: Path) -> None:
     adapted = train(model.eval(), tmp_path / "lora", target_modules=["q_proj", "down_proj"])
     assert sizes["hidden_size"] == HIDDEN
     check_logits(open_model(tmp_path / "m.gguf", tmp_path / "lora"), adapted, 5)
+
+
+def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path: Path) -> None:
+    from tests.test_gguf import write
+
+    write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
+    base = open_checkpoint(tmp_path / "m.gguf")
+    sizes = {key: base.config[key] for key in SIZES if key in base.config}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    train(model.eval(), tmp_path / "lora", target_modules=["q_proj", "lm_head"])
+    merged = open_model(tmp_path / "m.gguf", tmp_path / "lora").tensors
+    for name in merged:
+        own = own_codes(merged, name)
+        changed = "q_proj" in name or "lm_head" in name
+        assert (own is None) == (changed or "norm" in name), name
+        assert own is None or torch.equal(own.dequantised(), merged[name])
+    assert own_codes(base.tensors, "model.layers.0.self_attn.q_proj.weight") is not None
 
 
 def test_an_adapters_tokenizer_comes_with_it(pair: tuple[Path, Path]) -> None:

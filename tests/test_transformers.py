@@ -410,6 +410,14 @@ def test_a_folder_of_an_unknown_family_goes_through_transformers(folder: Path) -
     assert llm.model.eos == (36,)
 
 
+def test_what_goes_through_transformers_is_not_quantised(folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"not quantised here. Leave quantize out"):
+        paceline.load(folder, quantize="int8", drafter=None)
+    model = model_of("GPT2", OLD)
+    with pytest.raises(InvalidOption, match="keeps its weights"):
+        paceline.load(model, tokenizer=toy_tokenizer(), quantize="int4")
+
+
 def test_info_says_so(folder: Path) -> None:
     from typer.testing import CliRunner
 

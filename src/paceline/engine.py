@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.accept import RULES
+from paceline.controller import Controller, Round
 from paceline.errors import InvalidOption, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.runner import free_rows
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, TextStream
@@ -29,6 +29,8 @@ class Request:
     stream: TextStream
     stats: Stats
     slot: int
+    heard: int = 0
+    """How much of the text the drafter had been told when it last made a draft."""
     finish: FinishReason | None = None
     error: Exception | None = None
     closed: bool = False
@@ -82,11 +84,11 @@ class Engine:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
-        """`draft`: how much to draft per round; None leaves it to the drafter."""
+        """`draft`: how much to draft per round; None leaves it to a controller, up to what the drafter likes."""
         self.target = target
         self.drafter = drafter
         self.draft = draft or (drafter.draft if drafter else Tree.chain(0))
-        self._fixed = draft is not None
+        self._controller = Controller(self.draft) if drafter and draft is None else None
         self.cache: KVCache = target.new_cache()
         self._taps = drafter.taps if drafter else ()
         self._lock, self._deep = RLock(), 0
@@ -134,16 +136,21 @@ class Engine:
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
-        drafts = self._propose(requests)
+        controller = self._control(requests)
+        budgets = self._budgets(requests, controller)
+        drafts = self._propose(requests, budgets)
         clock.lap("draft")
         out = self._verify(requests, drafts)
-        verdicts = [r.judge(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
+        verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
         self._commit(requests, verdicts, out)
         clock.lap("commit")
         _charge(requests, clock)
-        for r, draft, verdict in zip(requests, drafts, verdicts, strict=True):
-            r.stats.count(draft, verdict)
+        if controller:
+            draft, verify, commit = (clock.laps[phase] for phase in ("draft", "verify", "commit"))
+            controller.learn(Round(budgets, drafts, verdicts, draft, verify + commit))
+        for r, made, verdict in zip(requests, drafts, verdicts, strict=True):
+            r.stats.count(made, verdict)
         return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
 
     def finish(self, request: Request) -> None:
@@ -166,10 +173,28 @@ class Engine:
         self.cache.release(request.slot)
         request.closed = True
 
-    def _propose(self, requests: Sequence[Request]) -> list[Draft]:
-        if self.drafter is None or self.draft.nodes == 0:
+    def _control(self, requests: Sequence[Request]) -> Controller | None:
+        """What decides how much these draft, None where it is fixed.
+
+        Under the other rules than match a text depends on what is drafted, and must depend on nothing that was
+        measured: whoever shares a round with such a request keeps to the drafter's own size.
+        """
+        free = all(r.sampler.rule == "match" or r.sampler.greedy for r in requests)
+        return self._controller if free else None
+
+    def _budgets(self, requests: Sequence[Request], controller: Controller | None) -> list[Tree]:
+        """How much each one may draft: no deeper than what is left but one, since the target adds one token itself."""
+        draft = self.draft
+        if controller:
+            behind = sum(len(r.text) - r.heard for r in requests)
+            draft = controller.choose(len(requests), behind, max(r.stream.left for r in requests))
+        return [self.cache.fit(r.slot, draft.within(r.stream.left - 1)) for r in requests]
+
+    def _propose(self, requests: Sequence[Request], budgets: Sequence[Tree]) -> list[Draft]:
+        if self.drafter is None or not any(budget.nodes for budget in budgets):
             return [Draft()] * len(requests)
-        budgets = [self._budget(r, len(requests)) for r in requests]
+        for request in requests:
+            request.heard = len(request.text)
         asks = [Ask(r.slot, b, r.sampler, self.cache) for r, b in zip(requests, budgets, strict=True)]
         drafts = self.drafter.propose(asks)
         if len(drafts) != len(asks):
@@ -177,8 +202,8 @@ class Engine:
                 f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
                 "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
             )
-        for draft, ask in zip(drafts, asks, strict=True):
-            self._check(draft, ask.budget)
+        for made, ask in zip(drafts, asks, strict=True):
+            self._check(made, ask.budget)
         return drafts
 
     def _check(self, draft: Draft, budget: Tree) -> None:
@@ -189,17 +214,6 @@ class Engine:
                 f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
                 f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
             )
-
-    def _budget(self, request: Request, together: int) -> Tree:
-        """The target adds one token itself, so a draft deeper than what is left but one cannot be used.
-
-        A size left to us shrinks as requests share a pass, which has room for so many rows and no more.
-        """
-        draft = self.draft.within(request.stream.left - 1)
-        # Under the other rules the text depends on what is drafted, and must not depend on the company.
-        if together > 1 and not self._fixed and (request.sampler.rule == "match" or request.sampler.greedy):
-            draft = draft.within(draft.depth, free_rows(self.target.device) // together - 1)
-        return self.cache.fit(request.slot, draft)
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

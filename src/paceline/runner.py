@@ -148,7 +148,7 @@ class _Coded:
             total += part.mul_(scale[:, None])
         if self._bias is not None:
             total += self._bias
-        return total.to(x.dtype).view(*x.shape[:-1], -1)
+        return total.to(x.dtype).view(*x.shape[:-1], c.shape[0])
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual + self(x)

@@ -124,9 +124,9 @@ class Sampler:
         row = self.process(logits, path)
         position = len(self.text) + len(path)
         if self.greedy:
-            value, token = row.max(-1)
-            self._check(float(value), logits, position)
-            return int(token)
+            value, token = _highest(row)
+            self._check(value, logits, position)
+            return token
         tokens, scores = self._shaped(row, logits, position)
         return int(self.noise.best(position, scores, tokens)[0][0])
 
@@ -184,8 +184,7 @@ class Sampler:
             size = subset.size if subset else len(logits)
             return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
         if self.greedy or self.rule == "typical":
-            best = highest(scores, count)
-            best = best[np.argsort(-scores[best], kind="stable")[:count]]
+            best = _best(scores, count)
             return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
         best, sums = self.noise.best(position, scores, tokens, max(count, _COMPARED))
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
@@ -202,6 +201,24 @@ class Sampler:
         """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
         if not math.isfinite(best):
             raise _unusable(float(raw.max()), best, position)
+
+
+def _highest(row: Tensor) -> tuple[float, int]:
+    """The highest logit of a row [V] and the lowest id that has it. NumPy takes a tenth of torch's time on a CPU."""
+    if row.device.type == "cpu":
+        scores = row.detach().numpy()
+        at = int(scores.argmax())
+        return float(scores[at]), at
+    value, token = row.max(-1)
+    return float(value), int(token)
+
+
+def _best(scores: Floats, count: int) -> Ids:
+    """The `count` highest columns, highest first, ties to the lowest; fewer where fewer are finite."""
+    if count == 1:
+        return np.array([scores.argmax()])
+    best = highest(scores, count)
+    return best[np.argsort(-scores[best], kind="stable")[:count]]
 
 
 def _chances(all_scores: Floats, chosen: Floats) -> list[float]:

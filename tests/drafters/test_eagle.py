@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.controller import Controller
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
 from paceline.drafters.stack import Stack
@@ -136,18 +137,26 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
     assert drafter.propose(asks[:1]) == alone, "releasing the source changes its fork"
 
 
-def test_taps_of_a_prompt_are_not_kept() -> None:
+def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.drafters.heard.HELD", CHUNK)
     drafter = make(CONFIGS["eagle-3"], LONG)
     drafter.admit(0, [1] * 1500)
     row = torch.zeros(1, 32, dtype=torch.float64)
-    most = 0
+    waiting = []
     for start in range(0, 1499, CHUNK):
         count = min(CHUNK, 1499 - start)
         drafter.feed(0, [1] * count, dict.fromkeys(drafter.taps, row.expand(count, -1)))
-        most = max(most, drafter._slots[0].heard.untyped_storage().nbytes())
-    assert most <= 2 * CHUNK * 3 * 32 * 8
+        waiting.append(len(drafter._slots[0].heard))
+    assert max(waiting) == CHUNK
     drafter.propose([Ask(0, Tree.chain(2), Sampling().sampler([1] * 1500))])
-    assert drafter._slots[0].heard.untyped_storage().nbytes() == 0
+    assert len(drafter._slots[0].heard) == 0
+
+
+def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make(CONFIGS["eagle-3"], LONG)
+    monkeypatch.setattr(drafter, "_step", None)
+    monkeypatch.setattr(Controller, "choose", lambda self, *state: Tree.chain(0))
+    run(LONG, [i * i % 37 for i in range(3 * CHUNK)], Sampling(max_new_tokens=5), drafter)
 
 
 def test_a_text_whose_features_are_missing_is_not_drafted_for() -> None:
@@ -252,8 +261,9 @@ def learned(config: EagleConfig, target: Decoder, depth: int = 4) -> tuple[dict[
 class LateFeatures(Eagle):
     """Hears of each position what the target felt at the one before."""
 
-    def _hear(self, state: Any, taps: Sequence[Tensor]) -> None:
-        super()._hear(state, [tap.roll(1, 0) for tap in taps])
+    def _hear(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        kept = slice(None) if path is None else [0, *path]
+        super()._hear(state, {tap: states[kept].roll(1, 0) for tap, states in taps.items()})
 
 
 class LateTokens(Eagle):

@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `info`, `demo`, `train` and `perplexity`."""
+"""The command line: `paceline generate`, `chat`, `info`, `demo`, `bench`, `train` and `perplexity`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
+from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.failures import Guarded
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, info, demo, train, perplexity):
+for _command in (generate, chat, info, demo, bench, train, perplexity):
     app.command()(with_options(_command))
 
 

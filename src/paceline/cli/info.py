@@ -198,7 +198,8 @@ def _rope_line(rope: dict[str, Any]) -> str:
 def _quantise_line(own: dict[str, float]) -> str:
     if not own:
         return "int8 or int4"
-    return "keeps the file's own codes: " + ", ".join(f"{percent(share)} as {bits} bits" for bits, share in own.items())
+    held = ", ".join(f"{percent(share)} as {bits} bits" for bits, share in own.items())
+    return f"keeps the file's own codes: {held}" + ("" if sum(own.values()) > 0.995 else "; rounds the rest")
 
 
 def _yes(value: bool) -> str:

@@ -10,7 +10,6 @@ import typer
 
 from paceline.cli.options import ModelOptions, Quiet, progress_wanted
 from paceline.errors import InvalidPrompt
-from paceline.quantize import check_mode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,29 +37,26 @@ def perplexity(
     quiet: Quiet = False,
 ) -> None:
     """Measure what --quantize costs on a text: the perplexity, and how often the likeliest token stays the same."""
+    from paceline.quantize import check_mode
+
     modes = [None, *dict.fromkeys(quantize or _MODES)]
     for mode in modes:
         check_mode(mode)
-    text = _text(file)
-    results: list[dict[str, Any]] = []
-    plain: Scored | None = None
-    for mode in modes:
-        scored, name = _measured(model, mode, text, tokens, (window, context), progress_wanted(quiet))
-        plain = plain or scored
-        same = plain.agreement(scored)
-        results.append(
-            {"weights": name, "perplexity": scored.perplexity, "same_top1": same, "tokens": len(scored.best)}
-        )
+    text, shown = _text(file), progress_wanted(quiet)
+    measured = [_measured(model, mode, text, tokens, (window, context), shown) for mode in modes]
+    results = [_facts(name, scored, measured[0][1]) for name, scored in measured]
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"model": model.model, "file": str(file), "window": window, "context": context, "results": results}
-            )
-        )
+        asked = {"model": model.model, "file": str(file), "window": window, "context": context}
+        typer.echo(json.dumps(asked | {"results": results}))
         return
     from rich.console import Console
 
     Console().print(_table(results))
+
+
+def _facts(name: str, scored: Scored, plain: Scored) -> dict[str, Any]:
+    same = plain.agreement(scored)
+    return {"weights": name, "perplexity": scored.perplexity, "same_top1": same, "tokens": len(scored.best)}
 
 
 def _text(file: Path) -> str:
@@ -72,18 +68,16 @@ def _text(file: Path) -> str:
 
 def _measured(
     model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], shown: bool
-) -> tuple[Scored, str]:
-    """How the model predicts the text with its weights held so, and what that is called. It is dropped again."""
+) -> tuple[str, Scored]:
+    """What the weights are called, held so, and how the model then predicts the text. It is dropped again."""
     from rich.console import Console
 
     from paceline.perplexity import score
 
     llm = model.open(progress=shown, drafter=None, quantize=mode)
     pieces = _windows(llm, text, tokens, size)
-    if not shown:
-        return score(llm.model.target, pieces), _name(llm, mode)
-    with Console(stderr=True).status(f"reading {_name(llm, mode)}"):
-        return score(llm.model.target, pieces), _name(llm, mode)
+    with Console(stderr=True, quiet=not shown).status(f"reading {_name(llm, mode)}"):
+        return _name(llm, mode), score(llm.model.target, pieces)
 
 
 def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Window]:

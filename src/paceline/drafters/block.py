@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from paceline.drafters.heard import Heard
 from paceline.drafters.independent import independent
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
@@ -20,20 +21,10 @@ from paceline.types import Draft, Tap, Tree, Verdict
 
 @dataclass(slots=True)
 class _Slot:
-    """`own`: the slot in the context's cache. `waiting`: hidden states [n, taps * H] that it does not hold yet."""
+    """`own`: the slot in the context's cache. `heard`: hidden states [taps * H] that it does not hold yet."""
 
     own: int
-    waiting: list[Tensor] = field(default_factory=list)
-
-    @property
-    def late(self) -> int:
-        return sum(map(len, self.waiting))
-
-    def take(self, most: int) -> Tensor:
-        """The first `most` of what waits; the rest goes on waiting."""
-        states = torch.cat(self.waiting)
-        self.waiting = [states[most:]] if len(states) > most else []
-        return states[:most]
+    heard: Heard = field(default_factory=Heard)
 
 
 class Block(Drafter):
@@ -64,19 +55,19 @@ class Block(Drafter):
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         state = self._slots[source]
-        self._slots[slot] = _Slot(self._cache.fork(state.own), list(state.waiting))
+        self._slots[slot] = _Slot(self._cache.fork(state.own), state.heard.copy())
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._hear(slot, self._joined(taps))
+        self._hear(self._slots[slot], taps)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._hear(slot, self._joined(out)[[0, *verdict.path]])
+        self._hear(self._slots[slot], out, verdict.path)
 
-    def _hear(self, slot: int, states: Tensor) -> None:
-        self._slots[slot].waiting.append(states)
-        # Hidden states take several times the room of the keys and values made of them, and nobody may ask for a draft.
-        if self._slots[slot].late >= CHUNK:
-            self._catch_up([self._slots[slot]])
+    def _hear(self, state: _Slot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        state.heard.add(self.taps, taps, path)
+        if state.heard.full:
+            # Hidden states take several times the room of the keys and values made of them.
+            self._catch_up([state])
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
@@ -106,14 +97,10 @@ class Block(Drafter):
     @torch.inference_mode()
     def _catch_up(self, states: Sequence[_Slot]) -> None:
         """Make keys and values of all that waits, in passes that fit a window's ring."""
-        while late := [state for state in states if state.waiting]:
-            parts = [state.take(CHUNK) for state in late]
+        while late := [state for state in states if len(state.heard)]:
+            parts = [state.heard.take(CHUNK) for state in late]
             features = pad_sequence(parts, batch_first=True)
             self._network.read(self._cache, [state.own for state in late], features, [len(part) for part in parts])
-
-    def _joined(self, taps: Mapping[Tap, Tensor]) -> Tensor:
-        """The taps [n, H] side by side, in the head's order [n, taps * H]: a copy, which does not hold the pass."""
-        return torch.cat([taps[tap] for tap in self.taps], -1)
 
 
 def _check(config: BlockConfig, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.growth import Growing, Growth, pack_level
+from paceline.drafters.heard import Heard
 from paceline.drafters.model import SHARED
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
@@ -24,7 +25,7 @@ from paceline.types import Draft, Rows, Tap, Tree, Verdict
 @dataclass(slots=True)
 class _Slot:
     """`own`: the slot in the head's cache, which holds a row per position whose features it has seen. `text`: all that
-    is known. `heard` [n, taps * target H]: features of the positions after those in the cache.
+    is known. `heard`: features [taps * target H] of the positions after those in the cache.
 
     `root`: the two [H] that the newest row in the cache gave (see `EagleNetwork.step`), None before the first. `grown`
     [1 + rows, H]: hidden states of this round, the root's and then those of the rows that `pack_level` laid out.
@@ -32,7 +33,7 @@ class _Slot:
 
     own: int
     text: list[int]
-    heard: Tensor
+    heard: Heard = field(default_factory=Heard)
     root: tuple[Tensor, Tensor] | None = None
     grown: Tensor | None = None
 
@@ -41,9 +42,9 @@ class Eagle(Growing):
     """Drafts with an EAGLE-3 head, or an EAGLE-1/2 one, beside the target that it was trained for.
 
     What the target felt at each position comes from its taps. `feed` and `observe` keep it until the next `propose`,
-    whose first pass catches up for all requests at once and so replaces drafted features by true ones; a long prompt
-    goes through the head in chunks as it comes, so that no more than two chunks of taps are kept. A text of one token
-    has no features yet, so its first round is not drafted for.
+    whose first pass catches up for all requests at once and so replaces drafted features by true ones; of what nobody
+    asks for, no more than `HELD` positions are kept. A text of one token has no features yet, so its first round is not
+    drafted for.
     """
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
@@ -55,17 +56,14 @@ class Eagle(Growing):
         self._net = EagleNetwork(config, tensors, target)
         self._cache = self._net.new_cache()
         self._device = target.device
-        self._silence = torch.empty(
-            0, len(config.taps) * config.target_hidden, dtype=target.dtype, device=target.device
-        )
         self._slots: dict[int, _Slot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt), self._silence)
+        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt))
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         like = self._slots[source]
-        self._slots[slot] = _Slot(self._cache.fork(like.own), list(prompt), like.heard, like.root)
+        self._slots[slot] = _Slot(self._cache.fork(like.own), list(prompt), like.heard.copy(), like.root)
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
@@ -73,17 +71,16 @@ class Eagle(Growing):
             self._cache.release(state.own)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._hear(self._slots[slot], [taps[tap] for tap in self.taps])
+        self._hear(self._slots[slot], taps)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        state, kept = self._slots[slot], [0, *verdict.path]
-        state.text += verdict.tokens
-        self._hear(state, [out[tap][kept] for tap in self.taps])
+        self._slots[slot].text += verdict.tokens
+        self._hear(self._slots[slot], out, verdict.path)
 
     @torch.inference_mode()
-    def _hear(self, state: _Slot, taps: Sequence[Tensor]) -> None:
-        state.heard = torch.cat([state.heard, torch.cat(list(taps), -1)])
-        while len(state.heard) > 2 * CHUNK:
+    def _hear(self, state: _Slot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        state.heard.add(self.taps, taps, path)
+        while state.heard.full:
             self._feed_alone(state, CHUNK)
 
     def limit(self, ask: Ask) -> Tree:
@@ -116,20 +113,19 @@ class Eagle(Growing):
         rows = pack(
             [line[0] for line in tokens], [Draft.chain(line[1:]) for line in tokens], slots, lengths, self._device
         )
-        hidden, outs = self._step(rows, pad_sequence([state.heard for state in states], batch_first=True))
-        for i, state in enumerate(states):
-            last = len(state.heard) - 1
+        heard = [state.heard.take(len(state.heard)) for state in states]
+        hidden, outs = self._step(rows, pad_sequence(heard, batch_first=True))
+        for i, (state, features) in enumerate(zip(states, heard, strict=True)):
+            last = len(features) - 1
             state.root = hidden[i, last], outs[i, last]
-            state.heard = self._silence
             self._cache.commit(state.own, range(1, last + 1))
 
     def _feed_alone(self, state: _Slot, count: int) -> None:
         """The first `count` features heard, in a pass of their own."""
         done = self._cache.lengths[state.own]
         rows = pack_prefix(state.text[done + 1 : done + 1 + count], state.own, done, self._device)
-        self._step(rows, state.heard[None, :count])
+        self._step(rows, state.heard.take(count)[None])
         self._cache.commit(state.own, range(1, count))
-        state.heard = state.heard[count:].clone()
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""

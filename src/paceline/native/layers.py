@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, Plan, SlabPass
-from paceline.layout import depths
+from paceline.errors import OutOfMemory
+from paceline.layout import Layout, depths
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
 from paceline.native.build import library
-from paceline.native.matrix import LANES, CMatrix, NativeGated, NativeLinear
+from paceline.native.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -93,29 +95,15 @@ class NativeStack:
     ) -> Tensor:
         if first == end:
             return x
-        b, t, _ = x.shape
-        x = x.clone(memory_format=torch.contiguous_format)
-        entry = None if entry is None else entry.contiguous()
-        held: list[object] = []
-        count = attention.plans[0].count
-        rows = x if count == t else x[:, :count].contiguous()
-        inner = None if entry is None else entry if count == t else entry[:, :count].contiguous()
-        seen = _Pass(
-            b,
-            count,
-            torch.get_num_threads(),
-            (_View * len(attention.plans))(*(_view(plan, held) for plan in attention.plans)),
-            (_Rotation * len(ropes))(*(_rotation(rope, count, held) for rope in ropes)),
-        )
+        count = attention.plans[0].count  # without the rows that only fill the pass
+        rows = x[:, :count].clone(memory_format=torch.contiguous_format)
+        made_from = None if entry is None else entry[:, :count].contiguous()
+        seen = attention.once(lambda: _Seen(attention.plans, ropes))
         place = ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer)
-        width = 0 if inner is None else inner.shape[-1]
-        if self._run(
-            place, end - first, byref(seen), rows.data_ptr(), inner.data_ptr() if inner is not None else None, width
-        ):
-            raise MemoryError(f"no memory for a pass of {b * t} rows")
-        if rows is not x:
-            x[:, :count] = rows
-        return x
+        pointer, width = (None, 0) if made_from is None else (made_from.data_ptr(), made_from.shape[-1])
+        if self._run(place, end - first, byref(seen.c), rows.data_ptr(), pointer, width):
+            raise OutOfMemory(f"no memory for a pass of {rows.shape[0] * count} rows", SMALLER)
+        return rows if count == x.shape[1] else torch.cat([rows, x[:, count:]], 1)
 
     def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
         mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
@@ -169,41 +157,54 @@ def _after(part: Part) -> Tensor | None:
     return part.norm.weight if isinstance(part, Sandwiched) else None
 
 
-def _longs(values: Sequence[int], held: list[object]) -> int:
-    array = (c_int64 * len(values))(*values)
-    held.append(array)
-    return ctypes.addressof(array)
+class _Seen:
+    """A pass as the kernels see it."""
+
+    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope]) -> None:
+        self._held: list[object] = []
+        count = plans[0].count
+        self.c = _Pass(
+            *(len(plans[0].places), count, torch.get_num_threads()),
+            (_View * len(plans))(*(self._view(plan) for plan in plans)),
+            (_Rotation * len(ropes))(*(self._rotation(rope, count) for rope in ropes)),
+        )
+
+    def _view(self, plan: Plan) -> _View:
+        keys, values = plan.slabs
+        stores = plan.stores
+        slots = zip(plan.places, plan.rows.lengths, plan.rows.parents, plan.rows.starts, plan.layouts, strict=True)
+        return _View(
+            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], plan.window or 0),
+            *(len(stores.columns), len(stores.copies)),
+            *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
+            (_Slot * len(plan.places))(*(self._slot(*slot, plan.count) for slot in slots)),
+        )
+
+    def _slot(self, place: int, length: int, parents: tuple[int, ...], start: int, x: Layout, count: int) -> _Slot:
+        self._held += [x.visible, depth := _depth(parents, start, count), below := _below(parents, x.sources)]
+        columns = x.visible.shape[1]
+        return _Slot(place, length, columns, x.visible.data_ptr(), ctypes.addressof(depth), ctypes.addressof(below))
+
+    def _rotation(self, rope: Rope, count: int) -> _Rotation:
+        if rope is None:
+            return _Rotation(None, None, 0)
+        cos, sin = (x[:, :count].contiguous() for x in rope)
+        self._held += [cos, sin]
+        return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+
+    def _longs(self, values: Sequence[int]) -> int:
+        self._held.append(array := (c_int64 * len(values))(*values))
+        return ctypes.addressof(array)
 
 
-def _ints(values: Sequence[int], held: list[object]) -> int:
-    array = (c_int32 * len(values))(*values)
-    held.append(array)
-    return ctypes.addressof(array)
+@lru_cache(maxsize=256)
+def _depth(parents: tuple[int, ...], start: int, count: int) -> Array[c_int32]:
+    """Of the rows of a pass, positions beyond the committed prefix."""
+    return (c_int32 * count)(*depths(parents[: start + count])[start:])
 
 
-def _view(plan: Plan, held: list[object]) -> _View:
-    keys, values = plan.slabs
-    stores = plan.stores
-    slots = []
-    for place, length, parents, start, x in zip(
-        plan.places, plan.rows.lengths, plan.rows.parents, plan.rows.starts, plan.layouts, strict=True
-    ):
-        visible = x.visible.contiguous()
-        held.append(visible)
-        deep = depths(parents[: start + plan.count])
-        below = _ints([deep[row] for row in x.sources], held)
-        slots.append(_Slot(place, length, visible.shape[1], visible.data_ptr(), _ints(deep[start:], held), below))
-    return _View(
-        *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], plan.window or 0),
-        *(len(stores.columns), len(stores.copies)),
-        *(_longs(x, held) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
-        (_Slot * len(slots))(*slots),
-    )
-
-
-def _rotation(rope: Rope, count: int, held: list[object]) -> _Rotation:
-    if rope is None:
-        return _Rotation(None, None, 0)
-    cos, sin = (x[:, :count].contiguous() for x in rope)
-    held += [cos, sin]
-    return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+@lru_cache(maxsize=256)
+def _below(parents: tuple[int, ...], sources: tuple[int, ...]) -> Array[c_int32]:
+    """The same of the row in each column."""
+    deep = depths(parents)
+    return (c_int32 * len(sources))(*(deep[row] for row in sources))
