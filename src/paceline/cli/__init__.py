@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `info`, `demo`, `doctor`, `bench`, `train`, `perplexity`, `compile`."""
+"""The command line: `paceline generate`, `chat`, `demo`, `info`, `doctor`, `bench`, `train`, and two more."""
 
 from __future__ import annotations
 
