@@ -255,7 +255,7 @@ def load(
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
     one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
     or a `Drafter`.
-    draft: how much to draft per round: a length, a `Tree`, or "auto".
+    draft: how much to draft per round: a length, a `Tree`, or "auto", which goes by what rounds cost and give here.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
     GGUF's own where it has such. `draft_quantize`: the same for a drafter that has weights.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import Quiet, progress_wanted
+from paceline.cli.options import AllowPickle, Quiet, Revision, Token, progress_wanted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +25,9 @@ def doctor(
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto",
     quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, as for generate.")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -39,13 +42,19 @@ def doctor(
     check_spec(drafter)
     if threads is not None:
         torch.set_num_threads(threads)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
-    llm = load(model, drafter=None, progress=progress_wanted(quiet), **options)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "quantize": quantize,
+        "revision": revision,
+        "token": token,
+    }
+    llm = load(model, drafter=None, progress=progress_wanted(quiet), allow_pickle=allow_pickle, **options)
     names = choose_drafters(llm.model, drafter)
     with Console(stderr=True).status("timing passes") as status:
         if not progress_wanted(quiet):
             status.stop()
-        result = examine(llm.model, names, quantize is not None, status.update)
+        result = examine(llm.model, names, status.update)
     if as_json:
         typer.echo(json.dumps(result))
         return

@@ -83,7 +83,7 @@ def watched(
 ) -> Acceptance:
     """As it is seen over greedy replies of so many tokens at most, to prompts by kind of text."""
     llm = LLM(model, onlooker, sizes[-1])
-    kinds = {}
+    kinds: dict[str, Kind] = {}
     for kind, texts in prompts.items():
         tallies, lengths = [Tally() for _ in sizes], []
         for text in texts:

@@ -48,10 +48,10 @@ def choose_drafters(model: Loaded, given: str | None) -> list[str]:
     return stored_drafters(model) or ["auto"]
 
 
-def examine(model: Loaded, drafters: Sequence[str], quantized: bool, say: Say = lambda text: None) -> dict[str, Any]:
+def examine(model: Loaded, drafters: Sequence[str], say: Say = lambda text: None) -> dict[str, Any]:
     """Measures, predicts and recommends: for JSON, and for the command's tables. Raises `PacelineError`.
 
-    `quantized`: whether the model's weights already are. `say`: told what is being done.
+    `say`: told what is being done.
     """
     made = {name: make_drafter(name, model, load_model) for name in drafters}
     say("timing passes")
@@ -62,7 +62,7 @@ def examine(model: Loaded, drafters: Sequence[str], quantized: bool, say: Say = 
             say(f"looking at {name}")
             drafting = look_at(model, name, drafter, machine)
             found[name] = drafting, forecast(machine, drafting)
-    dense = isinstance(model.target, Decoder) and not quantized
+    dense = isinstance(model.target, Decoder) and model.quantize is None
     itemsize = model.target.dtype.itemsize if dense and isinstance(model.target, Decoder) else None
     return {
         "model": str(model.path),
