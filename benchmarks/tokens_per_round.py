@@ -22,8 +22,7 @@ from paceline import LLM, Sampling, Stats
 from paceline.bench.figures import accepted_at, tokens_per_round
 from paceline.bench.systems import split_size
 from paceline.bench.tables import depths
-from paceline.drafters.make import make_drafter
-from paceline.models.loader import load_model
+from paceline.drafters.make import open_drafter
 
 USUAL = ("eagle3@5", "eagle3@24x6x4", "medusa@64x4x10")
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     found: list[dict[str, Any]] = []
     for name in progress(args.drafters, "drafters"):
         spec, size = split_size(name)
-        llm = LLM(loaded, make_drafter(spec, loaded, load_model), size)
+        llm = LLM(loaded, open_drafter(spec, loaded), size)
         stats = [done.stats for done in llm.generate([p.text for p in prompts], how, width=args.width)]
         per_round = by_category(prompts, stats)
         kept = {"accepted_at": accepted_at(stats)}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import paceline.llm
+from paceline.bench import child as child_module
 from paceline.bench import peers
 from paceline.bench.child import Child
 from paceline.bench.figures import bootstrap, decode_speed, median, ratios, same_text, summarise
@@ -31,6 +32,11 @@ from paceline.types import Tree
 from tests.test_cli import failure
 from tests.test_cli import run as command
 from tests.toys import toy_llm, toy_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.measure.PAUSE", 0.0)
 
 
 def questions_of(**sizes: int) -> list[Question]:
@@ -187,6 +193,14 @@ def test_a_peer_answers_from_a_process_of_its_own(child: Child) -> None:
     assert child.ask(Ask("é\n")).token_ids[5:] == [2, 0, 0, 0]
 
 
+def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environment = child_module._environment()
+    assert "GOMP_SPINCOUNT" not in environment
+    assert environment["OMP_NUM_THREADS"] == "1"
+
+
 def test_a_peer_that_cannot_begin_says_why() -> None:
     with pytest.raises(Missing, match=r"^absent is not installed. pip install absent$"):
         Child("tests.fake_peers:absent", JOB)
@@ -228,6 +242,7 @@ def result() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in kinds.items():
             patch.setitem(peers.PEERS, name, f"tests.fake_peers:{kind}")
+        patch.setattr("paceline.bench.measure.PAUSE", 0.0)
         order = Order(("none", "suffix", "ngram@2"), tuple(kinds), (0.0, 0.7), tokens=12, repeats=2, seed=3)
         targets = {"": toy_llm(), "int8": toy_llm(seed=5)}
         seen: list[int] = []
@@ -345,13 +360,13 @@ def test_the_command_shows_a_table_and_writes_files(
     monkeypatch.setattr(paceline.llm, "load", lambda model, **options: loaded.append(options) or toy_llm())
     monkeypatch.setitem(peers.PEERS, "openvino", "tests.fake_peers:absent")
     out, report, notes = (tmp_path / f"bench.{kind}" for kind in ("json", "html", "md"))
-    words = (
-        "--drafters suffix,ngram@1 --against openvino --tokens 8 --quantize none,int4 --temperature 0,0.5 --context 4"
-    )
+    words = "--drafters suffix,ngram@1 --against openvino --tokens 8 --temperature 0,0.5 --context 4"
+    words += " --quantize none,int4+int8,int4"
     files = ["--out", str(out), "--report", str(report), "--report", str(notes)]
     result = command("bench", "--prompts", str(prompts), *words.split(), *files)
     assert result.exit_code == 0, result.output
-    assert [options.get("quantize") for options in loaded] == [None, "int4"]
+    assert {options["quantize"] for options in loaded} == {None, "int4"}
+    assert len(loaded) == 2, "one target for both drafters' precisions"
     assert "ngram@1 int4 T=0.5" in result.stdout
     assert "not measured: openvino: absent is not installed" in result.stderr
     settings = json.loads(out.read_text())["provenance"]["settings"]
@@ -370,6 +385,7 @@ def test_the_command_shows_a_table_and_writes_files(
         (["--report", "x.pdf"], "x.pdf is of no known kind"),
         (["--temperature", "warm"], "--temperature 'warm'"),
         (["--rule", "mine"], "mine"),
+        (["--quantize", "int4+int3"], "int3"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_loaded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,15 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_draft_mode, check_spec, make_drafter, to_tree
+from paceline.drafters.make import check_draft_mode, check_spec, open_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.head_files import open_head
-from paceline.models.heads import HeadFile
-from paceline.models.lazy import Quantised
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
-from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
@@ -290,15 +286,8 @@ def load(
             raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
         loaded = wrap(model, tokenizer)
 
-    def load_draft(reference: str) -> Loaded:
-        base, merged = split_adapter(reference)
-        return read(base, adapter=merged, quantize=draft_quantize)
-
-    def read_head(reference: str | Path) -> HeadFile:
-        head = open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
-        return replace(head, tensors=Quantised(head.tensors, draft_quantize)) if draft_quantize else head
-
-    llm = LLM(loaded, make_drafter(drafter, loaded, load_draft, read_head), budget)
+    head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
+    llm = LLM(loaded, open_drafter(drafter, loaded, draft_quantize, read, head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     if exact:
         _check_exact(llm)

@@ -26,15 +26,13 @@ class Child:
     def __init__(self, peer: str, job: Job) -> None:
         """Raises `Missing` if the peer cannot do the job."""
         self._errors = TemporaryFile()  # noqa: SIM115  # closed by `close`
-        # What this process can import, the other can too.
-        paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             encoding="utf-8",
-            env=os.environ | {"PYTHONPATH": paths},
+            env=_environment(),
         )
         try:
             said = self._tell({"peer": peer, "job": asdict(job)})
@@ -81,6 +79,13 @@ class Child:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _environment() -> dict[str, str]:
+    """What this process can import, the other can too. How long its threads spin is its own affair: what `cli.main`
+    sets suits Paceline, and not a program that waits a thousand times per token."""
+    own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    return own | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def serve(lines: Iterator[str], say: Callable[[dict[str, Any]], None]) -> None:

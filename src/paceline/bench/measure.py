@@ -61,6 +61,10 @@ class Sample:
         }
 
 
+PAUSE = 0.02
+"""Seconds between replies: threads of the last one that spin while they wait have gone to sleep by then."""
+
+
 def measure(
     systems: Mapping[str, Write], questions: Sequence[Question], repeats: int = 1
 ) -> Iterator[Sample | tuple[str, Lost]]:
@@ -75,6 +79,7 @@ def measure(
         names = list(left)
         start = max(0, turn - 1) % len(names) if names else 0
         for order, name in enumerate(names[start:] + names[:start]):
+            time.sleep(PAUSE)
             began = time.perf_counter()
             try:
                 reply = left[name](question.text)

@@ -6,14 +6,15 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from paceline.bench.child import Child
 from paceline.bench.measure import Reply, Write
 from paceline.bench.peers import PEERS, Ask
-from paceline.drafters.make import check_spec, make_drafter
+from paceline.drafters.make import check_spec, open_drafter
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
-from paceline.models.loader import load_model
+from paceline.quantize import Mode, check_mode
 from paceline.sampler import RuleName
 from paceline.sampling import Sampling
 from paceline.types import Tree
@@ -24,7 +25,7 @@ OURS = "paceline"
 @dataclass(frozen=True, slots=True)
 class System:
     """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, of a peer "lookup", "" for none. `precision`:
-    how the weights are quantised, "" if they are not. `temperature`: 0 is greedy."""
+    as in `split_precision`, "" for weights as they are loaded. `temperature`: 0 is greedy."""
 
     program: str = OURS
     drafter: str = ""
@@ -85,6 +86,20 @@ def split_size(drafter: str) -> tuple[str, Tree | None]:
     return found[1], Tree.chain(int(length)) if length else Tree(*map(int, tree))
 
 
+def split_precision(precision: str) -> tuple[Mode | None, Mode | None]:
+    """TARGET or TARGET+DRAFTER, each int8, int4 or none -> how target and drafter are quantised. Raises
+    `InvalidOption`."""
+    target, _, drafter = precision.partition("+")
+    return _mode(target), _mode(drafter)
+
+
+def _mode(name: str) -> Mode | None:
+    if name in ("", "none"):
+        return None
+    check_mode(name)
+    return cast(Mode, name)
+
+
 def own_systems(targets: Mapping[str, LLM], order: Order) -> dict[System, Write]:
     """Paceline's; `targets`: the model by precision. Drafters of one target share its weights, as all temperatures do
     a drafter. Raises `PacelineError`."""
@@ -92,7 +107,7 @@ def own_systems(targets: Mapping[str, LLM], order: Order) -> dict[System, Write]
     for precision, llm in targets.items():
         for name in dict.fromkeys(("none", *order.drafters)):
             spec, size = split_size(name)
-            writer = LLM(llm.model, make_drafter(spec, llm.model, load_model), size)
+            writer = LLM(llm.model, open_drafter(spec, llm.model, split_precision(precision)[1]), size)
             drafter = "" if spec == "none" else name
             for temperature in order.temperatures:
                 system = System(OURS, drafter, precision, temperature)

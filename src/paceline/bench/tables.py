@@ -95,7 +95,7 @@ def interval(ratio: Mapping[str, float] | None) -> str:
 
 
 def _speeds(summaries: Sequence[Summary]) -> Grid:
-    columns = ["system", "tok/s", "decode tok/s", "first token, ms", "x undrafted [95 %]", "tokens/round", "slowest"]
+    columns = ["system", "tok/s", "decode tok/s", "first token, ms", "x undrafted [95 %]", "decoding alone"]
     rows = []
     for s in summaries:
         inside, categories = s["inside"], s["categories"]
@@ -108,13 +108,14 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
                 f"{s['decode_tokens_per_second']:.1f}",
                 f"{1e3 * s['first_token_seconds']:.0f}",
                 interval(s["ratios"][s["base"]]) if drafts else "",
+                f"{s['decode_ratio']['median']:.2f}" if drafts and s["decode_ratio"] else "",
                 f"{inside['tokens_per_round']:.2f}" if inside else "",
                 f"{slowest} {categories[slowest]['ratio']:.2f}" if drafts else "",
                 "" if s["spread"] is None else f"{100 * s['spread']:.1f} %",
                 f"{100 * s['same_text']:.0f} %" if drafts else "",
             ]
         )
-    return Grid("Text to text, one at a time", [*columns, "spread", "same text"], rows)
+    return Grid("Text to text, one at a time", [*columns, "tokens/round", "slowest", "spread", "same text"], rows)
 
 
 def _over(part: Sequence[Summary]) -> Grid:

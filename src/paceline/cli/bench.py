@@ -28,21 +28,34 @@ class TargetOptions:
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto"
     quantize: Annotated[
-        str, typer.Option("--quantize", help="Precisions to measure: none, int8, int4, separated by commas.")
+        str,
+        typer.Option(
+            "--quantize",
+            help="Precisions to measure, separated by commas: none, int8 or int4 as for generate; with +int8 or +int4 "
+            "after it the drafters are quantised too, such as int4+int8.",
+        ),
     ] = "none"
 
-    def load(self, *, progress: bool) -> dict[str, LLM]:
-        """The model at each precision, "" where it is not quantised. Raises `PacelineError`."""
-        import paceline.llm
+    def precisions(self) -> list[str]:
+        """Each once, "" for none. Raises `InvalidOption`."""
+        from paceline.bench.systems import split_precision
 
-        found = {}
-        for precision in dict.fromkeys(_names(self.quantize)) or ("none",):
-            # Most models are measured as they are loaded, and not all can be quantised.
-            more: dict[str, Any] = {} if precision == "none" else {"quantize": precision}
-            more |= {"dtype": self.dtype, "device": self.device}
-            llm = paceline.llm.load(self.model, drafter=None, progress=progress, **more)
-            found["" if precision == "none" else precision] = llm
-        return found
+        found = ["" if name == "none" else name for name in _names(self.quantize)] or [""]
+        for name in found:
+            split_precision(name)
+        return list(dict.fromkeys(found))
+
+    def load(self, *, progress: bool) -> dict[str, LLM]:
+        """The model at each precision; weights that are held alike are held once. Raises `PacelineError`."""
+        import paceline.llm
+        from paceline.bench.systems import split_precision
+
+        modes = {name: split_precision(name)[0] for name in self.precisions()}
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
+        held = {
+            mode: paceline.llm.load(self.model, drafter=None, quantize=mode, **where) for mode in set(modes.values())
+        }
+        return {name: held[mode] for name, mode in modes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ def bench(
 ) -> None:
     """Measure drafters, and other programs, side by side on your prompts: interleaved, text to text."""
     order = options.order()
+    target.precisions()
     _check_places(out, report or [])
     from paceline.bench.questions import pick, read_questions
 

@@ -32,9 +32,17 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("PACELINE_NATIVE") == "0":
         return None
     try:
-        return ctypes.CDLL(str(compiled()))
+        return loaded(compiled())
     except (InvalidOption, OSError):
         return None
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """Raises `InvalidOption` where the file is no library for this machine."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise InvalidOption(f"the CPU kernels cannot be loaded: {error}", f"Delete {path}") from error
 
 
 def compiled() -> Path:
@@ -65,6 +73,16 @@ def built_for(library: ctypes.CDLL) -> str:
     said = library.paceline_built_for
     said.restype = ctypes.c_char_p
     return str(said().decode())
+
+
+def expected() -> str:
+    """What `library` has, or will have, in words; nothing is compiled for it."""
+    if os.environ.get("PACELINE_NATIVE") == "0":
+        return "torch (PACELINE_NATIVE is 0)"
+    if library_path().is_file():
+        kernels = library()
+        return f"native, {built_for(kernels)}" if kernels else f"torch ({library_path()} cannot be loaded)"
+    return "native, compiled at first use" if _compiler() else "torch (there is no C++ compiler)"
 
 
 def _compiler() -> list[str]:
