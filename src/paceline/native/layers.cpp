@@ -144,8 +144,9 @@ class Part {
         for (int task = team.me; task < pass.slots * l.heads.kv * tiles; task += team.count) {
             int slot = task / tiles / l.heads.kv;
             int64_t first = int64_t(slot) * pass.rows;
-            attention.run(view, l.index, l.heads, view.slots[slot], pass.rows, task / tiles % l.heads.kv,
-                          task % tiles * LANES, &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
+            int at = task % tiles * LANES, count = std::min(LANES, pass.rows * l.heads.group() - at);
+            attention.run(view, l.index, l.heads, view.slots[slot], task / tiles % l.heads.kv, at, count,
+                          &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
         }
     }
 
