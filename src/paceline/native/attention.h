@@ -71,9 +71,11 @@ class Attention {
              const bf16* q, int64_t stride, float* mixed) {
         count_ = count;
         plan(view, h, slot, first);
+        queries_.resize(h.size / 2 * count);
         for (int i = 0; i < count; i++) {
             const int query = first + i, row = query / h.group(), head = kv_head * h.group() + query % h.group();
-            queries_[i] = q + row * stride + head * h.size;
+            for (int d = 0; d < h.size / 2; d++)
+                queries_[d * count + i] = load<int32_t>(q + row * stride + head * h.size + 2 * d);
             seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
             mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
         }
@@ -92,7 +94,7 @@ class Attention {
     std::vector<float> scores_;  // [queries, width]
     std::vector<bf16> weights_;  // [queries, width]
     std::vector<bf16> gathered_; // [16, D]
-    const bf16* queries_[TILE];
+    std::vector<int32_t> queries_; // [D / 2, queries]: pairs of dimensions
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
     Floats top_[TILE];
@@ -148,11 +150,12 @@ class Attention {
         for (int64_t block = 0; block < blocks_; block++) {
             const bf16* k = together(keys, block, h.size);
             Floats dots[N] = {};
+            const int32_t* query = queries_.data();
             for (int d = 0; d < h.size; d += 8) {
                 Ints pairs[4];
                 transpose(pairs, k + d, h.size);
-                for (int j = 0; j < 4; j++)
-                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], load<int32_t>(queries_[i] + d + 2 * j));
+                for (int j = 0; j < 4; j++, query += N)
+                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query[i]);
             }
             for (int i = 0; i < N; i++) {
                 Floats s = dots[i];
