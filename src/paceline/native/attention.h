@@ -104,7 +104,8 @@ class Attention {
         const int from = first / h.group(), to = (first + count_ - 1) / h.group() + 1;
         const auto depths = std::minmax_element(slot.depth + from, slot.depth + to);
         const int64_t edge = slot.length - view.window + 1;  // plus its depth: the first position that a row sees
-        const int64_t begin = view.window ? std::max<int64_t>(0, edge + *depths.first) & ~int64_t(1) : 0;
+        // Even; not beyond `length`, where a long pass may leave its own first rows out of sight: those are hidden.
+        const int64_t begin = view.window ? std::clamp<int64_t>(edge + *depths.first, 0, slot.length) & ~int64_t(1) : 0;
         int last = 0;
         for (int row = from; row < to; row++)
             for (int c = slot.columns - 1; c >= last; c--)
