@@ -34,8 +34,16 @@ check: setup
 parity: setup
 	$(BIN)/python benchmarks/parity.py
 
+# Other programs are measured where they are installed: .venv/bin/pip install -e '.[peers]'. About an hour in all.
+BENCH = $(BIN)/paceline bench --prompts ../shared/data/prompts/spec_bench_dev.jsonl
+BENCH += --drafters suffix,eagle3 --quantize none,int4+int8
+RESULT = benchmarks/results/$(shell date -u +%F)-bench
+files = --out $(1).json --report $(1).md --report $(1).html
+
 bench: setup
-	$(BIN)/python benchmarks/model_free.py
+	$(BENCH) --count 26 --against transformers,llama.cpp,openvino $(call files,$(RESULT))
+	$(BENCH) --count 26 --temperature 0,0.7 --against openvino $(call files,$(RESULT)-sampled)
+	$(BENCH) --count 13 --context 2048 $(call files,$(RESULT)-context)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

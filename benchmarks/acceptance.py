@@ -21,8 +21,7 @@ from paceline.bench.questions import pick, read_questions
 from paceline.controller import Controller
 from paceline.doctor.acceptance import STORED, Acceptance, name_of, watched
 from paceline.doctor.watch import Onlooker
-from paceline.drafters.make import make_drafter
-from paceline.models.loader import load_model
+from paceline.drafters.make import open_drafter
 from paceline.types import Tree
 
 FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
@@ -53,15 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         texts.setdefault(question.category, []).append(question.text)
     loaded = paceline.load("demo", drafter=None).model
     result: dict[str, Any] = {
-        "command": provenance()["command"],
-        "date": provenance()["date"],
+        **{key: provenance()[key] for key in ("command", "date", "commit")},
         "file": loaded.path.name,
         "questions": len(questions),
         "tokens": args.tokens,
     }
     tables, grids = {}, []
     for name in progress(args.drafters, "drafters"):
-        drafter = make_drafter(name, loaded, load_model)
+        drafter = open_drafter(name, loaded)
         if drafter is None:
             continue
         sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)

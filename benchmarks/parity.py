@@ -16,24 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    RESULTS,
-    Divergence,
-    Grid,
-    Prompt,
-    classify,
-    first_difference,
-    load_prompts,
-    pick,
-    progress,
-    provenance,
-    report,
-    write,
-)
-from peers import Transformers, model_file
+from common import RESULTS, Grid, Question, fail, load_prompts, pick, progress, provenance, report, write
+from divergence import Divergence, classify, first_difference
 
 import paceline
 from paceline import LLM, Completion, Sampling, Tree
+from paceline.bench.peers import Transformers
 from paceline.drafters.make import make_drafter
 from paceline.models.loader import Loaded
 
@@ -70,25 +58,30 @@ def samplings(tokens: int) -> dict[str, Sampling]:
     }
 
 
-def against_transformers(prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+def against_transformers(prompts: Sequence[Question], tokens: int) -> dict[str, Any]:
     """Part a. `failures` are what may not be; `divergences` hold the excused ones too."""
     llm = paceline.load("demo", dtype="float32", device="cpu", drafter=None)
-    peer = Transformers(model_file(llm.model), torch.float32)
+    if llm.model.path.suffix != ".gguf":
+        fail(f"{llm.model.path} is not a GGUF file, and transformers is given the same file to read")
+    peer = Transformers(llm.model.path, torch.float32)
     eos = set(llm.model.eos)
-    failures = [] if peer.eos <= eos else [f"EOS ids: ours {eos}, theirs {peer.eos}"]
+    known = peer.model.generation_config.eos_token_id
     # A GGUF names one id; the tokens spelled as an end, which Paceline ends at too, transformers must be told of.
-    peer.eos = eos
+    failures = [] if set(known if isinstance(known, list) else [known]) <= eos else [f"EOS ids: {eos}, theirs {known}"]
     divergences: list[Divergence] = []
     otherwise, compared = [], 0
     for prompt in progress(prompts, "float32 against transformers"):
         ids = llm.encode(prompt.text)
         # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/test_tokenizer.py adds it and finds
         # no difference), so both get the ids of the model's own tokenizer, and where it matters is listed.
-        if peer.encode(prompt.text) != ids:
+        message = [{"role": "user", "content": prompt.text}]
+        shown = peer.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        if list(shown["input_ids"]) != ids:
             otherwise.append(prompt.id)
         ours = llm.generate(ids, Sampling(max_new_tokens=tokens)).token_ids
-        theirs, logits = peer.generate_with_logits(ids, tokens)
-        found = classify(prompt.id, ours, theirs, logits, LIMIT)
+        out = peer.generate(ids, tokens, llm.model.eos, output_logits=True, return_dict_in_generate=True)
+        theirs = out.sequences[0, len(ids) :].tolist()
+        found = classify(prompt.id, ours, theirs, [row[0] for row in out.logits], LIMIT)
         compared += len(theirs) if found is None else found.position + 1
         divergences += [found] if found else []
     failures += [describe(d) for d in divergences if not d.excused]
@@ -109,7 +102,7 @@ def describe(d: Divergence) -> str:
     return f"prompt {d.prompt}, position {d.position}: ours {d.ours}, theirs {d.theirs}, {numbers}{gap}: {verdict}"
 
 
-def with_and_without(prompts: Sequence[Prompt], tokens: int, costly: int) -> list[dict[str, Any]]:
+def with_and_without(prompts: Sequence[Question], tokens: int, costly: int) -> list[dict[str, Any]]:
     """Part b: one entry per drafter and sampling."""
     plain = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None)
     results = []
@@ -129,7 +122,7 @@ def _drafting(loaded: Loaded, config: Config) -> LLM:
     return LLM(loaded, make_drafter(config.drafter, loaded, lambda reference: loaded), config.draft)
 
 
-def _texts(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, title: str) -> list[Completion]:
+def _texts(llm: LLM, prompts: Sequence[Question], sampling: Sampling, title: str) -> list[Completion]:
     return [llm.generate(prompt.text, sampling) for prompt in progress(prompts, title)]
 
 
@@ -137,7 +130,7 @@ def _compare(
     drafter: str,
     sampling: str,
     llm: LLM,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Question],
     texts: Sequence[Completion],
     reference: Sequence[Completion],
 ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from common import RESULTS, Grid, Prompt, load_prompts, pick, progress, provenance, report, tree_option, write
+from common import RESULTS, Grid, Question, load_prompts, pick, progress, provenance, report, tree_option, write
 from torch import Tensor
 
 import paceline
@@ -83,7 +83,7 @@ class Sample:
     """One reply of one case."""
 
     case: Case
-    prompt: int
+    prompt: int | str
     tokens: int
     rounds: int
     drafted: int
@@ -91,17 +91,17 @@ class Sample:
     exact: str
 
 
-def measure(llm: LLM, case: Case, prompts: Sequence[Prompt], tokens: int) -> list[Sample]:
+def measure(llm: LLM, case: Case, prompts: Sequence[Question], tokens: int) -> list[Sample]:
     """The replies to all prompts, each with a seed of its own."""
     samples = []
     for prompt in prompts:
-        sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=prompt.id)
+        sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=int(prompt.id))
         s = llm.generate(prompt.text, sampling).stats
         samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.exact))
     return samples
 
 
-def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Prompt], tokens: int) -> float:
+def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], tokens: int) -> float:
     """How often the drafter's greedy choice is the target's."""
     llm = LLM(loaded, drafter, Tree.chain(1))
     stats: list[Stats] = [llm.generate(p.text, Sampling(max_new_tokens=tokens)).stats for p in prompts]

@@ -22,7 +22,7 @@ _FAITH = 5.0
 """Rounds that hope weighs in the usual, and the usual among recent rounds."""
 _HEARSAY = 0.2
 """What a round weighs for trees of other sizes."""
-_SHARE = 0.003
+_SHARE = 0.005
 """Of all time, what may be lost to trying other sizes than the best."""
 _GAP = 4
 """Rounds between two such tries at least."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from paceline.drafters.make import check_spec, make_drafter, to_tree
+from paceline.drafters.make import check_spec, open_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption
 from paceline.hf_rows import Recorder, Row, Stops, rows_of
-from paceline.models.loader import Loaded, load_model
+from paceline.models.loader import Loaded
 from paceline.noise import Noise
 from paceline.protocols import Drafter
 from paceline.sampler import Sampler
@@ -110,7 +110,7 @@ class Speculation:
         if self._tokenizer is not None:
             words = Tokenizer.from_transformers(self._tokenizer)
         loaded = Loaded(target, words, (), {}, Path(target.model.name_or_path))
-        return make_drafter(self._spec, loaded, load_model)
+        return open_drafter(self._spec, loaded)
 
 
 class _Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,15 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_draft_mode, check_spec, make_drafter, to_tree
+from paceline.drafters.make import check_draft_mode, check_spec, open_drafter, to_tree
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
 from paceline.models.head_files import open_head
-from paceline.models.heads import HeadFile
-from paceline.models.lazy import Quantised
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
-from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
@@ -246,6 +242,7 @@ def load(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: bool = False,
+    exact: bool = False,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -265,6 +262,8 @@ def load(
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.
+    exact: load only if speculation keeps the text bit for bit here, which a self-check finds out in any case
+    (`LLM.exact`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
 
     Raises `PacelineError`: what is wrong and what to do about it.
     """
@@ -276,7 +275,8 @@ def load(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle, quantize=quantize)
+        read_target = partial(read, quantize=quantize, exact=exact)
+        loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
     else:
         if (dtype, device, revision) != ("auto", "auto", None):
             raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
@@ -286,14 +286,18 @@ def load(
             raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
         loaded = wrap(model, tokenizer)
 
-    def load_draft(reference: str) -> Loaded:
-        base, merged = split_adapter(reference)
-        return read(base, adapter=merged, quantize=draft_quantize)
-
-    def read_head(reference: str | Path) -> HeadFile:
-        head = open_head(reference, token=token, quiet=not progress, allow_pickle=allow_pickle)
-        return replace(head, tensors=Quantised(head.tensors, draft_quantize)) if draft_quantize else head
-
-    llm = LLM(loaded, make_drafter(drafter, loaded, load_draft, read_head), budget)
+    head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
+    llm = LLM(loaded, open_drafter(drafter, loaded, draft_quantize, read, head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
+    if exact:
+        _check_exact(llm)
     return llm
+
+
+def _check_exact(llm: LLM) -> None:
+    if llm.exact != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with bfloat16 products, or leave out exact=True',
+        )

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.questions import Question
+from paceline.errors import PacelineError
 from paceline.stats import Stats
+
+
+class Lost(PacelineError):
+    """A system that cannot answer any more: it is left out, the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +61,31 @@ class Sample:
         }
 
 
-def measure(systems: Mapping[str, Write], questions: Sequence[Question], repeats: int = 1) -> Iterator[Sample]:
+PAUSE = 0.02
+"""Seconds between replies: threads of the last one that spin while they wait have gone to sleep by then."""
+
+
+def measure(
+    systems: Mapping[str, Write], questions: Sequence[Question], repeats: int = 1
+) -> Iterator[Sample | tuple[str, Lost]]:
     """Every system is warmed up with one reply that does not count; then samples come as they are made.
 
     A machine's speed drifts, so that what is compared must be measured side by side: ratios within a question count.
+    A system that is lost on the way is named with its reason, and asked no more.
     """
-    for write in systems.values():
-        write(questions[0].text)
-    names = list(systems)
-    for turn, (repeat, question) in enumerate((r, q) for r in range(repeats) for q in questions):
-        start = turn % len(names)
+    left = dict(systems)
+    plan = [(-1, questions[0]), *((r, q) for r in range(repeats) for q in questions)]
+    for turn, (repeat, question) in enumerate(plan):
+        names = list(left)
+        start = max(0, turn - 1) % len(names) if names else 0
         for order, name in enumerate(names[start:] + names[:start]):
+            time.sleep(PAUSE)
             began = time.perf_counter()
-            reply = systems[name](question.text)
-            yield Sample(name, question, repeat, order, time.perf_counter() - began, reply)
+            try:
+                reply = left[name](question.text)
+            except Lost as lost:
+                del left[name]
+                yield name, lost
+            else:
+                if repeat >= 0:
+                    yield Sample(name, question, repeat, order, time.perf_counter() - began, reply)

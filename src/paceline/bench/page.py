@@ -4,150 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-_COLOURS = (
-    *("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951"),
-    *("#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0"),
-)
+from paceline.bench.plots import Mark, dots, legend, lines, stacks
+from paceline.bench.tables import Summary, all_grids, at, by_temperature, main_grids, where
+
 _STYLE = """
 :root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;display:block;overflow-x:auto}
-td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}
-svg{width:100%;height:auto;font:12px system-ui,sans-serif;fill:currentColor}
-.key{display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 1em;border-radius:2px}
-code,small{opacity:.75;overflow-wrap:anywhere}
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:1.5rem auto;padding:0 1rem}
+h1{font-size:1.5rem;line-height:1.25;overflow-wrap:anywhere}
+h2{font-size:1.15rem;margin:2.2rem 0 .3rem}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap;font-weight:400}
+thead th{font-weight:600}
+th:first-child{position:sticky;left:0;background:Canvas}
+td:first-child,th:first-child{text-align:left;padding-left:0}
+.plot{width:100%;display:block;margin:.6rem 0 0;overflow:visible}
+.plot text{font:13px system-ui,sans-serif;fill:currentColor}
+.plot .tick{opacity:.75}
+.grid{stroke:#8883}
+.thread{stroke:#8885;stroke-dasharray:2 4}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1.1rem;margin:.4rem 0;padding:0}
+.legend svg{margin-right:.25rem;vertical-align:-1px}
+code,small{opacity:.8;overflow-wrap:anywhere}
+summary{cursor:pointer;margin-top:2rem}
 """
 
 _HEAD = (
-    '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     f"<title>paceline bench</title><style>{_STYLE}</style>"
 )
 
-_WIDTH = 900
-
 
 def page(result: Mapping[str, Any]) -> str:
-    """HTML of a result as `cli/bench.py` makes it."""
+    """HTML of a result of `run`."""
     systems, source = result["systems"], result["provenance"]
+    said = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
+    here = f"{source['date']}; {where(source)}"
     parts = [
-        f"<h1>paceline bench: {escape(str(source['settings']['model']))}</h1>",
-        f"<p><code>{escape(source['command'])}</code><br><small>{escape(_where(source))}</small></p>",
-        _table(systems),
-        "<h2>Speed by category</h2><p>End-to-end tokens per second.</p>",
-        _keys([s["system"] for s in systems]),
-        _bars(
-            {c: [s["categories"][c]["tokens_per_second"] for s in systems] for c in systems[0]["categories"]},
-            "tok/s",
-        ),
+        f"<h1>paceline bench: {escape(Path(source['settings']['model']).name)}</h1>",
+        f"<p><code>{escape(source['command'])}</code><br><small>{escape(here)}</small></p>",
+        f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>" if said else "",
+        *(_titled(grid.title, grid.html()) for grid in main_grids(result)),
+        *_plots(systems),
+        "<details><summary>All figures as tables</summary>",
+        *(_titled(grid.title, grid.html()) for grid in all_grids(result)[len(main_grids(result)) :]),
+        "</details>",
     ]
-    drafting = [s for s in systems if s["inside"] and any(s["inside"]["accepted_at"])]
-    if drafting:
-        parts += [
-            "<h2>Acceptance by depth</h2><p>Share of rounds that kept a draft to this depth.</p>",
-            _keys([s["system"] for s in drafting], systems),
-            _lines([s["inside"]["accepted_at"] for s in drafting], [_colour(systems, s["system"]) for s in drafting]),
-        ]
-    ours = [s for s in systems if s["inside"]]
-    if ours:
-        phases = list(ours[0]["inside"]["milliseconds"])
-        parts += [
-            "<h2>A round's time</h2><p>Milliseconds per round.</p>",
-            _keys(phases),
-            _stacks({s["system"]: list(s["inside"]["milliseconds"].values()) for s in ours}),
-        ]
-    if result["missing"]:
-        parts.append("<p>Not measured: " + escape("; ".join(result["missing"])) + "</p>")
-    return f"<!doctype html><html lang=en>{_HEAD}<body>{''.join(parts)}</body></html>\n"
+    return f'<!doctype html><html lang="en"><head>{_HEAD}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _where(source: Mapping[str, Any]) -> str:
-    machine = source["machine"]
-    used = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
-    return f"{source['date']}; {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; {used}"
+def _plots(systems: Sequence[Summary]) -> list[str]:
+    marks = _marks(systems)
+    parts = []
+    for part in by_temperature(systems):
+        warm = at(part)
+        parts.append(_titled(f"Speed by category{warm}", _speeds(part, marks)))
+        kept = [(s["inside"]["accepted_at"], marks[s["system"]]) for s in part if s["inside"]]
+        kept = [(shares, mark) for shares, mark in kept if shares]
+        if kept:
+            series, drafting = zip(*kept, strict=True)
+            drawn = lines(series, drafting, "depth, in drafted tokens", "rounds that kept a draft to this depth")
+            parts.append(_titled(f"Acceptance by depth{warm}", legend(drafting) + drawn))
+    return [*parts, _titled("Where a round's time goes", _rounds([s for s in systems if s["inside"]]))]
 
 
-def _table(systems: Sequence[Mapping[str, Any]]) -> str:
-    over = f"x {systems[0]['system']}"
-    columns = ["system", "tok/s", "decode tok/s", "first token, ms", over, "95 %", "tokens/round"]
-    rows = []
+def _speeds(part: Sequence[Summary], marks: Mapping[str, Mark]) -> str:
+    used = [marks[s["system"]] for s in part]
+    speeds = {c: [s["categories"][c]["tokens_per_second"] for s in part] for c in part[0]["categories"]}
+    return legend(used) + dots(speeds, used, "tokens per second, end to end", "tok/s")
+
+
+def _rounds(own: Sequence[Summary]) -> str:
+    spent = {s["system"]: s["inside"]["milliseconds"] for s in own}
+    phases = [Mark(phase, i) for i, phase in enumerate(next(iter(spent.values())))]
+    bars = {name: list(parts.values()) for name, parts in spent.items()}
+    return legend(phases) + stacks(bars, phases, "milliseconds per round", "ms")
+
+
+def _marks(systems: Sequence[Summary]) -> dict[str, Mark]:
+    """Filled for Paceline's, hollow for the other programs'; one that is measured at several temperatures has one."""
+    places: dict[bool, dict[tuple[str, ...], int]] = {False: {}, True: {}}
+    marks = {}
     for s in systems:
-        ratio, inside = s["ratio"], s["inside"]
-        cells = [
-            s["system"],
-            f"{s['tokens_per_second']:.1f}",
-            f"{s['decode_tokens_per_second']:.1f}",
-            f"{1e3 * s['first_token_seconds']:.0f}",
-            f"{ratio['median']:.2f}",
-            f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-            f"{inside['tokens_per_round']:.2f}" if inside else "",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return f"<table><tr>{''.join(f'<th>{escape(c)}</th>' for c in columns)}</tr>{''.join(rows)}</table>"
+        other = s["program"] != "paceline"
+        like = places[other]
+        place = like.setdefault((s["program"], s["drafter"], s["precision"]), len(like))
+        marks[s["system"]] = Mark(s["system"], place, other)
+    return marks
 
 
-def _colour(systems: Sequence[Mapping[str, Any]], name: str) -> str:
-    return _COLOURS[[s["system"] for s in systems].index(name) % len(_COLOURS)]
-
-
-def _keys(names: Sequence[str], systems: Sequence[Mapping[str, Any]] | None = None) -> str:
-    colours = [_colour(systems, n) if systems else _COLOURS[i % len(_COLOURS)] for i, n in enumerate(names)]
-    keys = [f'<span class=key style="background:{c}"></span>{escape(n)}' for c, n in zip(colours, names, strict=True)]
-    return f"<p>{''.join(keys)}</p>"
-
-
-def _bars(groups: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Horizontal bars, a group per category."""
-    most = max((v for values in groups.values() for v in values), default=1.0) or 1.0
-    marks, y = [], 0.0
-    for name, values in groups.items():
-        marks.append(f'<text x="0" y="{y + 7 * len(values):.0f}">{escape(name)}</text>')
-        for i, value in enumerate(values):
-            width = (_WIDTH - 230) * value / most
-            colour = _COLOURS[i % len(_COLOURS)]
-            marks.append(f'<rect x="150" y="{y:.0f}" width="{width:.1f}" height="11" fill="{colour}" rx="2"/>')
-            marks.append(f'<text x="{156 + width:.1f}" y="{y + 10:.0f}">{value:.0f} {unit}</text>')
-            y += 14
-        y += 10
-    return _svg(y, marks)
-
-
-def _lines(series: Sequence[Sequence[float]], colours: Sequence[str]) -> str:
-    """One line per system over depth 1, 2, ..."""
-    depth, height, left = max(len(s) for s in series), 260, 40
-    step = (_WIDTH - left - 20) / max(depth - 1, 1)
-    marks = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = 10 + (1 - share) * height
-        marks.append(f'<line x1="{left}" x2="{_WIDTH}" y1="{y:.0f}" y2="{y:.0f}" stroke="#8884"/>')
-        marks.append(f'<text x="0" y="{y + 4:.0f}">{share:.2f}</text>')
-    marks += [f'<text x="{left + d * step:.0f}" y="{height + 28}">{d + 1}</text>' for d in range(depth)]
-    for values, colour in zip(series, colours, strict=True):
-        points = [(left + d * step, 10 + (1 - value) * height) for d, value in enumerate(values)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points]
-    return _svg(height + 36, marks)
-
-
-def _stacks(groups: Mapping[str, Sequence[float]]) -> str:
-    """One bar per system, its parts side by side."""
-    most = max((sum(values) for values in groups.values()), default=1.0) or 1.0
-    marks, y = [], 0.0
-    for name, values in groups.items():
-        marks.append(f'<text x="0" y="{y + 14:.0f}">{escape(name)}</text>')
-        x = 200.0
-        for i, value in enumerate(values):
-            width = (_WIDTH - 280) * value / most
-            colour = _COLOURS[i % len(_COLOURS)]
-            marks.append(f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="18" fill="{colour}"/>')
-            x += width
-        marks.append(f'<text x="{x + 6:.1f}" y="{y + 14:.0f}">{sum(values):.1f} ms</text>')
-        y += 26
-    return _svg(y, marks)
-
-
-def _svg(height: float, marks: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(marks)}</svg>'
+def _titled(title: str, body: str) -> str:
+    return f"<h2>{escape(title)}</h2>{body}"

@@ -1,7 +1,7 @@
 """Other programs that write with the same weights, each an optional extra: transformers, llama.cpp, OpenVINO GenAI.
 
-All read the same file and are given the same rendered prompt; each tokenises it itself. Greedy, except where a
-temperature is given, which every one draws its own way.
+Each runs in a process of its own (`child.py`). All read the same file at their own defaults, are given the same
+rendered prompt, which each tokenises itself, and end at the same tokens. None may keep anything of an earlier prompt.
 """
 
 from __future__ import annotations
@@ -9,157 +9,227 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from paceline.bench.measure import Reply, Write
+from paceline.bench.measure import Reply
 from paceline.errors import PacelineError
-from paceline.llm import LLM
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How all systems write. `lookup`: draft tokens of a peer's prompt lookup, None without."""
-
-    tokens: int
-    temperature: float
-    threads: int
-    lookup: int | None = None
 
 
 class Missing(PacelineError):
     """A peer that is not installed, or cannot read this model."""
 
 
-Peer = Callable[[LLM, Setting], Write]
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a peer is told before the first prompt. `path`: of the model. `eos`: tokens that end a reply. `tokens`: of a
+    reply at most. `positions`: of the longest prompt and its reply. `device`: as torch names it."""
+
+    path: str
+    eos: tuple[int, ...]
+    tokens: int
+    positions: int
+    threads: int
+    device: str = "cpu"
 
 
-def transformers(llm: LLM, setting: Setting) -> Write:
-    """`generate` with its defaults, bfloat16, and its prompt lookup."""
-    library = _library("transformers", "transformers accelerate")
-    path = llm.model.path
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if path.is_file():
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-        # Newer versions leave some GGUF weights packed, which is slow on a CPU and would flatter us.
-        if hasattr(library, "GgufConfig"):
-            where["quantization_config"] = library.GgufConfig(dequantize=True)
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A prompt, rendered. `lookup`: whether to draft by prompt lookup. `temperature`: 0 is greedy."""
+
+    prompt: str
+    temperature: float = 0.0
+    lookup: bool = False
+    seed: int = 0
+
+
+Answer = Callable[[Ask], Reply]
+
+PEERS: dict[str, str] = {
+    "transformers": f"{__name__}:transformers",
+    "llama.cpp": f"{__name__}:llama_cpp",
+    "openvino": f"{__name__}:openvino",
+}
+"""Name -> the function that begins it, `Job` to `Answer`, as module:function."""
+
+
+class Transformers:
+    """A dense model and a tokenizer by transformers, with its defaults: sdpa attention, dynamic KV cache."""
+
+    lookup = 10
+    """Draft tokens of its prompt lookup, as its documentation has it."""
+
+    def __init__(self, path: Path, dtype: Any, device: str = "cpu") -> None:
+        """A GGUF file takes some 20 s: transformers converts it tensor by tensor."""
+        self.library = _library("transformers", "transformers accelerate")
+        self.library.logging.disable_progress_bar()
+        # Its note on packed weights is not about this load; `_check_dense` makes sure of it.
+        self.library.logging.set_verbosity_error()
+        where: dict[str, Any] = {"pretrained_model_name_or_path": path}
+        dense: dict[str, Any] = {}
+        if path.is_file():
+            _library("accelerate", "accelerate")
+            where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+            # Newer versions leave some GGUF weights packed, which is slow on a CPU and would flatter us.
+            if hasattr(self.library, "GgufConfig"):
+                dense = {"quantization_config": self.library.GgufConfig(dequantize=True)}
+        self.tokenizer = self.library.AutoTokenizer.from_pretrained(**where)
+        model = self.library.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **dense)
+        self.model = model.eval().to(device)
+        _check_dense(self.model, dtype)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Of a rendered prompt."""
+        return list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+    def generate(self, ids: list[int], count: int, eos: tuple[int, ...], **options: Any) -> Any:
+        """What its `generate` returns for `options` of its GenerationConfig; greedy without any."""
+        streamer = options.pop("streamer", None)
+        choices = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": count} | options
+        config = self.library.GenerationConfig(eos_token_id=sorted(eos), pad_token_id=min(eos), **choices)
+        torch = import_module("torch")
+        prompt = torch.tensor([ids], device=self.model.device)
+        with torch.inference_mode():
+            return self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=config, streamer=streamer
+            )
+
+
+def transformers(job: Job) -> Answer:
+    """`generate` in bfloat16, and its prompt lookup."""
     torch = import_module("torch")
-    library.logging.disable_progress_bar()
-    library.logging.set_verbosity_error()
-    model = library.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).eval()
-    where.pop("quantization_config", None)
-    tokenizer = library.AutoTokenizer.from_pretrained(**where)
-    sampled = {"do_sample": True, "temperature": setting.temperature} if setting.temperature else {"do_sample": False}
-    config = library.GenerationConfig(
-        max_new_tokens=setting.tokens,
-        repetition_penalty=1.0,
-        eos_token_id=sorted(llm.model.eos),
-        pad_token_id=min(llm.model.eos),
-        prompt_lookup_num_tokens=setting.lookup,
-        **sampled,
-    )
+    torch.set_num_threads(job.threads)
+    peer = Transformers(Path(job.path), torch.bfloat16, job.device)
 
-    class First(library.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]
-        """Notes when the first tokens come; the prompt itself is put in before them."""
+    def answer(ask: Ask) -> Reply:
+        watch = Watch()
+        ids = peer.encode(ask.prompt)
+        options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if ask.lookup else {}
+        if ask.temperature:
+            torch.manual_seed(ask.seed)
+            options |= {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
+        out = peer.generate(ids, job.tokens, job.eos, streamer=_Puts(watch), **options)
+        reply = out[0, len(ids) :].tolist()
+        peer.tokenizer.decode(reply, skip_special_tokens=True)
+        return Reply(reply, watch.first)
 
-        def __init__(self) -> None:
-            self.puts, self.at = 0, 0.0
+    return answer
 
-        def put(self, value: Any) -> None:
-            self.puts += 1
-            if self.puts == 2:
-                self.at = time.perf_counter()
+
+def llama_cpp(job: Job) -> Answer:
+    """llama-cpp-python on the GGUF file, at the file's own precision, and its prompt lookup of 10 tokens."""
+    library = _library("llama_cpp", "llama-cpp-python")
+    path = _gguf(job, "llama.cpp")
+
+    @cache
+    def model(lookup: bool) -> Any:
+        drafting = import_module("llama_cpp.llama_speculative")
+        return library.Llama(
+            model_path=path,
+            n_ctx=job.positions + 64,
+            n_threads=job.threads,
+            n_threads_batch=job.threads,
+            draft_model=drafting.LlamaPromptLookupDecoding(num_pred_tokens=10) if lookup else None,
+            verbose=False,
+        )
+
+    def answer(ask: Ask) -> Reply:
+        llama = model(ask.lookup)
+        watch = Watch()
+        llama.reset()  # it would keep what two prompts in a row begin with
+        ids = llama.tokenize(ask.prompt.encode(), add_bos=False, special=True)
+        reply: list[int] = []
+        sampling = {"temp": ask.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        for token in llama.generate(ids, **sampling):
+            watch.see()
+            reply.append(token)
+            if token in job.eos or len(reply) == job.tokens:
+                break
+        llama.detokenize(reply)
+        return Reply(reply, watch.first)
+
+    model(False)
+    return answer
+
+
+def openvino(job: Job) -> Answer:
+    """OpenVINO GenAI on the GGUF file, and its prompt lookup of 5 tokens."""
+    library = _library("openvino_genai", "openvino-genai")
+    path = _gguf(job, "OpenVINO GenAI")
+
+    class Seen(library.StreamerBase):  # type: ignore[misc, name-defined]
+        """Notes when tokens come."""
+
+        def __init__(self, watch: Watch) -> None:
+            super().__init__()
+            self.watch = watch
+
+        def write(self, tokens: Any) -> Any:
+            self.watch.see()
+            return library.StreamingStatus.RUNNING
 
         def end(self) -> None:
             pass
 
-    def write(text: str) -> Reply:
-        began, first = time.perf_counter(), First()
-        ids = tokenizer(_prompt(llm, text), add_special_tokens=False, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=first)
-        reply = out[0, ids.shape[1] :].tolist()
-        tokenizer.decode(reply, skip_special_tokens=True)
-        return Reply(reply, first.at - began)
+    @cache
+    def pipeline(lookup: bool) -> Any:
+        options = {"prompt_lookup": True} if lookup else {}
+        return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=job.threads, **options)
 
-    return write
+    def answer(ask: Ask) -> Reply:
+        writer, config = pipeline(ask.lookup), _openvino_config(library, job, ask)
+        watch = Watch()
+        tokenizer = writer.get_tokenizer()
+        result = writer.generate(tokenizer.encode(ask.prompt, add_special_tokens=False), config, Seen(watch))
+        reply = list(result.tokens[0])
+        tokenizer.decode(reply)
+        return Reply(reply, watch.first)
 
-
-def llama_cpp(llm: LLM, setting: Setting) -> Write:
-    """llama-cpp-python on the GGUF file, at the file's own precision."""
-    library = _library("llama_cpp", "llama-cpp-python")
-    lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding if setting.lookup else None
-    model = library.Llama(
-        model_path=str(_gguf(llm, "llama.cpp")),
-        n_ctx=min(4096, llm.model.target.context_length),
-        n_threads=setting.threads,
-        n_threads_batch=setting.threads,
-        draft_model=lookup(num_pred_tokens=setting.lookup) if lookup else None,
-        verbose=False,
-    )
-
-    def write(text: str) -> Reply:
-        began, first = time.perf_counter(), 0.0
-        ids = model.tokenize(_prompt(llm, text).encode(), add_bos=False, special=True)
-        reply: list[int] = []
-        for token in model.generate(ids, temp=setting.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
-            first = first or time.perf_counter() - began
-            reply.append(token)
-            if token in llm.model.eos or len(reply) == setting.tokens:
-                break
-        model.detokenize(reply)
-        return Reply(reply, first)
-
-    return write
+    pipeline(False)
+    return answer
 
 
-def openvino(llm: LLM, setting: Setting) -> Write:
-    """OpenVINO GenAI on the GGUF file, and its prompt lookup."""
-    library = _library("openvino_genai", "openvino-genai")
-    options: dict[str, Any] = {"prompt_lookup": True} if setting.lookup else {}
-    options["INFERENCE_NUM_THREADS"] = setting.threads
-    pipeline = library.LLMPipeline(str(_gguf(llm, "OpenVINO GenAI")), "CPU", **options)
+def _openvino_config(library: Any, job: Job, ask: Ask) -> Any:
     config = library.GenerationConfig()
-    config.max_new_tokens = setting.tokens
+    config.max_new_tokens = job.tokens
     config.apply_chat_template = False
-    config.do_sample = setting.temperature > 0
+    config.set_eos_token_id(job.eos[0])
+    config.stop_token_ids = set(job.eos)
+    config.do_sample = ask.temperature > 0
     if config.do_sample:
-        config.temperature = setting.temperature
-    if setting.lookup:
-        config.num_assistant_tokens, config.max_ngram_size = setting.lookup, 3
-    tokenizer = pipeline.get_tokenizer()
-
-    def write(text: str) -> Reply:
-        began, times = time.perf_counter(), []
-
-        def note(words: str) -> bool:
-            times.append(time.perf_counter() - began)
-            return False
-
-        result = pipeline.generate([_prompt(llm, text)], config, note)
-        reply = tokenizer.encode(result.texts[0], add_special_tokens=False).input_ids.data[0].tolist()
-        # Its text has no end-of-sequence token, which it wrote all the same where it stopped early.
-        ended = [llm.model.eos[0]] if len(reply) < setting.tokens else []
-        return Reply([*reply, *ended], times[0] if times else time.perf_counter() - began)
-
-    return write
+        config.temperature, config.rng_seed = ask.temperature, ask.seed
+    if ask.lookup:
+        config.num_assistant_tokens, config.max_ngram_size = 5, 3
+    return config
 
 
-PEERS: dict[str, tuple[Peer, int]] = {
-    "transformers": (transformers, 10),
-    "llama.cpp": (llama_cpp, 10),
-    "openvino": (openvino, 5),
-}
-"""Name -> how it is begun, and how long its prompt lookup drafts, as its documentation has it."""
+class Watch:
+    """Time to the first token."""
+
+    def __init__(self) -> None:
+        self._began, self.first = time.perf_counter(), 0.0
+
+    def see(self) -> None:
+        """A token has come."""
+        self.first = self.first or time.perf_counter() - self._began
 
 
-def _prompt(llm: LLM, text: str) -> str:
-    """The question as the model reads it, so that nobody's template differs."""
-    if llm.tokenizer.chat_template is None:
-        return text
-    return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+class _Puts:
+    """A streamer of transformers: the prompt is put in before the tokens."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._prompt = watch, True
+
+    def put(self, value: Any) -> None:
+        if not self._prompt:
+            self._watch.see()
+        self._prompt = False
+
+    def end(self) -> None:
+        pass
 
 
 def _library(name: str, packages: str) -> Any:
@@ -171,7 +241,18 @@ def _library(name: str, packages: str) -> Any:
         raise Missing(f"{name} cannot be imported ({error})", f"pip install {packages}") from error
 
 
-def _gguf(llm: LLM, name: str) -> Any:
-    if llm.model.path.suffix != ".gguf":
-        raise Missing(f"{name} reads the same file, and {llm.model.path} is no GGUF file", "Give a GGUF file")
-    return llm.model.path
+def _gguf(job: Job, name: str) -> str:
+    if not job.path.endswith(".gguf"):
+        raise Missing(f"{name} reads the same file, and {job.path} is no GGUF file", "Give a GGUF file")
+    if job.device != "cpu":
+        raise Missing(f"{name} is compared on the CPU alone, and the model is on {job.device}", "Add --device cpu")
+    return job.path
+
+
+def _check_dense(model: Any, dtype: Any) -> None:
+    """A baseline that unpacked its weights at every pass would flatter us."""
+    linear = import_module("torch.nn").Linear
+    for name, module in model.named_modules():
+        if name.endswith("_proj") and (type(module) is not linear or module.weight.dtype != dtype):
+            kind = type(module).__name__
+            raise Missing(f"transformers loaded {name} as {kind}, not as a dense {dtype} layer", "Give a dense model")

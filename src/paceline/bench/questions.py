@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.errors import InvalidData
-from paceline.prompt_rows import parse_object
+from paceline.errors import InvalidData, InvalidOption
+from paceline.prompt_rows import parse_object, parse_row
+from paceline.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,12 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _question(line: bytes, number: int) -> Question:
-    row = parse_object(line)
-    turns = row.get("turns")
-    text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
-    if not isinstance(text, str) or not text:
-        raise ValueError("neither 'prompt' nor 'turns' holds a text")
-    id, category = row.get("id", number), row.get("category", "all")
-    if not isinstance(id, (str, int)) or not isinstance(category, str):
-        raise ValueError("'id' must be a number or text, and 'category' text")
-    return Question(id, category, text)
+    row, category = parse_row(line, number), parse_object(line).get("category", "all")
+    if not isinstance(row.prompt, str) or row.id is None:
+        raise ValueError("a question is one text, not chat messages")
+    if not isinstance(category, str):
+        raise ValueError(f"the category is {category!r}; it must be a string")
+    return Question(row.id, category, row.prompt)
 
 
 def pick(questions: Sequence[Question], count: int) -> list[Question]:
@@ -74,3 +72,20 @@ def _quotas(sizes: Mapping[str, int], count: int) -> dict[str, int]:
                 quotas[name] += 1
                 left -= 1
     return quotas
+
+
+def lengthen(question: Question, others: Sequence[Question], tokens: int, tokenizer: Tokenizer) -> Question:
+    """The question after as much of the others' text as makes the two about `tokens` tokens long.
+
+    One that is so long already stays as it is. Raises `InvalidOption` if the others are not enough.
+    """
+    missing = tokens - len(tokenizer.encode(question.text, special=False))
+    if missing <= 0:
+        return question
+    before = tokenizer.encode("\n\n".join(q.text for q in others if q.id != question.id), special=False)
+    if len(before) < missing:
+        raise InvalidOption(
+            f"the other prompts have {len(before)} tokens together, and {missing} are to stand before one",
+            "Give a file with more text, or a shorter context",
+        )
+    return replace(question, text=f"{tokenizer.decode(before[:missing])}\n\n{question.text}")

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("paceline", "torch", "transformers", "llama-cpp-python", "openvino-genai", "scikit-learn")
+_PACKAGES = (
+    *("paceline", "torch", "numpy", "gguf", "transformers", "accelerate", "scikit-learn"),
+    *("llama-cpp-python", "openvino", "openvino-genai"),
+)
 """scikit-learn is among them because transformers drafts at another length where it is installed."""
 
 
-def provenance(command: str, **settings: Any) -> dict[str, Any]:
+def provenance(**settings: Any) -> dict[str, Any]:
     """Command, code, versions, machine, load, date, settings."""
     return {
-        "command": shlex.join([command, *sys.argv[1:]]),
+        "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain")),
@@ -37,6 +40,13 @@ def provenance(command: str, **settings: Any) -> dict[str, Any]:
         },
         "settings": settings,
     }
+
+
+def _command() -> str:
+    """As it was typed: a script with its interpreter, a program by its name."""
+    program, *words = sys.argv
+    script = program.endswith(".py")
+    return shlex.join([*(("python", program) if script else (Path(program).name,)), *words])
 
 
 def cpu_name() -> str:

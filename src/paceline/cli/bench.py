@@ -9,56 +9,98 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import Quiet, parse_draft, progress_wanted
+from paceline.cli.options import Quiet, progress_wanted
 from paceline.errors import CannotWrite, InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from rich.table import Table
+    from paceline.bench.questions import Question
+    from paceline.bench.systems import Order
+    from paceline.llm import LLM
 
-    from paceline.bench.run import Order
-    from paceline.types import Tree
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """The model that writes."""
+
+    model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = "demo"
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto"
+    quantize: Annotated[
+        str,
+        typer.Option(
+            "--quantize",
+            help="Precisions to measure, separated by commas: none, int8 or int4 as for generate; with +int8 or +int4 "
+            "after it the drafters are quantised too, such as int4+int8.",
+        ),
+    ] = "none"
+
+    def precisions(self) -> list[str]:
+        """Each once, "" for none. Raises `InvalidOption`."""
+        from paceline.bench.systems import split_precision
+
+        found = ["" if name == "none" else name for name in _names(self.quantize)] or [""]
+        for name in found:
+            split_precision(name)
+        return list(dict.fromkeys(found))
+
+    def load(self, *, progress: bool) -> dict[str, LLM]:
+        """The model at each precision; weights that are held alike are held once. Raises `PacelineError`."""
+        import paceline.llm
+        from paceline.bench.systems import split_precision
+
+        modes = {name: split_precision(name)[0] for name in self.precisions()}
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
+        held = {
+            mode: paceline.llm.load(self.model, drafter=None, quantize=mode, **where) for mode in set(modes.values())
+        }
+        return {name: held[mode] for name, mode in modes.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is compared, and on what."""
+    """What is compared."""
 
     drafters: Annotated[
-        str, typer.Option("--drafters", help="Drafters, separated by commas; plain decoding is always measured.")
+        str,
+        typer.Option(
+            "--drafters",
+            help="Drafters, separated by commas, each with a draft size of its own if it ends in @LENGTH or "
+            "@NODESxDEPTHxBRANCH, such as eagle3@24x6x4. Plain decoding is always measured.",
+        ),
     ] = "auto"
     against: Annotated[
         str, typer.Option("--against", help="Other programs: transformers, llama.cpp, openvino (if installed).")
     ] = ""
-    count: Annotated[int, typer.Option("--count", min=1, help="Prompts, picked evenly over the categories.")] = 13
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens per reply, at most.")] = 96
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Times that every prompt is asked.")] = 1
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.0
-    draft: Annotated[str, typer.Option("--draft", help="As for generate; auto leaves it to the controller.")] = "auto"
+    temperature: Annotated[
+        str, typer.Option("--temperature", help="Temperatures to measure, separated by commas; 0 is greedy.")
+    ] = "0"
+    rule: Annotated[str, typer.Option("--rule", help="match, rejection, block or typical, where T is above 0.")] = (
+        "match"
+    )
+    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of every system.")] = None
 
     def order(self) -> Order:
         """In the library's terms. Raises `InvalidOption`."""
         import torch
 
-        from paceline.bench.run import Order
-        from paceline.drafters.make import check_spec, to_tree
+        from paceline.bench.systems import Order
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        drafters = _names(self.drafters)
-        for drafter in drafters:
-            check_spec(drafter)
-        draft: Tree | None = to_tree(parse_draft(self.draft))
         return Order(
-            drafters,
-            draft,
+            _names(self.drafters),
             _names(self.against),
+            _temperatures(self.temperature),
+            self.rule,  # type: ignore[arg-type]  # Sampling refuses what is no rule
             self.tokens,
             self.repeats,
-            self.temperature,
-            threads=torch.get_num_threads(),
+            self.seed,
+            torch.get_num_threads(),
         )
 
 
@@ -67,45 +109,106 @@ def bench(
     prompts: Annotated[
         Path, typer.Option("--prompts", help='JSONL of {"category", "prompt"}, or of Spec-Bench questions.')
     ],
-    model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = "demo",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto",
+    target: TargetOptions,
     options: BenchOptions,
+    count: Annotated[int, typer.Option("--count", min=1, help="Prompts, picked evenly over the categories.")] = 13,
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, help="Tokens of a prompt: others' text stands before it.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write everything there as JSON.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="Write a page with plots there (HTML).")] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", help="Write tables there (.md), or a page with plots (.html). May be repeated."),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure drafters, and other programs, side by side on your prompts: interleaved, text to text."""
     order = options.order()
-    for path in (out, report):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidOption(f"{path.absolute().parent} is no folder", "Name a file in a folder that is there")
+    target.precisions()
+    _check_places(out, report or [])
+    from paceline.bench.questions import pick, read_questions
+
+    everything = read_questions(prompts)
+    targets = target.load(progress=progress_wanted(quiet))
+    questions = pick(everything, count)
+    if context is not None:
+        questions = _lengthened(questions, everything, context, next(iter(targets.values())))
+    result = _run(targets, order, questions, quiet, prompts=str(prompts), context=context)
+    _show(result)
+    if out is not None:
+        _write(out, json.dumps(result, indent=1) + "\n")
+    for path in report or []:
+        _write(path, _report(path, result))
+
+
+def _run(
+    targets: Mapping[str, LLM], order: Order, questions: Sequence[Question], quiet: bool, **settings: Any
+) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from paceline.bench.page import page
-    from paceline.bench.questions import pick, read_questions
     from paceline.bench.run import run
-    from paceline.llm import load
 
-    questions = pick(read_questions(prompts), options.count)
-    llm = load(model, drafter=None, dtype=dtype, device=device, progress=progress_wanted(quiet))  # type: ignore[arg-type]
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("warming up", total=None)
-        result = run(
-            llm, order, questions, lambda s, n: bar.update(task, total=n, advance=1, description=s.question.category)
+        task = bar.add_task("getting ready", total=None)
+        return run(
+            targets,
+            order,
+            questions,
+            lambda sample, total: bar.update(task, total=total, advance=1, description=sample.question.category),
+            **settings,
         )
-    Console(width=None if progress_wanted(False) else 140).print(_table(result))
+
+
+def _lengthened(questions: Sequence[Question], others: Sequence[Question], context: int, llm: LLM) -> list[Question]:
+    from paceline.bench.questions import lengthen
+
+    return [lengthen(question, others, context, llm.tokenizer) for question in questions]
+
+
+def _check_places(out: Path | None, reports: Sequence[Path]) -> None:
+    """Raises `InvalidOption` before an hour is spent on what cannot be written."""
+    for path in [*([out] if out else []), *reports]:
+        if not path.absolute().parent.is_dir():
+            raise InvalidOption(f"{path.absolute().parent} is no folder", "Name a file in a folder that is there")
+    for path in reports:
+        if path.suffix not in (".md", ".html"):
+            raise InvalidOption(f"--report {path} is of no known kind", "Name a file that ends in .md or .html")
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    from paceline.bench.tables import main_grids
+
+    console = Console(width=None if Console().is_terminal else 160)
+    for grid in main_grids(result):
+        console.print(grid.rich())
+    for line in result["findings"]:
+        console.print(line, markup=False, highlight=False)
     for line in result["missing"]:
         typer.echo(f"not measured: {line}", err=True)
-    if out is not None:
-        _write(out, json.dumps(result, indent=1) + "\n")
-    if report is not None:
-        _write(report, page(result))
+
+
+def _report(path: Path, result: Mapping[str, Any]) -> str:
+    from paceline.bench.page import page
+    from paceline.bench.tables import all_grids, markdown
+
+    if path.suffix == ".html":
+        return page(result)
+    lines = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
+    return markdown(path.stem, result["provenance"], all_grids(result), lines)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(map(float, _names(text)))) or (0.0,)
+    except ValueError:
+        raise InvalidOption(f"--temperature {text!r} is not possible", "Give numbers such as 0,0.7") from None
 
 
 def _write(path: Path, text: str) -> None:
@@ -113,26 +216,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CannotWrite(f"{path} could not be written ({error})", "Give another place") from error
-
-
-def _table(result: Mapping[str, Any]) -> Table:
-    from rich.table import Table
-
-    base = result["systems"][0]["system"]
-    table = Table(title="Text to text, batch 1", title_justify="left", title_style="bold")
-    columns = ("system", "tok/s", "decode tok/s", "first token", f"x {base} [95 %]", "tokens/round", "worst category")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    for s in result["systems"]:
-        ratio, inside, categories = s["ratio"], s["inside"], s["categories"]
-        worst = min(categories, key=lambda c: categories[c]["ratio"])
-        table.add_row(
-            s["system"],
-            f"{s['tokens_per_second']:.1f}",
-            f"{s['decode_tokens_per_second']:.1f}",
-            f"{1e3 * s['first_token_seconds']:.0f} ms",
-            f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
-            f"{inside['tokens_per_round']:.2f}" if inside else "",
-            f"{worst} {categories[worst]['ratio']:.2f}",
-        )
-    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,11 @@ from paceline.errors import HeadMismatch, InvalidOption
 from paceline.models.head_files import open_head
 from paceline.models.head_fit import fits, host_of, shipped, sizes_of, words_of
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
-from paceline.models.loader import Loaded
+from paceline.models.lazy import Quantised
+from paceline.models.loader import Loaded, load_model
+from paceline.models.lora import split_adapter
 from paceline.protocols import Drafter
-from paceline.quantize import check_mode
+from paceline.quantize import Mode, check_mode
 from paceline.types import Tree
 
 DraftModelLoader = Callable[[str], Loaded]
@@ -60,6 +63,26 @@ def make_drafter(
         return spec
     parts = [_make(part, target, load, read) for part in _split(spec)]
     return parts[0] if len(parts) == 1 else Stack(parts)
+
+
+def open_drafter(
+    spec: str | Drafter | None,
+    target: Loaded,
+    quantize: Mode | None = None,
+    read: Callable[..., Loaded] = load_model,
+    head: HeadOpener = open_head,
+) -> Drafter | None:
+    """`make_drafter`, with all weights read by `read` (as `load_model`) and `head`, and held as `quantize` says."""
+
+    def load_draft(reference: str) -> Loaded:
+        base, merged = split_adapter(reference)
+        return read(base, adapter=merged, quantize=quantize)
+
+    def read_head(reference: str | Path) -> HeadFile:
+        found = head(reference)
+        return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize else found
+
+    return make_drafter(spec, target, load_draft, read_head)
 
 
 def check_spec(spec: str | Drafter | None) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -63,6 +64,15 @@ inline void write_head(const View& view, bf16* slab, int layer, const Heads& h, 
 // Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group.
 class Attention {
    public:
+    // Room for one pass, so that nothing is allocated while threads wait for each other.
+    void reserve(const View& view, const Heads& h, int slots) {
+        size_t most = 0;
+        for (const Slot* s = view.slots; s < view.slots + slots; s++)
+            most = std::max<size_t>(most, (view.window ? std::min<int64_t>(s->length, view.window) : s->length) + s->columns);
+        most = (most + 1023) / 1024 * 1024;  // a text grows token by token
+        columns_.reserve(most), hidden_.reserve(most), weights_.reserve(most), queries_.reserve(h.size / 2);
+    }
+
     // q [rows of the slot, `stride`], whose rows begin with the query heads; mixed [rows of the slot, query heads * D].
     void run(const View& view, int layer, const Heads& h, const Slot& slot, int rows, int kv_head, int first,
              const bf16* q, int64_t stride, float* mixed) {
@@ -94,8 +104,9 @@ class Attention {
         if (view.window) {
             int nearest = depth[0], farthest = depth[0];
             for (int i = 1; i < count_; i++) nearest = std::min(nearest, depth[i]), farthest = std::max(farthest, depth[i]);
-            lowest = std::max<int64_t>(0, slot.length + nearest - view.window + 1);
-            masked_ = std::max<int64_t>(0, slot.length + farthest - view.window + 1) > lowest ? 0 : slot.length - lowest;
+            auto begins = [&](int at) { return std::clamp<int64_t>(slot.length + at - view.window + 1, 0, slot.length); };
+            lowest = begins(nearest);
+            masked_ = begins(farthest) > lowest ? 0 : slot.length - lowest;
         } else {
             masked_ = slot.length;
         }
@@ -180,14 +191,22 @@ class Attention {
         Floats sums[QUERIES][N] = {};
         int lanes[QUERIES];
         for (int i = 0; i < QUERIES; i++) lanes[i] = std::min(lane + i, count_ - 1);
-        for (size_t c = 0; c < columns_.size(); c++) {
-            const bf16* from = values + columns_[c] * size;
-            const float* w = reinterpret_cast<const float*>(&weights_[c]);
-            Floats v[N];
-            for (int j = 0; j < N; j++) v[j] = widen(from + j * LANES);
-            for (int i = 0; i < QUERIES; i++)
-                for (int j = 0; j < N; j++) sums[i][j] = fma(all(w[lanes[i]]), v[j], sums[i][j]);
-        }
+        auto add = [&](size_t begin, size_t end, auto masked) {
+            for (size_t c = begin; c < end; c++) {
+                const bf16* from = values + columns_[c] * size;
+                const Floats w = weights_[c];
+                Floats v[N];
+                for (int j = 0; j < N; j++) v[j] = widen(from + j * LANES);
+                for (int i = 0; i < QUERIES; i++) {
+                    // A weight of 0 would do, were it not that 0 times what is not finite is NaN.
+                    if (masked && hidden_[c - masked_][lanes[i]]) continue;
+                    for (int j = 0; j < N; j++) sums[i][j] = fma(all(w[lanes[i]]), v[j], sums[i][j]);
+                }
+            }
+        };
+        const size_t open = std::min(masked_, columns_.size());
+        add(0, open, std::false_type{});
+        add(open, columns_.size(), std::true_type{});
         for (int i = 0; i < QUERIES; i++)
             for (int j = 0; j < N; j++) store(to[i] + d + j * LANES, sums[i][j] / total_[lanes[i]]);
     }

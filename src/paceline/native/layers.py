@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, Plan, SlabPass
+from paceline.errors import OutOfMemory
 from paceline.layout import Layout, depths
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
 from paceline.native.build import library
-from paceline.native.matrix import LANES, CMatrix, NativeGated, NativeLinear
+from paceline.native.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -101,7 +102,7 @@ class NativeStack:
         place = ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer)
         pointer, width = (None, 0) if made_from is None else (made_from.data_ptr(), made_from.shape[-1])
         if self._run(place, end - first, byref(seen.c), rows.data_ptr(), pointer, width):
-            raise MemoryError(f"no memory for a pass of {rows.shape[0] * count} rows")
+            raise OutOfMemory(f"no memory for a pass of {rows.shape[0] * count} rows", SMALLER)
         return rows if count == x.shape[1] else torch.cat([rows, x[:, count:]], 1)
 
     def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:

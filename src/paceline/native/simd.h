@@ -16,6 +16,7 @@ constexpr int LANES = 16;
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
 using bf16 = uint16_t;
@@ -36,10 +37,22 @@ inline void store(T* to, V v) {
 inline Floats all(float x) { return Floats{} + x; }
 inline Ints all(int32_t x) { return Ints{} + x; }
 
-// a * b + c, rounded once.
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+    int32_t some = 0;
+    for (int i = 0; i < LANES; i++) some |= mask[i];
+    return some;
+#endif
+}
+
+// a * b + c, rounded once; twice on processors that have no such instruction, where a function call would stand for it.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
+#elif !defined(__FMA__) && !defined(__aarch64__) && !defined(__FP_FAST_FMAF)
+    return a * b + c;
 #else
     for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
     return c;
@@ -104,7 +117,7 @@ inline Floats from_half(const half* from) {
         uint32_t bits = uint32_t(from[i] & 0x7fff) << 13, sign = uint32_t(from[i] & 0x8000) << 16;
         float y;
         std::memcpy(&y, &bits, 4);
-        y *= 0x1p112f;
+        y = bits < 0x0f800000 ? y * 0x1p112f : y * INFINITY;
         std::memcpy(&bits, &y, 4);
         bits |= sign;
         std::memcpy(&y, &bits, 4);

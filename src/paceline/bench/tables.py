@@ -1,0 +1,166 @@
+"""Tables: of any benchmark, and those that a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table that can be shown in the terminal and written as Markdown or HTML. Its first column names the rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def rich(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left", title_style="bold")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"**{self.title}**\n\n{body}\n"
+
+    def html(self) -> str:
+        head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
+        rows = [
+            "<tr>" + "".join(f"<t{'d' if i else 'h scope=row'}>{escape(x)}</t{'d' if i else 'h'}>" for i, x in cells)
+            for cells in map(enumerate, self.rows)
+        ]
+        body = "".join(f"{row}</tr>" for row in rows)
+        return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def main_grids(result: Mapping[str, Any]) -> list[Grid]:
+    """What a run is about: every system's speed, and Paceline's over the other programs'."""
+    parts = by_temperature(result["systems"])
+    over = [_over(part) for part in parts if any(s["program"] != "paceline" for s in part)]
+    return [_speeds(result["systems"]), *over]
+
+
+def all_grids(result: Mapping[str, Any]) -> list[Grid]:
+    """Those, and what is behind them: by category, by depth and by phase of a round."""
+    summaries = result["systems"]
+    own = [s for s in summaries if s["inside"]]
+    drafting = [s for s in own if s["drafter"]]
+    return [
+        *main_grids(result),
+        _by_category("Tok/s, end to end", summaries, lambda c: f"{c['tokens_per_second']:.1f}"),
+        *(_drafted(drafting) if drafting else []),
+        _rounds(own),
+    ]
+
+
+def _drafted(drafting: Sequence[Summary]) -> list[Grid]:
+    over = "Speed over the same without drafts, median of questions"
+    return [
+        _by_category(over, drafting, lambda c: f"{c['ratio']:.2f}"),
+        _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
+        depths([(s["system"], s["inside"]["accepted_at"]) for s in drafting]),
+    ]
+
+
+def by_temperature(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """What may be compared, together."""
+    return [
+        [s for s in summaries if s["temperature"] == temperature]
+        for temperature in dict.fromkeys(s["temperature"] for s in summaries)
+    ]
+
+
+def at(part: Sequence[Summary]) -> str:
+    """What a title says of a temperature; nothing of greedy decoding."""
+    temperature = part[0]["temperature"]
+    return f", T={temperature:g}" if temperature else ""
+
+
+def interval(ratio: Mapping[str, float] | None) -> str:
+    """A ratio as 1.25 [1.20, 1.31]."""
+    return "" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+def _speeds(summaries: Sequence[Summary]) -> Grid:
+    columns = ["system", "tok/s", "decode tok/s", "first token, ms", "x undrafted [95 %]", "decoding alone"]
+    rows = []
+    for s in summaries:
+        inside, categories = s["inside"], s["categories"]
+        slowest = min(categories, key=lambda c: categories[c]["ratio"])
+        drafts = bool(s["drafter"])
+        rows.append(
+            [
+                s["system"],
+                f"{s['tokens_per_second']:.1f}",
+                f"{s['decode_tokens_per_second']:.1f}",
+                f"{1e3 * s['first_token_seconds']:.0f}",
+                interval(s["ratios"][s["base"]]) if drafts else "",
+                f"{s['decode_ratio']['median']:.2f}" if drafts and s["decode_ratio"] else "",
+                f"{inside['tokens_per_round']:.2f}" if inside else "",
+                f"{slowest} {categories[slowest]['ratio']:.2f}" if drafts else "",
+                "" if s["spread"] is None else f"{100 * s['spread']:.1f} %",
+                f"{100 * s['same_text']:.0f} %" if drafts else "",
+            ]
+        )
+    return Grid("Text to text, one at a time", [*columns, "tokens/round", "slowest", "spread", "same text"], rows)
+
+
+def _over(part: Sequence[Summary]) -> Grid:
+    peers = [s["system"] for s in part if s["program"] != "paceline"]
+    rows = [[s["system"], *(interval(s["ratios"][peer]) for peer in peers)] for s in part if s["program"] == "paceline"]
+    return Grid(f"Times as fast as, median of questions [95 %]{at(part)}", ["system", *peers], rows)
+
+
+def _by_category(title: str, summaries: Sequence[Summary], cell: Callable[[Any], str]) -> Grid:
+    categories = summaries[0]["categories"]
+    columns = [f"{name} ({about['questions']})" for name, about in categories.items()]
+    rows = [[s["system"], *(cell(s["categories"][name]) for name in categories)] for s in summaries]
+    return Grid(title, ["system", *columns], rows)
+
+
+def depths(kept: Sequence[tuple[str, Sequence[float]]]) -> Grid:
+    """Of (drafter, share of rounds kept to depth 1, 2, ...)."""
+    deepest = max(len(shares) for _, shares in kept)
+    rows = [[name, *(f"{x:.2f}" for x in shares), *[""] * (deepest - len(shares))] for name, shares in kept]
+    return Grid("Share of rounds that kept a draft to depth", ["drafter", *map(str, range(1, deepest + 1))], rows)
+
+
+def _rounds(own: Sequence[Summary]) -> Grid:
+    phases = list(own[0]["inside"]["milliseconds"])
+    rows = []
+    for s in own:
+        spent = s["inside"]["milliseconds"]
+        cells = [f"{spent[phase]:.2f}" for phase in phases]
+        rows.append([s["system"], *cells, f"{sum(spent.values()):.2f}", f"{s['inside']['drafted_per_round']:.2f}"])
+    return Grid("A round, ms", ["system", *phases, "sum", "tokens drafted"], rows)
+
+
+def heading(name: str, source: Mapping[str, Any]) -> str:
+    """Markdown above the tables: the command, and where it ran."""
+    commit = f"{(source['commit'] or 'no commit')[:12]}{' with changes' if source['dirty'] else ''}"
+    return f"# {name}, {source['date'][:10]}\n\n`{source['command']}` at {commit}; {where(source)}.\n"
+
+
+def where(source: Mapping[str, Any]) -> str:
+    """Machine and versions of a provenance."""
+    machine, versions = source["machine"], source["versions"]
+    used = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
+    return f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; {used}"
+
+
+def markdown(name: str, source: Mapping[str, Any], grids: Sequence[Grid], lines: Sequence[str] = ()) -> str:
+    """A whole report."""
+    return "\n".join([heading(name, source), *(grid.markdown() for grid in grids), *(f"- {s}" for s in lines)]) + "\n"
