@@ -29,10 +29,10 @@ FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
 
 
 def table(found: Acceptance, sizes: Sequence[Tree]) -> dict[str, dict[str, list[float]]]:
-    """Size -> category -> [tokens, drafted] of a round."""
+    """Size -> category -> [tokens, rows] of a round."""
     gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
     return {
-        name_of(size): {name: [round(g.tokens, 3), round(g.drafted, 3)] for name, g in by_kind.items()}
+        name_of(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
         for size, by_kind in gains.items()
     }
 
