@@ -144,6 +144,14 @@ def test_every_rule_runs_on_a_toy(rules):
     assert all(1 <= rules.tokens_per_round([s]) <= 3 for s in samples)
 
 
+def test_tokens_per_round_are_those_of_a_category():
+    module = import_module("tokens_per_round")
+    prompts = [common.Question(i, category, "") for i, category in enumerate(["qa", "math", "qa"])]
+    stats = [Stats(0, "bits", rounds=rounds, tokens=tokens) for rounds, tokens in ((2, 4), (4, 6), (6, 8))]
+    assert module.by_category(prompts, stats) == {"qa": 1.5, "math": 1.5}
+    assert module.by_category(prompts[:2], stats[:2]) == {"qa": 2.0, "math": 1.5}
+
+
 # --- never_slower ---------------------------------------------------------------------------------------------------
 
 
@@ -177,11 +185,3 @@ def test_a_category_is_held_by_its_interval_and_a_defeated_case_by_its_median():
     figures = {"drafter": "d", "median": 1.0, "low": 0.9, "high": 1.1, "drafted_per_round": 0.5, "held": False}
     grid = never_slower.grid([{"case": "qa", "kind": "category", "least": 0.98, "drafters": [figures]}])
     assert grid.rows == [["qa, d", "1.000", "0.900 to 1.100", "0.50", "interval 0.98", "NO"]]
-
-
-def test_tokens_per_round_are_those_of_a_category():
-    module = import_module("tokens_per_round")
-    prompts = [common.Question(i, category, "") for i, category in enumerate(["qa", "math", "qa"])]
-    stats = [Stats(0, "bits", rounds=rounds, tokens=tokens) for rounds, tokens in ((2, 4), (4, 6), (6, 8))]
-    assert module.by_category(prompts, stats) == {"qa": 1.5, "math": 1.5}
-    assert module.by_category(prompts[:2], stats[:2]) == {"qa": 2.0, "math": 1.5}

@@ -62,9 +62,9 @@ class Pair:
 def test_rows_see_what_they_should_however_far_the_text_has_come() -> None:
     """Trees and commits around blocks, windows and the wrap of rings (1024 and 1536)."""
     rng, pair = random.Random(0), Pair()
-    for length in (0, 1, 250, 500, 1020, 1530, 2045):
+    for length in (0, 250, 1020, 1530, 2045):
         text = pair.acquire(length)
-        for _ in range(3):
+        for _ in range(2):
             fits = pair.caches[0].fit(pair.slots[text][0], Tree(9, 9, 3))
             draft = random_tree(rng, fits.nodes)
             pair.verify([text], [draft], [some_path(rng, draft)])

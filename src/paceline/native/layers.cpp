@@ -162,14 +162,26 @@ class Part {
             write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
     }
 
+    // All queries of all key heads, in pieces of one size: one to a thread, or a few by turns where they are many,
+    // because later rows see more.
     void attend() {
+        const int all_queries = rows * l.heads.query, turns = (all_queries - 1) / (MANY * team.count) + 1;
+        const int piece = (all_queries - 1) / (turns * team.count) + 1;
+        for (int at = team.me * piece; at < all_queries; at += team.count * piece)
+            attend(at, std::min(all_queries, at + piece));
+    }
+
+    static constexpr int MANY = 256;
+
+    void attend(int at, int end) {
         const View& view = pass.views[l.view];
-        const int tiles = (pass.rows * l.heads.group() + LANES - 1) / LANES;
-        for (int task = team.me; task < pass.slots * l.heads.kv * tiles; task += team.count) {
-            int slot = task / tiles / l.heads.kv;
-            int64_t first = int64_t(slot) * pass.rows;
-            own.attention.run(view, l.index, l.heads, view.slots[slot], pass.rows, task / tiles % l.heads.kv,
-                          task % tiles * LANES, &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
+        const int of_head = pass.rows * l.heads.group();
+        for (int count; at < end; at += count) {
+            const int head = at / of_head, slot = head / l.heads.kv;
+            const int64_t first = int64_t(slot) * pass.rows;
+            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - at});
+            own.attention.run(view, l.index, l.heads, view.slots[slot], head % l.heads.kv, at - head * of_head, count,
+                              &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
         }
     }
 
