@@ -21,8 +21,7 @@ from paceline.bench.questions import pick, read_questions
 from paceline.controller import Controller
 from paceline.doctor.acceptance import STORED, Acceptance, name_of, watched
 from paceline.doctor.watch import Onlooker
-from paceline.drafters.make import make_drafter
-from paceline.models.loader import load_model
+from paceline.drafters.make import open_drafter
 from paceline.types import Tree
 
 FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
@@ -30,10 +29,10 @@ FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
 
 
 def table(found: Acceptance, sizes: Sequence[Tree]) -> dict[str, dict[str, list[float]]]:
-    """Size -> category -> [tokens, drafted] of a round."""
+    """Size -> category -> [tokens, rows] of a round."""
     gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
     return {
-        name_of(size): {name: [round(g.tokens, 3), round(g.drafted, 3)] for name, g in by_kind.items()}
+        name_of(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
         for size, by_kind in gains.items()
     }
 
@@ -53,15 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         texts.setdefault(question.category, []).append(question.text)
     loaded = paceline.load("demo", drafter=None).model
     result: dict[str, Any] = {
-        "command": provenance()["command"],
-        "date": provenance()["date"],
+        **{key: provenance()[key] for key in ("command", "date", "commit")},
         "file": loaded.path.name,
         "questions": len(questions),
         "tokens": args.tokens,
     }
     tables, grids = {}, []
     for name in progress(args.drafters, "drafters"):
-        drafter = make_drafter(name, loaded, load_model)
+        drafter = open_drafter(name, loaded)
         if drafter is None:
             continue
         sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)

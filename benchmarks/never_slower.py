@@ -25,11 +25,11 @@ from paceline import LLM, Drafter, Sampling
 from paceline.bench.figures import bootstrap, median, ratios
 from paceline.bench.measure import Reply, Sample, Write, measure
 from paceline.bench.questions import Question, pick, read_questions
-from paceline.cli.options import parse_draft
+from paceline.bench.systems import split_size
 from paceline.drafters.around import Around
-from paceline.drafters.make import make_drafter, to_tree
+from paceline.drafters.make import open_drafter
 from paceline.drafters.ngram import NGram
-from paceline.models.loader import Loaded, load_model
+from paceline.models.loader import Loaded
 from paceline.protocols import Ask
 from paceline.types import Draft
 
@@ -103,14 +103,14 @@ def random_words(questions: Sequence[Question], count: int) -> list[Question]:
 
 def make(name: str, loaded: Loaded) -> LLM:
     """DRAFTER or DRAFTER@SIZE as elsewhere, "blind", or "spoilt DRAFTER"."""
-    spec, _, size = name.partition("@")
+    spec, size = split_size(name)
     vocab = loaded.target.vocab_size
     drafter: Drafter | None = Blind(vocab) if spec == "blind" else None
     if drafter is None:
-        drafter = make_drafter(spec.removeprefix("spoilt "), loaded, load_model)
+        drafter = open_drafter(spec.removeprefix("spoilt "), loaded)
     if drafter is not None and spec.startswith("spoilt "):
         drafter = Spoilt(drafter, vocab)
-    return LLM(loaded, drafter, to_tree(parse_draft(size or "auto")))
+    return LLM(loaded, drafter, size)
 
 
 def writer(llm: LLM, sampling: Sampling) -> Write:

@@ -88,7 +88,7 @@ class _Company:
     def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.rows = [Fading(float(together * (1 + size.nodes))) for size in sizes]
+        self.rows = [Fading(float(max(MIN_ROWS, together * (1 + size.nodes)))) for size in sizes]
         self.tried = [0] * len(sizes)
         self.tries = [0] * len(sizes)
 
@@ -172,10 +172,10 @@ class Controller:
     def learn(self, round: Round) -> None:
         """What the size that was chosen last gave."""
         at, company = self._at, self._company(len(round.drafts))
-        rows = len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts))
+        rows = max(MIN_ROWS, len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts)))
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
-        self._passes[resumed].add(max(rows, MIN_ROWS), round.verifying, self._round)
+        self._passes[resumed].add(rows, round.verifying, self._round)
         if not at:
             return
         company.rows[at].add(float(rows), self._round)
@@ -209,9 +209,8 @@ class Controller:
         """Of a round, by size of draft."""
         passes, drafting = self._passes[self._resumed], company.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
-        first = self._passes[False].at(max(company.together, MIN_ROWS))
-        rows = (max(rows.value, MIN_ROWS) for rows in company.rows[1:])
-        return [first, *(passes.at(n) + level for n, level in zip(rows, levels, strict=False))]
+        first = self._passes[False].at(company.rows[0].value)
+        return [first, *(passes.at(n.value) + level for n, level in zip(company.rows[1:], levels, strict=False))]
 
     def _tokens(self) -> list[float]:
         """Of a round, by size of draft."""

@@ -24,6 +24,7 @@ def doctor(
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto",
     quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, as for generate.")] = None,
+    draft_quantize: Annotated[str | None, typer.Option("--draft-quantize", help="The same for the drafter.")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
     revision: Revision = None,
     token: Token = None,
@@ -38,8 +39,10 @@ def doctor(
     from paceline.doctor.run import choose_drafters, examine
     from paceline.drafters.make import check_spec
     from paceline.llm import load
+    from paceline.quantize import check_mode
 
     check_spec(drafter)
+    check_mode(draft_quantize, "draft_quantize")
     if threads is not None:
         torch.set_num_threads(threads)
     options: dict[str, Any] = {
@@ -54,7 +57,7 @@ def doctor(
     with Console(stderr=True).status("timing passes") as status:
         if not progress_wanted(quiet):
             status.stop()
-        result = examine(llm.model, names, status.update)
+        result = examine(llm.model, names, draft_quantize, status.update)  # type: ignore[arg-type]
     if as_json:
         typer.echo(json.dumps(result))
         return

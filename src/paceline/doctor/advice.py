@@ -26,9 +26,9 @@ def reasons(machine: Machine, forecasts: Sequence[Forecast], drafter: str) -> li
 
 def _reason(machine: Machine, f: Forecast, drafter: str) -> str:
     draft, plain = f.nearest, f.plain.seconds
-    rows = 1 + draft.gain.drafted
     verify = (draft.seconds - draft.drafting) / plain
-    costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and a pass of {rows:.1f} rows {verify:.2f}"
+    rows = f"a pass of {draft.gain.rows:.1f} rows {verify:.2f}"
+    costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and {rows}"
     gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens a round with drafts of {name_of(draft.size)}"
     if f.decode_ratio >= PAYS:
         return f"{f.kind}: {gives}, but reading the prompt takes most of the time"

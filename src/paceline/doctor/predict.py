@@ -81,12 +81,11 @@ def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
 
 def _forecast(machine: Machine, drafting: Drafting, name: str, kind: Kind) -> Forecast:
     before = kind.prompt + TOKENS / 2
-    plain = Choice(Tree.chain(0), Gain(1.0, 0.0), 0.0, machine.verify(MIN_ROWS, before) + machine.host)
+    plain = Choice(Tree.chain(0), Gain(1.0, MIN_ROWS), 0.0, machine.verify(MIN_ROWS, before) + machine.host)
     choices = []
     for size in drafting.sizes:
         gain, seconds = kind.gains[size], drafting.seconds[size]
-        rows = max(MIN_ROWS, 1 + gain.drafted)
-        choices.append(Choice(size, gain, seconds, machine.verify(rows, before) + seconds + machine.host))
+        choices.append(Choice(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host))
     nearest = max(choices, key=lambda choice: choice.speed)
     best = max((plain, nearest), key=lambda choice: choice.speed)
     return Forecast(name, plain, best, nearest, kind.prompt * machine.prefill)

@@ -26,11 +26,12 @@ from paceline.doctor.machine import (
 )
 from paceline.doctor.predict import Drafting, Forecast, forecast, overall
 from paceline.doctor.watch import Onlooker
-from paceline.drafters.make import make_drafter
+from paceline.drafters.make import open_drafter
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
-from paceline.models.loader import Loaded, load_model
+from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
+from paceline.quantize import Mode
 from paceline.sampling import Sampling
 
 Say = Callable[[str], object]
@@ -48,12 +49,14 @@ def choose_drafters(model: Loaded, given: str | None) -> list[str]:
     return stored_drafters(model) or ["auto"]
 
 
-def examine(model: Loaded, drafters: Sequence[str], say: Say = lambda text: None) -> dict[str, Any]:
+def examine(
+    model: Loaded, drafters: Sequence[str], draft_quantize: Mode | None = None, say: Say = lambda text: None
+) -> dict[str, Any]:
     """Measures, predicts and recommends: for JSON, and for the command's tables. Raises `PacelineError`.
 
     `say`: told what is being done.
     """
-    made = {name: make_drafter(name, model, load_model) for name in drafters}
+    made = {name: open_drafter(name, model, draft_quantize) for name in drafters}
     say("timing passes")
     machine = measure(model)
     found: dict[str, tuple[Drafting, list[Forecast]]] = {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from paceline.drafters.around import Around
 from paceline.protocols import Ask, Drafter
+from paceline.tree import MIN_ROWS
 from paceline.types import Draft, Tree
 
 Clock = Callable[[], float]
@@ -15,10 +16,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a round gives with drafts of one size: `tokens`, the target's own included; `drafted`: what was tried."""
+    """What a round gives with drafts of one size: `tokens`, the target's own included, from a pass of so many `rows`
+    (of which there are `MIN_ROWS` at least, so that the mean is not that of the drafts and one)."""
 
     tokens: float
-    drafted: float
+    rows: float
 
 
 class Onlooker(Around):
@@ -84,17 +86,18 @@ class Outcome:
     fates: dict[int, tuple[int, int]]
     end: int
 
-    def rounds(self) -> tuple[int, int, int]:
-        """(rounds, tokens, drafted) of a reply that is written with these drafts."""
-        at, rounds, drafted = min(self.fates, default=self.end), 0, 0
-        begin = at
+    def rounds(self) -> tuple[int, int, int, int]:
+        """(rounds, tokens, drafted, rows) of a reply that is written with these drafts."""
+        at = begin = min(self.fates, default=self.end)
+        rounds = drafted = rows = 0
         while at < self.end:
             kept, offered = self.fates.get(at, (0, 0))
             drafted += offered
+            rows += max(MIN_ROWS, 1 + offered)
             rounds += 1
             # The token that the target adds may be beyond the end.
             at = min(at + kept + 1, self.end)
-        return rounds, at - begin, drafted
+        return rounds, at - begin, drafted, rows
 
 
 @dataclass(slots=True)
@@ -103,16 +106,14 @@ class Tally:
 
     rounds: int = 0
     tokens: int = 0
-    drafted: int = 0
-    prompts: list[int] = field(default_factory=list)
+    rows: int = 0
 
     def add(self, outcome: Outcome) -> None:
-        rounds, tokens, drafted = outcome.rounds()
+        rounds, tokens, _, rows = outcome.rounds()
         self.rounds += rounds
         self.tokens += tokens
-        self.drafted += drafted
+        self.rows += rows
 
     @property
     def gain(self) -> Gain:
-        rounds = max(self.rounds, 1)
-        return Gain(self.tokens / rounds if self.rounds else 1.0, self.drafted / rounds)
+        return Gain(self.tokens / self.rounds, self.rows / self.rounds) if self.rounds else Gain(1.0, MIN_ROWS)
