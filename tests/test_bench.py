@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from paceline.bench.peers import Ask, Job, Missing
 from paceline.bench.questions import Question, lengthen, pick, read_questions
 from paceline.bench.run import run
 from paceline.bench.source import provenance
-from paceline.bench.systems import Order, System, render, split_size
+from paceline.bench.systems import Order, System, own_systems, peer_systems, render, split_size
 from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.errors import InvalidData, InvalidOption
 from paceline.stats import Stats
@@ -176,6 +177,30 @@ def test_a_system_is_named_by_all_that_it_is() -> None:
     assert drafting.name == "eagle3@3 int4 T=0.7"
     assert drafting.base.name == "plain int4 T=0.7"
     assert System("openvino", "lookup").base.name == "openvino"
+
+
+@pytest.mark.parametrize(("precision", "quantize"), [("", None), ("int4", None), ("int4+int8", "int8")])
+def test_drafters_have_a_precision_of_their_own(
+    precision: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("paceline.bench.systems.open_drafter", lambda spec, target, mode: asked.append((spec, mode)))
+    own_systems({precision: toy_llm()}, Order(("suffix@3",)))
+    assert asked == [("none", quantize), ("suffix", quantize)]
+
+
+def test_a_rule_is_for_what_is_sampled() -> None:
+    assert [Order(rule="block").sampling(heat).rule for heat in (0.0, 0.7)] == ["match", "block"]
+
+
+def test_a_peer_is_asked_what_the_model_would_read_and_rendering_counts() -> None:
+    asked: list[Ask] = []
+    child: Any = SimpleNamespace(ask=lambda ask: asked.append(ask) or Reply([1], 0.25))
+    found = peer_systems("x", child, toy_llm(), Order(temperatures=(0.0, 0.7), seed=4))
+    replies = {system.name: write("why") for system, write in found.items()}
+    assert list(replies) == ["x", "x lookup", "x T=0.7", "x lookup T=0.7"]
+    assert asked == [Ask("<user:why><a:", heat, lookup, 4) for heat in (0.0, 0.7) for lookup in (False, True)]
+    assert all(reply.first > 0.25 for reply in replies.values())
 
 
 JOB = Job("toy", (36, 5), 8, 40, 2)
@@ -360,14 +385,14 @@ def test_the_command_shows_a_table_and_writes_files(
     monkeypatch.setattr(paceline.llm, "load", lambda model, **options: loaded.append(options) or toy_llm())
     monkeypatch.setitem(peers.PEERS, "openvino", "tests.fake_peers:absent")
     out, report, notes = (tmp_path / f"bench.{kind}" for kind in ("json", "html", "md"))
-    words = "--drafters suffix,ngram@1 --against openvino --tokens 8 --temperature 0,0.5 --context 4"
+    words = "--drafters ngram@1 --against openvino --tokens 4 --temperature 0,0.5 --context 4"
     words += " --quantize none,int4+int8,int4"
     files = ["--out", str(out), "--report", str(report), "--report", str(notes)]
     result = command("bench", "--prompts", str(prompts), *words.split(), *files)
     assert result.exit_code == 0, result.output
     assert {options["quantize"] for options in loaded} == {None, "int4"}
     assert len(loaded) == 2, "one target for both drafters' precisions"
-    assert "ngram@1 int4 T=0.5" in result.stdout
+    assert "ngram@1 int4+int8 T=0.5" in result.stdout
     assert "not measured: openvino: absent is not installed" in result.stderr
     settings = json.loads(out.read_text())["provenance"]["settings"]
     assert (settings["questions"], settings["context"], settings["prompts"]) == (2, 4, str(prompts))
