@@ -27,7 +27,7 @@ struct Layer {
 };
 
 struct Pass {
-    int32_t slots, rows, threads;  // rows of each slot
+    int32_t slots, rows, of, threads;  // rows of each slot, out of so many that the tensors have room for
     const View* views;
     const Rotation* rotations;
 };
@@ -238,26 +238,40 @@ const char* paceline_built_for() {
 #endif
 }
 
-// x [rows, hidden], in place, through `count` layers of one width. `entry` [rows, width]: what the first attention is
-// made from, x itself where null. 1: out of memory.
-int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width) {
+// x [slots, of, hidden], in place, through `count` layers. `entry` [slots, of, width]: what the first attention is made
+// from, the normed stream where null. `heard` [taps, slots, of, hidden] gets the stream after `taps[i]` layers (ascending,
+// each of 1 to count - 1). 1: out of memory.
+int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
+                    const int32_t* taps, int tapped, bf16* heard) {
     static thread_local Scratch kept;
     Scratch& s = kept;
-    const int rows = pass->slots * pass->rows;
+    const int rows = pass->slots * pass->rows, hidden = layers->hidden;
     try {
         for (int i = 0; i < count; i++) s.reserve(layers[i], *pass, entry ? width : 0);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    const size_t size = size_t(rows) * layers->hidden;
-    widen_all(s.stream.data(), x, size);
-    if (entry) widen_all(s.entry.data(), entry, size_t(rows) * width);
+    auto outside = [&](int64_t row) { return row / pass->rows * pass->of + row % pass->rows; };
+    auto tell = [&](bf16* to, int row) {
+        const float* from = &s.stream[int64_t(row) * hidden];
+        to += outside(row) * hidden;
+        for (int i = 0; i < hidden; i += LANES) narrow(to + i, load<Floats>(from + i));
+    };
+    for (int row = 0; row < rows; row++) {
+        widen_all(&s.stream[int64_t(row) * hidden], x + outside(row) * hidden, hidden);
+        if (entry) widen_all(&s.entry[int64_t(row) * width], entry + outside(row) * width, width);
+    }
 #pragma omp parallel num_threads(pass->threads)
     {
         const Team team = team_here();
-        for (int i = 0; i < count; i++) Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
+        const Span mine = team.share(rows);  // the rows that this thread has finished when a layer ends
+        for (int i = 0, tap = 0; i < count; i++) {
+            Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
+            const bool listens = tap < tapped && taps[tap] == i + 1;
+            bf16* to = listens ? heard + int64_t(tap++) * pass->slots * pass->of * hidden : i + 1 == count ? x : nullptr;
+            for (int row = mine.from; to && row < mine.to; row++) tell(to, row);
+        }
     }
-    for (size_t i = 0; i < size; i += LANES) narrow(x + i, load<Floats>(&s.stream[i]));
     return 0;
 }
 
