@@ -88,7 +88,7 @@ class _Company:
     def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.rows = [Fading(float(max(MIN_ROWS, together * (1 + size.nodes)))) for size in sizes]
+        self.rows = [Fading(float(_rows(together * (1 + size.nodes)) if size.nodes else together)) for size in sizes]
         self.tried = [0] * len(sizes)
         self.tries = [0] * len(sizes)
 
@@ -172,15 +172,17 @@ class Controller:
     def learn(self, round: Round) -> None:
         """What the size that was chosen last gave."""
         at, company = self._at, self._company(len(round.drafts))
-        rows = max(MIN_ROWS, len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts)))
+        rows = len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts))
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
         self._passes[resumed].add(rows, round.verifying, self._round)
         if not at:
             return
-        company.rows[at].add(float(rows), self._round)
-        self._resumed = resumed
-        self._learn_drafting(company, round)
+        if all(budget == self.sizes[at] for budget in round.budgets):
+            # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
+            company.rows[at].add(float(_rows(rows)), self._round)
+            self._resumed = resumed
+            self._learn_drafting(company, round)
         for budget, verdict in zip(round.budgets, round.verdicts, strict=True):
             if verdict.finish is None:
                 self._learn_kept(len(verdict.path), budget.depth)
@@ -219,6 +221,12 @@ class Controller:
             return [tokens[depth] for depth in self._depths]
         # A larger tree is right no less often than a smaller one, whatever chance has shown.
         return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
+
+
+def _rows(rows: int) -> int:
+    """What a pass with drafts counts as: fewer than `MIN_ROWS` cost as much, and would hide in a mean of many empty
+    drafts and a few long ones what the long ones cost."""
+    return max(MIN_ROWS, rows)
 
 
 def _sizes(most: Tree) -> list[Tree]:

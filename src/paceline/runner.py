@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.native.build import cpu_flags, library
+from paceline.native.build import library, multiplies_bfloat16
 from paceline.native.matrix import LANES, NativeGated, NativeLinear
 from paceline.quantize import Codes, round_activations
 
@@ -163,11 +163,13 @@ class _Coded:
 def _native(weight: Tensor | Codes) -> bool:
     """Whether the kernels of `native/` are the fastest: for codes always, for bfloat16 where its products have an
     instruction of their own."""
-    if weight.shape[1] % LANES or library() is None:
+    held = weight.codes if isinstance(weight, Codes) else weight
+    if weight.shape[1] % LANES or held.device.type != "cpu":
         return False
+    # The library is asked for last: the first to ask has it compiled.
     if isinstance(weight, Codes):
-        return weight.codes.device.type == "cpu"
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and "avx512_bf16" in cpu_flags()
+        return library() is not None
+    return weight.dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
 def _packs(weight: Tensor) -> bool:

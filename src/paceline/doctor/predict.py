@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from paceline.doctor.acceptance import Acceptance, Kind
 from paceline.doctor.machine import Machine
 from paceline.doctor.watch import Gain
-from paceline.tree import MIN_ROWS
 from paceline.types import Tree
 
 TOKENS = 96
@@ -81,7 +80,7 @@ def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
 
 def _forecast(machine: Machine, drafting: Drafting, name: str, kind: Kind) -> Forecast:
     before = kind.prompt + TOKENS / 2
-    plain = Choice(Tree.chain(0), Gain(1.0, MIN_ROWS), 0.0, machine.verify(MIN_ROWS, before) + machine.host)
+    plain = Choice(Tree.chain(0), Gain(1.0, 1.0), 0.0, machine.verify(1, before) + machine.host)
     choices = []
     for size in drafting.sizes:
         gain, seconds = kind.gains[size], drafting.seconds[size]

@@ -17,6 +17,7 @@ from paceline.models.moe import Mixture
 from paceline.models.rope import Rotary
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
+from paceline.native.matrix import NativeLinear
 from paceline.protocols import KVCache
 from paceline.runner import linear
 from paceline.types import Forward, Rows, Want
@@ -96,6 +97,8 @@ class Decoder:
         x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
+        if isinstance(self._head, NativeLinear):
+            x = x[:, : x.shape[1] - rows.padding]  # which torch's products need to keep their bits, and kernels do not
         x = self.norm(x)
         if "final" in want.taps:
             taps["final"] = x

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.rope import rotate
+from paceline.native.build import library
 from paceline.native.norm import NativeNorm
 from paceline.protocols import Pass
 from paceline.runner import Activation, Linear
@@ -21,10 +22,11 @@ class RMSNorm:
         """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
         self.weight, self.eps = weight, eps
         self._doubled = torch.cat([weight, torch.zeros_like(weight)])
-        self._native = NativeNorm(weight, eps) if NativeNorm.suits(weight) else None
+        self._native: NativeNorm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._native is not None and x.dtype == torch.bfloat16:
+        if x.dtype == torch.bfloat16 and NativeNorm.suits(self.weight) and library() is not None:
+            self._native = self._native or NativeNorm(self.weight, self.eps)
             return self._native(x)
         if x.device.type != "cpu":
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -1,4 +1,4 @@
-// A run of decoder layers over the rows of one pass, and single products: what `native/__init__.py` calls.
+// A run of decoder layers over the rows of one pass, and single products: what the Python files of this folder call.
 #include <new>
 
 #include "attention.h"

@@ -153,7 +153,7 @@ class NativeStack:
 
 def runs(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     """Whether `NativeStack` can: a bfloat16 stream, all products native, sizes whole lanes, no mixture of experts."""
-    return library() is not None and dtype == torch.bfloat16 and all(_fits(layer) for layer in layers)
+    return dtype == torch.bfloat16 and all(_fits(layer) for layer in layers) and library() is not None
 
 
 def _fits(layer: Layer) -> bool:

@@ -101,8 +101,10 @@ def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool
     return Codes(codes.contiguous(), lines[0], lines[1] if floor else None, bits, width)
 
 
-def check_width(x: Tensor, width: int) -> None:
-    """Torch would refuse such a product; a kernel would read beyond its inputs."""
+def check_rows(x: Tensor, width: int) -> None:
+    """Torch would refuse such rows; a kernel would read beyond them."""
+    if x.device.type != "cpu":
+        raise ValueError(f"rows on {x.device} where the weights are on the CPU")
     if x.shape[-1] != width:
         raise ValueError(f"rows of {x.shape[-1]} elements where the weights take {width}")
 
@@ -138,9 +140,9 @@ class NativeLinear:
         """In bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width = self.matrix.shape[1]
-        check_width(x, width)
+        check_rows(x, width)
         rows = x.numel() // width
-        y = torch.empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
+        y = x.new_empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
         if rows and self._run(
             *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width, rows),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import OutOfMemory
 from paceline.native.build import library
-from paceline.native.matrix import LANES, SMALLER, check_width
+from paceline.native.matrix import LANES, SMALLER, check_rows
 
 
 class NativeNorm:
@@ -24,12 +24,12 @@ class NativeNorm:
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        return weight.device.type == "cpu" and weight.shape[-1] % LANES == 0 and library() is not None
+        return weight.device.type == "cpu" and weight.shape[-1] % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y, size = torch.empty_like(x), self._weight.shape[0]
-        check_width(x, size)
+        check_rows(x, size)
         if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
             raise OutOfMemory(f"no memory for a norm of {size} elements", SMALLER)
         return y

@@ -16,7 +16,7 @@ constexpr int AHEAD = 2048;  // bytes that weights are fetched before their turn
 // Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
 enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
 
-// W [out, in] in blocks of 16 outputs, as `pack.py` lays it; both sizes are padded, `in` to whole groups.
+// W [out, in] in blocks of 16 outputs, as `matrix.py` lays it; both sizes are padded, `in` to whole groups.
 struct Matrix {
     int32_t kind, out, in;
     const uint8_t* weights;

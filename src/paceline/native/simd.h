@@ -213,7 +213,7 @@ inline Floats exponential(Floats x) {
 
 // 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
 inline Floats power_of_two(Floats x) {
-    x = x > -127.0f ? x : all(-127.0f);
+    x = x < -127.0f ? all(-127.0f) : x;  // a NaN stays one
     Floats turns = x + 12582912.0f;
     Ints power = (Ints)turns << 23;
     Floats r = x - (turns - 12582912.0f), y = all(9.58287326e-3f);
