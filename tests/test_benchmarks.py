@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import Sampling, Tree
 from paceline.stats import Stats
+from paceline.testing import Oracle, run, tiny_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 common, divergence = import_module("common"), import_module("divergence")
@@ -148,3 +150,38 @@ def test_tokens_per_round_are_those_of_a_category():
     stats = [Stats(0, "bits", rounds=rounds, tokens=tokens) for rounds, tokens in ((2, 4), (4, 6), (6, 8))]
     assert module.by_category(prompts, stats) == {"qa": 1.5, "math": 1.5}
     assert module.by_category(prompts[:2], stats[:2]) == {"qa": 2.0, "math": 1.5}
+
+
+# --- never_slower ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_random_words_are_the_same_every_time_and_of_several_lengths():
+    never_slower = import_module("never_slower")
+    questions = [never_slower.Question(1, "qa", "one two three"), never_slower.Question(2, "qa", "three four")]
+    made = never_slower.random_words(questions, 12)
+    assert made == never_slower.random_words(questions, 12)
+    assert {len(q.text.split()) for q in made} == {20, 60, 180}
+    assert {word for q in made for word in q.text.split()} == {"one", "two", "three", "four"}
+
+
+def test_a_spoilt_drafter_drafts_as_much_as_before_and_nothing_that_is_right():
+    never_slower = import_module("never_slower")
+    target, sampling = tiny_target(), Sampling(max_new_tokens=30)
+    text = [1, 2, 3, *run(target, [1, 2, 3], sampling)[0]]
+    for drafter in (never_slower.Spoilt(Oracle(text, 1.0, 37), 37), never_slower.Blind(37)):
+        tokens, _, stats = run(target, [1, 2, 3], sampling, drafter, Tree.chain(4))
+        assert [1, 2, 3, *tokens] == text
+        assert stats.drafted >= 4 * 26
+        assert stats.accepted <= 4, "of 37 tokens one may be right by chance"
+
+
+def test_a_category_is_held_by_its_interval_and_a_defeated_case_by_its_median():
+    never_slower = import_module("never_slower")
+
+    def case(kind):
+        return never_slower.Case("x", kind, [], (), Sampling())
+
+    assert (case("defeated").least, case("category").least) == (0.97, 0.98)
+    figures = {"drafter": "d", "median": 1.0, "low": 0.9, "high": 1.1, "drafted_per_round": 0.5, "held": False}
+    grid = never_slower.grid([{"case": "qa", "kind": "category", "least": 0.98, "drafters": [figures]}])
+    assert grid.rows == [["qa, d", "1.000", "0.900 to 1.100", "0.50", "interval 0.98", "NO"]]

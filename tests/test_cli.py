@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,13 +19,16 @@ from typer.testing import CliRunner, Result
 import paceline.llm
 from paceline.cli import app
 from paceline.cli.demo import _first_difference, _report
+from paceline.cli.info import runner_of
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.show import Display
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, PacelineError
 from paceline.llm import LLM
+from paceline.models.config import LayerConfig
 from paceline.models.loader import Loaded
+from paceline.native.build import built_for, library
 from paceline.reply import Completion
 from paceline.sampling import Sampling
 from paceline.stats import Stats
@@ -783,6 +787,40 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
     assert "No such file" in told(str(tmp_path / "absent"))
     assert "cannot share 512" in told(str(good), "--context", "512")
     assert "'int2' is unknown" in told(str(good), "--quantize", "int2")
+
+
+def test_info_says_who_runs_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("paceline.models.loader.pick_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx512_bf16"})
+    sizes = replace(TINY, head_dim=16)
+    assert runner_of(TINY) == "torch (its sizes are no multiples of 16)"
+    assert "mixture" in runner_of(replace(sizes, special=(LayerConfig(None, sparse=True),)))
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    assert runner_of(sizes) == "torch (PACELINE_NATIVE is 0)"
+    monkeypatch.delenv("PACELINE_NATIVE")
+    monkeypatch.setenv("CXX", "g++")
+    assert runner_of(sizes) == "native, compiled at first use"
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in runner_of(sizes)
+    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx2"})
+    assert "quantised weights run natively" in runner_of(sizes)
+    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.float32)
+    assert "float32" in runner_of(sizes)
+
+
+def test_compile_says_where_the_kernels_lie_or_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if library() is not None:
+        facts = json.loads(run("compile", "--json").stdout)
+        assert facts["built_for"] == built_for(library())
+        assert Path(facts["path"]).is_file()
+        assert not facts["compiled"]
+        assert "was there already" in run("compile").stdout
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert "Name another compiler in CXX" in failure(run("compile"))
 
 
 def test_info_of_nothing(tmp_path: Path) -> None:

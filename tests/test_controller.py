@@ -81,15 +81,15 @@ def test_it_gives_up_and_comes_back() -> None:
     world.speed(200)
     assert world.speed(200) > 0.97
     world.right = 0.9
-    world.speed(150)
+    world.speed(400)
     assert sum(world.sizes[-10:]) >= 20
 
 
-@pytest.mark.parametrize("per_level", [0.5, 3.0])
-def test_trying_costs_a_hundredth_of_the_time_whatever_a_draft_costs(per_level: float) -> None:
+@pytest.mark.parametrize("per_level", [0.3, 3.0])
+def test_trying_costs_little_of_the_time_whatever_a_draft_costs(per_level: float) -> None:
     world = World(Tree.chain(5), per_row=0.0, per_level=per_level, right=0.0)
     world.speed(100)
-    assert 0.985 < world.speed(2000) < 0.998, "it never stops trying"
+    assert 0.99 < world.speed(3000) < 0.9995, "it never stops trying"
 
 
 def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:

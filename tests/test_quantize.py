@@ -201,7 +201,9 @@ def test_a_product_of_codes_is_that_of_their_weights(width: int, bits: int, dtyp
     expected = round_activations(x).values(width).double() @ codes.dequantised().double().T + bias
     assert product(x).dtype == dtype
     assert torch.allclose(product(x).double(), expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
-    assert torch.equal(product.onto(x, residual), residual + product(x))
+    # A kernel may add the residual before it rounds, or after.
+    ulps = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}[dtype]
+    assert torch.allclose(product.onto(x, residual).double(), expected + residual, rtol=0, atol=ulps)
     assert torch.equal(product.weight(), codes.dequantised())
 
 

@@ -12,9 +12,6 @@ from paceline.errors import OutOfMemory, is_out_of_memory
 from paceline.layout import layout
 from paceline.types import Rows, Tree
 
-_FIRST = 256
-"""Positions of a new slab. It doubles when a text outgrows it."""
-
 
 def ring(window: int) -> int:
     """Columns that a layer with a window keeps.
@@ -103,6 +100,9 @@ class SlabCache:
     its place.
     """
 
+    first = 256
+    """Positions of a new slab. It doubles when a text outgrows it."""
+
     def __init__(
         self,
         layers: Sequence[LayerAttention],
@@ -152,7 +152,7 @@ class SlabCache:
     def acquire(self, prompt: int = 0) -> int:
         for slab in self.slabs:
             if slab.places == len(self._places):
-                slab.resize(max(1, 2 * slab.places), max(slab.capacity, _FIRST), max(self._tops, default=0))
+                slab.resize(max(1, 2 * slab.places), slab.fits(self.first), max(self._tops, default=0))
         if not self._free:
             self._free.append(len(self._lengths))
             self._lengths.append(0)
@@ -213,19 +213,22 @@ class SlabCache:
         slots = zip(rows.parents, rows.lengths, rows.starts, strict=True)
         layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start in slots]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
-        ends = [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)]
-        for slot, end in zip(rows.slots, ends, strict=True):
-            self._tops[slot] = max(self._tops[slot], end)
-        for slab in self.slabs:
-            capacity = slab.fits(max(ends))
-            if capacity != slab.capacity:
-                slab.resize(len(self._places), capacity, max(self._tops))
+        self._reach(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places.index(slot) for slot in rows.slots]
         plans = [
             Plan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
             for slab, (window, mutual) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, rows.prefill)
+
+    def _reach(self, slots: Sequence[int], ends: Sequence[int]) -> None:
+        """Room for the columns before `ends` [B] of these slots. Raises `OutOfMemory`."""
+        for slot, end in zip(slots, ends, strict=True):
+            self._tops[slot] = max(self._tops[slot], end)
+        for slab in self.slabs:
+            capacity = slab.fits(max(ends))
+            if capacity != slab.capacity:
+                slab.resize(len(self._places), capacity, max(self._tops))
 
     @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:

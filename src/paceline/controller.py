@@ -12,17 +12,17 @@ from paceline.types import Draft, Tree, Verdict
 
 _MEMORY = 0.95
 """What a round's acceptance still weighs when the next one is counted: texts change within some twenty rounds."""
-_LEAST = 4.0
+_LEAST = 8.0
 """Rounds that what was seen before a pause weighs after it, however long that was."""
 _HISTORY = 500.0
 """Rounds that make up what a drafter usually does."""
 _HOPE = 0.6
 """How often a draft is taken for right before any was seen."""
-_FAITH = 3.0
+_FAITH = 5.0
 """Rounds that hope weighs in the usual, and the usual among recent rounds."""
 _HEARSAY = 0.2
 """What a round weighs for trees of other sizes."""
-_SHARE = 0.01
+_SHARE = 0.005
 """Of all time, what may be lost to trying other sizes than the best."""
 _GAP = 4
 """Rounds between two such tries at least."""
@@ -88,7 +88,7 @@ class _Company:
     def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.rows = [Fading(float(together * (1 + size.nodes))) for size in sizes]
+        self.rows = [Fading(float(max(MIN_ROWS, together * (1 + size.nodes)))) for size in sizes]
         self.tried = [0] * len(sizes)
         self.tries = [0] * len(sizes)
 
@@ -172,10 +172,10 @@ class Controller:
     def learn(self, round: Round) -> None:
         """What the size that was chosen last gave."""
         at, company = self._at, self._company(len(round.drafts))
-        rows = len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts))
+        rows = max(MIN_ROWS, len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts)))
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
-        self._passes[resumed].add(max(rows, MIN_ROWS), round.verifying, self._round)
+        self._passes[resumed].add(rows, round.verifying, self._round)
         if not at:
             return
         company.rows[at].add(float(rows), self._round)
@@ -209,9 +209,8 @@ class Controller:
         """Of a round, by size of draft."""
         passes, drafting = self._passes[self._resumed], company.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
-        first = self._passes[False].at(max(company.together, MIN_ROWS))
-        rows = (max(rows.value, MIN_ROWS) for rows in company.rows[1:])
-        return [first, *(passes.at(n) + level for n, level in zip(rows, levels, strict=False))]
+        first = self._passes[False].at(company.rows[0].value)
+        return [first, *(passes.at(n.value) + level for n, level in zip(company.rows[1:], levels, strict=False))]
 
     def _tokens(self) -> list[float]:
         """Of a round, by size of draft."""

@@ -242,6 +242,7 @@ def load(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: bool = False,
+    exact: bool = False,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -254,13 +255,15 @@ def load(
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
     one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
     or a `Drafter`.
-    draft: how much to draft per round: a length, a `Tree`, or "auto".
+    draft: how much to draft per round: a length, a `Tree`, or "auto", which goes by what rounds cost and give here.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
     GGUF's own where it has such. `draft_quantize`: the same for a drafter that has weights.
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.
+    exact: load only if speculation keeps the text bit for bit here, which a self-check finds out in any case
+    (`LLM.exact`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
 
     Raises `PacelineError`: what is wrong and what to do about it.
     """
@@ -272,7 +275,8 @@ def load(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle, quantize=quantize)
+        read_target = partial(read, quantize=quantize, exact=exact)
+        loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
     else:
         if (dtype, device, revision) != ("auto", "auto", None):
             raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
@@ -285,4 +289,15 @@ def load(
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     llm = LLM(loaded, open_drafter(drafter, loaded, draft_quantize, read, head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
+    if exact:
+        _check_exact(llm)
     return llm
+
+
+def _check_exact(llm: LLM) -> None:
+    if llm.exact != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with bfloat16 products, or leave out exact=True',
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.cuts import Floats, Ids, finite, highest
+from paceline.native.contenders import contenders
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
@@ -94,6 +95,8 @@ class Noise:
         bound = float(np.partition(sums, len(sums) - count)[len(sums) - count])
         # Below by more than float32 can have rounded away.
         bound -= 1e-4 + abs(bound) * 2.0**-20
+        if (found := contenders(scores, tokens, self._key(position), bound, HIGHEST)) is not None:
+            return found
         open_ = np.flatnonzero(scores >= scores.dtype.type(bound - HIGHEST))
         hashed = self._hash(position, open_ if tokens is None else tokens[open_])
         # 1 - u, less what float32 may have rounded up.

@@ -173,7 +173,7 @@ class Drafter(ABC):
     """Which hidden states `feed` and `observe` should bring."""
 
     draft: Tree = Tree.chain(5)
-    """How much to draft when the user leaves it to the drafter (`draft="auto"`)."""
+    """How much to draft at most where the user gives no size (`draft="auto"`): a controller picks up to that."""
 
     @abstractmethod
     def admit(self, slot: int, prompt: Sequence[int]) -> None:

@@ -174,4 +174,6 @@ def round_activations(x: Tensor) -> Rounded:
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     # The bound keeps the inverse finite. What is smaller is nothing beside any weight that float16 scales reach.
     largest = groups.abs().amax(-1).clamp(min=1e-30)
-    return Rounded((groups * (127 / largest)[..., None]).round_(), largest / 127)
+    # As the kernels do: `127 / largest` would be 127 times a rounded inverse.
+    inverse = torch.full_like(largest, 127).div_(largest)
+    return Rounded((groups * inverse[..., None]).round_(), largest / 127)

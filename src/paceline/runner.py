@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Protocol
 
@@ -41,11 +43,29 @@ class Linear(Protocol):
         ...
 
 
+Make = Callable[[Tensor, Tensor | None], Linear]
+
+_MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
+
+
+@contextmanager
+def products(make: Make) -> Iterator[None]:
+    """Models that are made within get their products from `make`, and not the fastest ones; those of codes keep theirs,
+    which are exact."""
+    token = _MAKE.set(make)
+    try:
+        yield
+    finally:
+        _MAKE.reset(token)
+
+
 def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
     """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own.
 
     Of codes: with activations rounded to 8 bits, each row's by itself, and the result in the activations' dtype.
     """
+    if (make := _MAKE.get()) and isinstance(weight, Tensor):
+        return make(weight, bias)
     if _native(weight):
         return NativeLinear(weight, bias)
     if isinstance(weight, Codes):
@@ -55,7 +75,7 @@ def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
 
 def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
-    if _native(weight) and weight.shape[0] % (2 * LANES) == 0:
+    if _native(weight) and not _MAKE.get() and weight.shape[0] % (2 * LANES) == 0:
         return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]

@@ -216,7 +216,7 @@ def _highest(row: Tensor) -> tuple[float, int]:
 def _best(scores: Floats, count: int) -> Ids:
     """The `count` highest columns, highest first, ties to the lowest; fewer where fewer are finite."""
     if count == 1:
-        return scores.argmax(keepdims=True)
+        return np.array([scores.argmax()])
     best = highest(scores, count)
     return best[np.argsort(-scores[best], kind="stable")[:count]]
 

@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `info`, `demo`, `bench`, `train` and `perplexity`."""
+"""The command line: `paceline generate`, `chat`, `demo`, `info`, `doctor`, `bench`, `train`, and two more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import typer
 from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
+from paceline.cli.compile import compile_kernels
 from paceline.cli.demo import demo
+from paceline.cli.doctor import doctor
 from paceline.cli.failures import Guarded
 from paceline.cli.generate import generate
 from paceline.cli.info import info
@@ -28,8 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, info, demo, bench, train, perplexity):
+for _command in (generate, chat, info, demo, doctor, bench, train, perplexity):
     app.command()(with_options(_command))
+app.command("compile")(compile_kernels)
 
 
 def _print_version(asked: bool) -> None:

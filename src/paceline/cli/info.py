@@ -62,6 +62,7 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         "path": str(path),
         **_name(checkpoint.config),
         "runs": "natively" if config else "through transformers",
+        "runner": runner_of(config) if config else "torch",
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
         "own_codes": _own_codes(header),
@@ -92,6 +93,27 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "tied_head": config.tied,
         "cache_bytes": config.cache_bytes(config.context_length),
     }
+
+
+def runner_of(config: ModelConfig) -> str:
+    """What runs the layers of such a model on this machine, as it is loaded by default. Nothing is compiled for it."""
+    from paceline.models.loader import pick_device, pick_dtype
+    from paceline.native.build import cpu_flags, expected
+    from paceline.native.matrix import LANES
+
+    device = pick_device("auto")
+    if device.type != "cpu":
+        return f"torch, on {device.type}"
+    if any(layer.sparse for layer in config.plan):
+        return "torch (it is a mixture of experts)"
+    if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
+        return f"torch (its sizes are no multiples of {LANES})"
+    dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
+    if dtype != "bfloat16":
+        return f"torch (this processor runs it in {dtype})"
+    if "avx512_bf16" not in cpu_flags():
+        return "torch (this processor has no product of bfloat16; quantised weights run natively)"
+    return expected()
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
@@ -164,6 +186,7 @@ def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("path", f["path"]),
         ("architecture", f["architecture"] + ("" if f["architecture"] == f["family"] else f" ({f['family']})")),
         ("runs", f["runs"]),
+        ("layers run by", f["runner"]),
         ("parameters", f"{f['parameters']:,}"),
         ("weights", f"{f['format']}: {shares}"),
         *([("--quantize", _quantise_line(f["own_codes"]))] if f["runs"] == "natively" else []),

@@ -124,7 +124,8 @@ class LoadOptions(ModelOptions):
         str,
         typer.Option(
             "--draft",
-            help="Tokens drafted per round: auto, a number, or a tree as NODESxDEPTHxBRANCH, such as 16x4x2.",
+            help="Tokens drafted per round: auto (what is fastest here, or none), a number, or a tree as "
+            "NODESxDEPTHxBRANCH, such as 16x4x2.",
             rich_help_panel=_DRAFT,
         ),
     ] = "auto"

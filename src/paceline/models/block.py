@@ -96,7 +96,8 @@ class BlockNetwork:
         """The embedded blocks [B, size, H], whose pending tokens stand at the positions `first`, to the states that
         enter the head [B, size, H]. Nothing is committed."""
         attention, ropes = self._begin(cache, slots, first, x.shape[1])
-        return self._norm(self._stack.run(x, 0, self.config.layer.layers, ropes, attention))
+        x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
+        return self._norm(x)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
 from paceline.runner import linear
-from paceline.types import Forward, Rows, Tap, Want
+from paceline.types import Forward, Rows, Want
 
 Progress = Callable[[int, int], None]
 """(layers done, layers in all)"""
@@ -92,12 +92,8 @@ class Decoder:
         end = self.config.layers if want.layers is None else want.layers
         attention: SlabPass = cache.begin(rows)
         ropes = self._ropes(rows, cache)
-        taps: dict[Tap, Tensor] = {}
-        for tap in sorted({tap for tap in want.taps if tap != "final" and first <= tap <= end} | {end}):
-            x = self._stack.run(x, first, tap, ropes, attention)
-            first = tap
-            if tap in want.taps:
-                taps[tap] = x
+        inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
+        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)

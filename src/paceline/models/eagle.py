@@ -77,7 +77,7 @@ class EagleNetwork:
         Returns two [B, T, H]: the hidden states that go with tokens after these, and what `logits` takes.
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
-        x = self._body.run(residual, 0, 1, [self._rope(rows, cache)], cache.begin(rows), entry)
+        x, _ = self._body.run(residual, 0, 1, [self._rope(rows, cache)], cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, is_out_of_memory
+from paceline.gpu import has_triton
 from paceline.models.checkpoint import Checkpoint, eos_token_ids
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
@@ -53,6 +55,7 @@ def load_model(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: bool = False,
+    exact: bool = False,
 ) -> Loaded:
     """See `paceline.load`. Raises `PacelineError`."""
     check_mode(quantize)
@@ -71,7 +74,7 @@ def load_model(
     with _bar(f"loading {reference}", progress) as advance:
         try:
             target = (
-                Decoder(config, tensors, kind, where, advance)
+                _decoder(exact, where)(config, tensors, kind, where, advance)
                 if config
                 else _through_transformers(checkpoint, kind, where)
             )
@@ -83,6 +86,17 @@ def load_model(
             ) from error
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, quantize)
+
+
+def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
+    """What runs a native model. On CUDA exactness takes kernels of our own."""
+    if not exact or device.type != "cuda":
+        return Decoder
+    if not has_triton():
+        raise InvalidOption("exact=True on a CUDA device takes Triton", "Install it: pip install triton")
+    from paceline.gpu.decoder import DeviceDecoder
+
+    return partial(DeviceDecoder, exact=True)
 
 
 def native(checkpoint: Checkpoint) -> ModelConfig | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.attention import LayerAttention, SlabPass
 from paceline.models.layers import Layer
 from paceline.native.layers import NativeStack, runs
+from paceline.types import Tap
 
 Rope = tuple[Tensor, Tensor] | None
 """A pass's rotary factors, or None where positions are not encoded."""
@@ -18,10 +19,18 @@ Rope = tuple[Tensor, Tensor] | None
 
 class Stack(Protocol):
     def run(
-        self, x: Tensor, first: int, end: int, ropes: Sequence[Rope], attention: SlabPass, entry: Tensor | None = None
-    ) -> Tensor:
-        """The stream x [B, T, H] through the layers first..end - 1. `ropes`: of every kind. `entry` [B, T, *]: what the
-        first layer's attention is made from, if not the normed stream."""
+        self,
+        x: Tensor,
+        first: int,
+        end: int,
+        ropes: Sequence[Rope],
+        attention: SlabPass,
+        entry: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        """The stream x [B, T, H] through the layers first..end - 1, and what it was where each of `taps` (first to end,
+        ascending) enters. `ropes`: of every kind. `entry` [B, T, *]: what the first layer's attention is made from, if
+        not the normed stream."""
         ...
 
 
@@ -36,9 +45,19 @@ class TorchStack:
         self._layers, self._rope_of = layers, rope_of
 
     def run(
-        self, x: Tensor, first: int, end: int, ropes: Sequence[Rope], attention: SlabPass, entry: Tensor | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        first: int,
+        end: int,
+        ropes: Sequence[Rope],
+        attention: SlabPass,
+        entry: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        found: dict[Tap, Tensor] = {}
         for index in range(first, end):
+            if index in taps:
+                found[index] = x
             x = self._layers[index](x, index, ropes[self._rope_of[index]], attention, entry)
             entry = None
-        return x
+        return x, found | ({end: x} if end in taps else {})

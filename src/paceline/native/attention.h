@@ -60,136 +60,186 @@ inline void write_head(const View& view, bf16* slab, int layer, const Heads& h, 
         std::memcpy(slab + view.lines[i] * h.size, x + view.sources[i] * stride, sizeof(bf16) * h.size);
 }
 
-// Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group.
+// Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group. Columns are taken 16 at a
+// time, a lane each, for the scores and in pairs of neighbours for the mix; both begin at an even position.
 class Attention {
    public:
+    static constexpr int TILE = 16;
+
+    // Room for one pass, so that nothing is allocated while threads wait for each other.
+    void reserve(const View& view, const Heads& h, int slots) {
+        int64_t most = 0;
+        for (const Slot* s = view.slots; s < view.slots + slots; s++)
+            most = std::max(most, (view.window ? std::min<int64_t>(s->length, view.window + 1) : s->length) + s->columns);
+        const size_t size = (most / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
+        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size / 2 * TILE);
+        if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
+    }
+
     // q [rows of the slot, `stride`], whose rows begin with the query heads; mixed [rows of the slot, query heads * D].
-    void run(const View& view, int layer, const Heads& h, const Slot& slot, int rows, int kv_head, int first,
+    void run(const View& view, int layer, const Heads& h, const Slot& slot, int kv_head, int first, int count,
              const bf16* q, int64_t stride, float* mixed) {
-        count_ = std::min(LANES, rows * h.group() - first);
+        count_ = count;
         plan(view, h, slot, first);
+        queries_.resize(h.size / 2 * count);
+        for (int i = 0; i < count; i++) {
+            const int query = first + i, row = query / h.group(), head = kv_head * h.group() + query % h.group();
+            for (int d = 0; d < h.size / 2; d++)
+                queries_[d * count + i] = load<int32_t>(q + row * stride + head * h.size + 2 * d);
+            seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
+            mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
+        }
         const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
-        transpose(h, kv_head, first, q, stride);
-        score(view.keys + base, h);
-        soften();
-        mix(view.values + base, h, kv_head, first, mixed);
+        score<TILE>(view.keys + base, h);
+        for (int i = 0; i < count; i++) soften(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
+        mix(view.values + base, h.size);
     }
 
    private:
     int count_ = 0;
-    std::vector<int64_t> columns_;  // in the order of positions
-    std::vector<Ints> hidden_;      // per column, lanes that do not see it; only from `masked_` on
-    size_t masked_ = 0;
-    std::vector<Ints> queries_;   // [D / 2]: pairs of dimensions, a lane per query
-    std::vector<Floats> weights_; // per column
-    Floats total_;
+    // Columns begin at line `line_` and number `columns_`, in blocks of 16, rows of which lie `width_` apart.
+    int64_t line_, capacity_, columns_, blocks_, width_;
+    int64_t masked_;             // the first block of which some row does not see all
+    std::vector<uint8_t> seen_;  // [rows, columns from there on]
+    std::vector<float> scores_;  // [queries, width]
+    std::vector<bf16> weights_;  // [queries, width]
+    std::vector<bf16> gathered_; // [16, D]
+    std::vector<int32_t> queries_; // [D / 2, queries]: pairs of dimensions
+    const uint8_t* seen_by_[TILE];
+    float* mixed_[TILE];
+    Floats top_[TILE];
+    float share_[TILE];  // of a weight of 1
 
     void plan(const View& view, const Heads& h, const Slot& slot, int first) {
-        columns_.clear();
-        hidden_.clear();
-        Ints depth;
+        const int from = first / h.group(), to = (first + count_ - 1) / h.group() + 1;
+        const auto depths = std::minmax_element(slot.depth + from, slot.depth + to);
+        const int64_t edge = slot.length - view.window + 1;  // plus its depth: the first position that a row sees
+        // Even; not beyond `length`, where a long pass may leave its own first rows out of sight: those are hidden.
+        const int64_t begin = view.window ? std::clamp<int64_t>(edge + *depths.first, 0, slot.length) & ~int64_t(1) : 0;
         int last = 0;
-        for (int i = 0; i < LANES; i++) depth[i] = slot.depth[row_of(h, first, i)];
-        int64_t lowest = 0;
-        if (view.window) {
-            int nearest = depth[0], farthest = depth[0];
-            for (int i = 1; i < count_; i++) nearest = std::min(nearest, depth[i]), farthest = std::max(farthest, depth[i]);
-            lowest = std::max<int64_t>(0, slot.length + nearest - view.window + 1);
-            masked_ = std::max<int64_t>(0, slot.length + farthest - view.window + 1) > lowest ? 0 : slot.length - lowest;
-        } else {
-            masked_ = slot.length;
-        }
-        for (int64_t at = lowest; at < slot.length; at++) {
-            columns_.push_back(at % view.capacity);
-            if (columns_.size() > masked_)
-                hidden_.push_back(int32_t(at - slot.length) <= depth - view.window);
-        }
-        for (int i = 0; i < count_; i++)
+        for (int row = from; row < to; row++)
             for (int c = slot.columns - 1; c >= last; c--)
-                if (slot.visible[int64_t(row_of(h, first, i)) * slot.columns + c]) last = c + 1;
-        for (int c = 0; c < last; c++) {
-            columns_.push_back((slot.length + c) % view.capacity);
-            Ints hides;
-            for (int i = 0; i < LANES; i++) hides[i] = -!slot.visible[int64_t(row_of(h, first, i)) * slot.columns + c];
-            if (view.window) hides |= slot.below[c] <= depth - view.window;
-            hidden_.push_back(hides);
+                if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
+        const int64_t before = slot.length - begin;
+        line_ = begin % view.capacity, capacity_ = view.capacity, columns_ = before + last;
+        blocks_ = (columns_ + LANES - 1) / LANES, width_ = (blocks_ | 1) * LANES;
+        masked_ = view.window && edge + *depths.second > begin ? 0 : before / LANES;
+        const int64_t skipped = masked_ * LANES, size = (blocks_ - masked_) * LANES;
+        seen_.assign((to - from) * size, 0);
+        for (int row = from; row < to; row++) {
+            uint8_t* seen = seen_.data() + (row - from) * size;
+            const int32_t passed = slot.depth[row] - view.window;  // the last that is out of sight, beyond `length`
+            int64_t at = skipped;
+            if (view.window) at = std::min(before, std::max(at, before + passed + 1));
+            std::memset(seen + at - skipped, 1, before - at);
+            std::memcpy(seen + before - skipped, slot.visible + int64_t(row) * slot.columns, last);
+            for (int c = 0; view.window && c < last; c++) seen[before - skipped + c] &= slot.below[c] > passed;
         }
     }
 
-    // Lanes beyond the last query repeat it.
-    int row_of(const Heads& h, int first, int lane) const { return (first + std::min(lane, count_ - 1)) / h.group(); }
-
-    // Where a lane's query begins, in rows of `stride`.
-    int64_t at(const Heads& h, int kv_head, int first, int lane, int64_t stride) const {
-        int query = first + std::min(lane, count_ - 1);
-        return query / h.group() * stride + (kv_head * h.group() + query % h.group()) * h.size;
+    // The last column stands in for those beyond it.
+    int64_t line(int64_t column) const {
+        const int64_t at = line_ + std::min(column, columns_ - 1);
+        return at < capacity_ ? at : at - capacity_;
     }
 
-    void transpose(const Heads& h, int kv_head, int first, const bf16* q, int64_t stride) {
-        queries_.resize(h.size / 2);
-        for (int lane = 0; lane < LANES; lane++) {
-            const bf16* from = q + at(h, kv_head, first, lane, stride);
-            for (int d = 0; d < h.size / 2; d++) queries_[d][lane] = load<int32_t>(from + 2 * d);
-        }
+    // The rows of a block one behind the other, as they lie anyway but at the end and where a ring begins anew.
+    const bf16* together(const bf16* rows, int64_t block, int size) {
+        const int64_t at = block * LANES, first = line(at);
+        if (line(at + LANES - 1) == first + LANES - 1) return rows + first * size;
+        gathered_.resize(LANES * size);
+        for (int i = 0; i < LANES; i++) std::copy_n(rows + line(at + i) * size, size, &gathered_[i * size]);
+        return gathered_.data();
     }
 
+    template <int N>
     void score(const bf16* keys, const Heads& h) {
-        constexpr int AT_ONCE = 8;
-        size_t n = columns_.size();
-        weights_.resize(n);
-        for (size_t c = 0; c < n; c += AT_ONCE) {
-            const bf16* k[AT_ONCE];
-            for (int j = 0; j < AT_ONCE; j++) k[j] = keys + columns_[std::min(c + j, n - 1)] * h.size;
-            Floats dots[AT_ONCE] = {};
-            for (int d = 0; d < h.size / 2; d++)
-                for (int j = 0; j < AT_ONCE; j++) dots[j] = dot2(dots[j], queries_[d], load<int32_t>(k[j] + 2 * d));
-            for (size_t j = 0; j < AT_ONCE && c + j < n; j++) {
-                Floats s = dots[j] * h.scale;
-                if (h.softcap > 0) s = hyperbolic_tangent(s / h.softcap) * h.softcap;
-                if (c + j >= masked_) s = hidden_[c + j - masked_] ? all(-INFINITY) : s;
-                weights_[c + j] = s;
+        if constexpr (N > 1)
+            if (count_ < N) return score<N - 1>(keys, h);
+        for (int i = 0; i < N; i++) top_[i] = all(-INFINITY);
+        for (int64_t block = 0; block < blocks_; block++) {
+            const bf16* k = together(keys, block, h.size);
+            Floats dots[N] = {};
+            const int32_t* query = queries_.data();
+            for (int d = 0; d < h.size; d += 8) {
+                Ints pairs[4];
+                transpose(pairs, k + d, h.size);
+                for (int j = 0; j < 4; j++, query += N)
+                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query[i]);
+            }
+            for (int i = 0; i < N; i++) {
+                Floats s = dots[i];
+                if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
+                if (block >= masked_) s = sees(i, block) ? s : all(-INFINITY);
+                top_[i] = s > top_[i] ? s : top_[i];
+                store(&scores_[i * width_ + block * LANES], s);
             }
         }
     }
 
-    void soften() {
-        Floats top = all(-INFINITY);
-        for (Floats s : weights_) top = s > top ? s : top;
-        total_ = Floats{};
-        for (Floats& s : weights_) {
-            s = exponential(s - top);
-            total_ += s;
-        }
+    Ints sees(int query, int64_t block) const {
+        using Flags = uint8_t __attribute__((vector_size(16)));
+        return __builtin_convertvector(load<Flags>(seen_by_[query] + (block - masked_) * LANES), Ints) != 0;
     }
 
-    static constexpr int QUERIES = 5, WIDTH = 4;  // 20 of 32 registers hold sums
+    // Weights are summed as whole numbers of 2^-23, so that the total does not depend on where gaps lie.
+    void soften(int query, float factor) {
+        constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
+        const float top = largest(top_[query]) * factor;
+        const float* scores = &scores_[query * width_];
+        bf16* weights = &weights_[query * width_];
+        int64_t total = 0;
+        for (int64_t block = 0; block < blocks_;) {
+            Ints part{};
+            for (const int64_t end = std::min(blocks_, block + EXACT); block < end; block++) {
+                Floats w = power_of_two(fma(load<Floats>(scores + block * LANES), all(factor), all(-top)));
+                part += (Ints)(w + 1.0f) - 0x3f800000;
+                narrow(weights + block * LANES, w);
+            }
+            total += (int64_t(sum(part >> 16)) << 16) + sum(part & 0xffff);
+        }
+        share_[query] = 0x1p23f / float(total);
+    }
 
-    void mix(const bf16* values, const Heads& h, int kv_head, int first, float* mixed) const {
-        const int64_t stride = h.query * h.size;
-        for (int lane = 0; lane < count_; lane += QUERIES) {
-            float* to[QUERIES];
-            for (int i = 0; i < QUERIES; i++) to[i] = mixed + at(h, kv_head, first, lane + i, stride);
+    void mix(const bf16* values, int size) const {
+        constexpr int QUERIES = 6, WIDTH = 4;  // 24 of 32 registers hold sums
+        const int parts = (count_ + QUERIES - 1) / QUERIES;
+        for (int part = 0; part < parts; part++) {
+            const int from = count_ * part / parts, to = count_ * (part + 1) / parts;
             int d = 0;
-            for (; d + WIDTH * LANES <= h.size; d += WIDTH * LANES) gather<WIDTH>(values + d, h.size, lane, to, d);
-            for (; d < h.size; d += LANES) gather<1>(values + d, h.size, lane, to, d);
+            for (; d + WIDTH * LANES <= size; d += WIDTH * LANES) gather<QUERIES, WIDTH>(values + d, size, from, to, d);
+            for (; d < size; d += LANES) gather<QUERIES, 1>(values + d, size, from, to, d);
         }
     }
 
     template <int N>
-    void gather(const bf16* values, int size, int lane, float* const* to, int d) const {
-        Floats sums[QUERIES][N] = {};
-        int lanes[QUERIES];
-        for (int i = 0; i < QUERIES; i++) lanes[i] = std::min(lane + i, count_ - 1);
-        for (size_t c = 0; c < columns_.size(); c++) {
-            const bf16* from = values + columns_[c] * size;
-            const float* w = reinterpret_cast<const float*>(&weights_[c]);
-            Floats v[N];
-            for (int j = 0; j < N; j++) v[j] = widen(from + j * LANES);
-            for (int i = 0; i < QUERIES; i++)
-                for (int j = 0; j < N; j++) sums[i][j] = fma(all(w[lanes[i]]), v[j], sums[i][j]);
+    static bool finite(const Ints* pairs) {
+        Ints endless{};
+        for (int j = 0; j < N; j++)
+            endless |= ((pairs[j] & 0x7f80) == 0x7f80) | ((pairs[j] & 0x7f800000) == 0x7f800000);
+        return !any(endless);
+    }
+
+    template <int Q, int N>
+    void gather(const bf16* values, int size, int from, int to, int d) const {
+        if constexpr (Q > 1)
+            if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
+        Floats sums[Q][N] = {};
+        const bf16* weights = &weights_[from * width_];
+        const int64_t open = std::min(columns_, masked_ * LANES);
+        for (int64_t c = 0; c < columns_; c += 2) {
+            Ints pairs[N];
+            interleave<N>(pairs, values + line(c) * size, values + line(c + 1) * size);
+            const bool spoilt = c >= open && !finite<N>(pairs);
+            for (int i = 0; i < Q; i++) {
+                const int32_t pair = load<int32_t>(weights + i * width_ + c);
+                // A weight of 0 would do, were it not that 0 times what is not finite is NaN.
+                const int32_t kept = spoilt ? (pair & 0xffff ? 0xffff : 0) | (pair >> 16 ? 0xffff0000 : 0) : -1;
+                for (int j = 0; j < N; j++) sums[i][j] = dot2(sums[i][j], spoilt ? pairs[j] & kept : pairs[j], pair);
+            }
         }
-        for (int i = 0; i < QUERIES; i++)
-            for (int j = 0; j < N; j++) store(to[i] + d + j * LANES, sums[i][j] / total_[lanes[i]]);
+        for (int i = 0; i < Q; i++)
+            for (int j = 0; j < N; j++) store(mixed_[from + i] + d + j * LANES, sums[i][j] * share_[from + i]);
     }
 };
 

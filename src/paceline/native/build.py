@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,9 +18,11 @@ from paceline.errors import InvalidOption
 from paceline.models.demo import cache_folder
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("simd.h", "product.h", "attention.h", "layers.cpp")
+_SOURCES = ("simd.h", "product.h", "attention.h", "noise.h", "layers.cpp")
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+# The first that the compiler takes: some for ARM know only -mcpu, and Apple's has no OpenMP, so that one thread runs.
+_TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -29,18 +32,25 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("PACELINE_NATIVE") == "0":
         return None
     try:
-        return ctypes.CDLL(str(compiled()))
+        return loaded(compiled())
     except (InvalidOption, OSError):
         return None
 
 
+def loaded(path: Path) -> ctypes.CDLL:
+    """Raises `InvalidOption` where the file is no library for this machine."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise InvalidOption(f"the CPU kernels cannot be loaded: {error}", f"Delete {path}") from error
+
+
 def compiled() -> Path:
     """Where the library lies, compiled first if it does not yet. Raises `InvalidOption` where that cannot be done."""
-    compiler = next((found for name in _COMPILERS if (found := os.environ.get("CXX") or shutil.which(name))), None)
-    place = cache_folder() / f"native-{_fingerprint(compiler)}.so"
+    compiler, place = _compiler(), library_path()
     if place.is_file():
         return place
-    if compiler is None:
+    if not compiler:
         raise InvalidOption(
             "there is no C++ compiler on this machine, so the fast CPU kernels cannot be built",
             "Install g++ (Debian: apt install g++) or clang; everything runs without them, slower",
@@ -48,26 +58,66 @@ def compiled() -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         built = Path(folder) / place.name
-        _compile([compiler, *_FLAGS, str(_FOLDER / "layers.cpp"), "-o", str(built)])
+        _compile([*compiler, *_FLAGS, str(_FOLDER / "layers.cpp"), "-o", str(built)])
         built.replace(place)
     return place
 
 
+def library_path() -> Path:
+    """Where `compiled` puts the library for this machine."""
+    return cache_folder() / f"native-{_fingerprint()}.so"
+
+
+def built_for(library: ctypes.CDLL) -> str:
+    """Whose instructions a library uses: "AVX-512 BF16/VNNI", "AVX2", ..."""
+    said = library.paceline_built_for
+    said.restype = ctypes.c_char_p
+    return str(said().decode())
+
+
+def expected() -> str:
+    """What `library` has, or will have, in words; nothing is compiled for it."""
+    if os.environ.get("PACELINE_NATIVE") == "0":
+        return "torch (PACELINE_NATIVE is 0)"
+    if library_path().is_file():
+        kernels = library()
+        return f"native, {built_for(kernels)}" if kernels else f"torch ({library_path()} cannot be loaded)"
+    return "native, compiled at first use" if _compiler() else "torch (there is no C++ compiler)"
+
+
+def _compiler() -> list[str]:
+    """What CXX says, which may hold options, or what there is; empty where nothing is."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named
+    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
+
+
 def _compile(command: Sequence[str]) -> None:
+    complaints = []
+    for flags in _TRIES:
+        complaint = _complaint([*command, *flags])
+        if complaint is None:
+            return
+        complaints.append(complaint)
+    raise InvalidOption(
+        f"{command[0]} could not compile the CPU kernels: {complaints[0][-2000:]}",
+        "Name another compiler in CXX, or set PACELINE_NATIVE=0 to do without them",
+    )
+
+
+def _complaint(command: Sequence[str]) -> str | None:
+    """What a compiler says when it fails."""
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        raise InvalidOption(
-            f"{command[0]} could not compile the CPU kernels: {said.strip()[-2000:]}",
-            "Name another compiler in CXX, or set PACELINE_NATIVE=0 to do without them",
-        ) from error
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
 
-def _fingerprint(compiler: str | None) -> str:
+def _fingerprint() -> str:
     """Of the sources, the compiler and the processor: a home folder may be shared by several machines."""
     parts = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    parts += [repr((_FLAGS, compiler, platform.machine(), sorted(cpu_flags()))).encode()]
+    parts += [repr((_FLAGS, _TRIES, _compiler(), platform.machine(), sorted(cpu_flags()))).encode()]
     return sha256(b"".join(parts)).hexdigest()[:16]
 
 

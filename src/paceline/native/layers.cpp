@@ -2,9 +2,12 @@
 #include <new>
 
 #include "attention.h"
+#include "noise.h"
 #include "product.h"
 
+#if defined(_OPENMP)
 #include <omp.h>
+#endif
 
 using namespace paceline;
 
@@ -24,10 +27,19 @@ struct Layer {
 };
 
 struct Pass {
-    int32_t slots, rows, threads;  // rows of each slot
+    int32_t slots, rows, of, threads;  // rows of each slot, out of so many that the tensors have room for
     const View* views;
     const Rotation* rotations;
 };
+
+// The threads of a parallel region; one where the compiler has none (Apple's).
+Team team_here() {
+#if defined(_OPENMP)
+    return {omp_get_thread_num(), omp_get_num_threads()};
+#else
+    return {0, 1};
+#endif
+}
 
 Floats activate(int kind, Floats x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
@@ -43,20 +55,29 @@ void normed(float* to, const float* x, const float* weight, int size, float eps)
     for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
 }
 
-// What the stages of a layer hand on; kept for the next pass by the thread that runs them.
+// What one thread works with.
+struct Own {
+    std::vector<float> line;  // a row
+    Attention attention;
+};
+
+// What the stages of a layer hand on; kept for the next pass by the thread that runs them. All memory is had before
+// the threads set out, since none of them could leave the others at a barrier.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, inner;  // [rows, *]
     std::vector<bf16> heads;                                     // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_mlp, to_down;
+    std::vector<Own> own;
 
-    void reserve(const Layer& l, int rows, int width) {
+    void reserve(const Layer& l, const Pass& pass, int width) {
+        const int rows = pass.slots * pass.rows;
         const int q = l.heads.query * l.heads.size, all_heads = q + 2 * l.heads.kv * l.heads.size;
         grow(stream, rows, l.hidden), grow(entry, rows, width), grow(qkv, rows, all_heads), grow(heads, rows, all_heads);
         grow(mixed, rows, q), grow(added, rows, l.hidden), grow(inner, rows, l.ffn);
-        to_mix.reserve(rows, width, l.qkv.kind != WIDE);
-        to_out.reserve(rows, q, l.out.kind != WIDE);
-        to_mlp.reserve(rows, l.hidden, l.gate_up.kind != WIDE);
-        to_down.reserve(rows, l.ffn, l.down.kind != WIDE);
+        to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
+        to_mlp.reserve(rows, l.gate_up), to_down.reserve(rows, l.down);
+        if (own.size() < size_t(pass.threads)) own.resize(pass.threads);
+        for (Own& o : own) grow(o.line, 1, l.hidden), o.attention.reserve(pass.views[l.view], l.heads, pass.slots);
     }
 
     template <class T>
@@ -69,12 +90,17 @@ struct Scratch {
 class Part {
    public:
     Part(const Layer& layer, const Pass& pass, Scratch& scratch, const Team& team)
-        : l(layer), pass(pass), s(scratch), team(team), rows(pass.slots * pass.rows), mine(team.share(rows)),
-          queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size), line(2 * l.hidden) {}
+        : l(layer), pass(pass), s(scratch), own(scratch.own[team.me]), team(team), rows(pass.slots * pass.rows), mine(team.share(rows)),
+          queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size) {}
 
-    // `entry` [rows, width]: what attention is made from, the stream where null.
+    // `entry` [rows, width]: what attention is made from, the normed stream where null.
     void run(const float* entry, int width) {
-        for (int row = mine.from; row < mine.to; row++) give(s.to_mix, l.qkv, row, entry ? entry : stream(0), entry ? width : l.hidden, l.before_mix);
+        for (int row = mine.from; row < mine.to; row++) {
+            if (entry)
+                give(s.to_mix, l.qkv, row, entry, width, nullptr);
+            else
+                give(s.to_mix, l.qkv, row, stream(0), l.hidden, l.before_mix);
+        }
         barrier();
         product(team, l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
         barrier();
@@ -97,11 +123,11 @@ class Part {
     const Layer& l;
     const Pass& pass;
     Scratch& s;
+    Own& own;
     const Team& team;
     const int rows;
     const Span mine;
     const int queries, all_heads;
-    std::vector<float> line;
 
     static void barrier() {
 #pragma omp barrier
@@ -113,11 +139,10 @@ class Part {
     void give(Inputs& to, const Matrix& m, int row, const float* from, int size, const float* norm) {
         from += int64_t(row) * size;
         if (norm) {
-            line.resize(std::max(line.size(), size_t(size)));
-            normed(line.data(), from, norm, size, l.eps);
-            from = line.data();
+            normed(own.line.data(), from, norm, size, l.eps);
+            from = own.line.data();
         }
-        to.set(row, from, size, m.kind != WIDE, 0, size);
+        to.set(row, m, from, size, 0, size);
     }
 
     // One head of all rows: norm and rotation of queries and keys; keys and values go to the cache.
@@ -137,15 +162,26 @@ class Part {
             write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
     }
 
+    // All queries of all key heads, in pieces of one size: one to a thread, or a few by turns where they are many,
+    // because later rows see more.
     void attend() {
-        static thread_local Attention attention;
+        const int all_queries = rows * l.heads.query, turns = (all_queries - 1) / (MANY * team.count) + 1;
+        const int piece = (all_queries - 1) / (turns * team.count) + 1;
+        for (int at = team.me * piece; at < all_queries; at += team.count * piece)
+            attend(at, std::min(all_queries, at + piece));
+    }
+
+    static constexpr int MANY = 256;
+
+    void attend(int at, int end) {
         const View& view = pass.views[l.view];
-        const int tiles = (pass.rows * l.heads.group() + LANES - 1) / LANES;
-        for (int task = team.me; task < pass.slots * l.heads.kv * tiles; task += team.count) {
-            int slot = task / tiles / l.heads.kv;
-            int64_t first = int64_t(slot) * pass.rows;
-            attention.run(view, l.index, l.heads, view.slots[slot], pass.rows, task / tiles % l.heads.kv,
-                          task % tiles * LANES, &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
+        const int of_head = pass.rows * l.heads.group();
+        for (int count; at < end; at += count) {
+            const int head = at / of_head, slot = head / l.heads.kv;
+            const int64_t first = int64_t(slot) * pass.rows;
+            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - at});
+            own.attention.run(view, l.index, l.heads, view.slots[slot], head % l.heads.kv, at - head * of_head, count,
+                              &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
         }
     }
 
@@ -154,7 +190,7 @@ class Part {
             store(&s.inner[int64_t(row) * l.ffn + at], activate(l.activation, gate) * up);
         });
         for (int row = 0; row < rows; row++)
-            s.to_down.set(row, &s.inner[int64_t(row) * l.ffn], l.ffn, l.down.kind != WIDE, done.from, done.to);
+            s.to_down.set(row, l.down, &s.inner[int64_t(row) * l.ffn], l.ffn, done.from, done.to);
     }
 
     // stream += product. `last`: the stream leaves a layer as two bytes, wherever a run of layers begins or ends.
@@ -182,48 +218,93 @@ void widen_all(float* to, const bf16* from, size_t count) {
 
 extern "C" {
 
-// x [rows, hidden], in place, through `count` layers of one width. `entry` [rows, width]: what the first attention is
-// made from, x itself where null. 1: out of memory.
-int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width) {
+// What this was compiled for, in words.
+const char* paceline_built_for() {
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define PACELINE_PROCESSOR "AVX-512 BF16/VNNI"
+#elif defined(__AVX512VNNI__)
+#define PACELINE_PROCESSOR "AVX-512 VNNI"
+#elif defined(__AVX512F__)
+#define PACELINE_PROCESSOR "AVX-512"
+#elif defined(__AVX2__)
+#define PACELINE_PROCESSOR "AVX2"
+#else
+#define PACELINE_PROCESSOR "generic instructions"
+#endif
+#if defined(_OPENMP)
+    return PACELINE_PROCESSOR;
+#else
+    return PACELINE_PROCESSOR ", one thread";
+#endif
+}
+
+// x [slots, of, hidden], in place, through `count` layers. `entry` [slots, of, width]: what the first attention is made
+// from, the normed stream where null. `heard` [taps, slots, of, hidden] gets the stream after `taps[i]` layers (ascending,
+// each of 1 to count - 1). 1: out of memory.
+int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
+                    const int32_t* taps, int tapped, bf16* heard) {
     static thread_local Scratch kept;
     Scratch& s = kept;
-    const int rows = pass->slots * pass->rows;
+    const int rows = pass->slots * pass->rows, hidden = layers->hidden;
     try {
-        for (int i = 0; i < count; i++) s.reserve(layers[i], rows, i || !entry ? layers[i].hidden : width);
+        for (int i = 0; i < count; i++) s.reserve(layers[i], *pass, entry ? width : 0);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    const size_t size = size_t(rows) * layers->hidden;
-    widen_all(s.stream.data(), x, size);
-    if (entry) widen_all(s.entry.data(), entry, size_t(rows) * width);
+    auto outside = [&](int64_t row) { return row / pass->rows * pass->of + row % pass->rows; };
+    auto tell = [&](bf16* to, int row) {
+        const float* from = &s.stream[int64_t(row) * hidden];
+        to += outside(row) * hidden;
+        for (int i = 0; i < hidden; i += LANES) narrow(to + i, load<Floats>(from + i));
+    };
+    for (int row = 0; row < rows; row++) {
+        widen_all(&s.stream[int64_t(row) * hidden], x + outside(row) * hidden, hidden);
+        if (entry) widen_all(&s.entry[int64_t(row) * width], entry + outside(row) * width, width);
+    }
 #pragma omp parallel num_threads(pass->threads)
     {
-        const Team team{omp_get_thread_num(), omp_get_num_threads()};
-        for (int i = 0; i < count; i++) Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
+        const Team team = team_here();
+        const Span mine = team.share(rows);  // the rows that this thread has finished when a layer ends
+        for (int i = 0, tap = 0; i < count; i++) {
+            Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
+            const bool listens = tap < tapped && taps[tap] == i + 1;
+            bf16* to = listens ? heard + int64_t(tap++) * pass->slots * pass->of * hidden : i + 1 == count ? x : nullptr;
+            for (int row = mine.from; to && row < mine.to; row++) tell(to, row);
+        }
     }
-    for (size_t i = 0; i < size; i += LANES) narrow(x + i, load<Floats>(&s.stream[i]));
     return 0;
 }
 
-// y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes.
-void paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
+// See `contenders`.
+int paceline_contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
+                        int64_t* found) {
+    return contenders(scores, tokens, n, key, bound, highest, found);
+}
+
+// y [rows, size]: rows of x by their root mean square, times `weight`. Whole lanes. 1: out of memory.
+int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
     static thread_local std::vector<float> line;
-    line.resize(std::max(line.size(), size_t(size)));
+    try {
+        line.resize(std::max(line.size(), size_t(size)));
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
     for (int64_t first = 0; first < rows * size; first += size) {
         widen_all(line.data(), x + first, size);
         normed(line.data(), line.data(), weight, size, eps);
         for (int i = 0; i < size; i += LANES) narrow(y + first + i, load<Floats>(&line[i]));
     }
+    return 0;
 }
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
 int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
-                    const bf16* residual, int threads) {
+                    const bf16* residual, [[maybe_unused]] int threads) {
     static thread_local Inputs kept;
     static thread_local std::vector<float> line;
     Inputs& inputs = kept;
     try {
-        inputs.reserve(rows, in, m->kind != WIDE);
+        inputs.reserve(rows, *m);
         line.resize(std::max(line.size(), size_t(in)));
     } catch (const std::bad_alloc&) {
         return 1;
@@ -231,10 +312,10 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows
     for (int row = 0; row < rows; row++) {
         const int64_t first = int64_t(row) * in;
         if (!wide_x) widen_all(line.data(), static_cast<const bf16*>(x) + first, in);
-        inputs.set(row, wide_x ? static_cast<const float*>(x) + first : line.data(), in, m->kind != WIDE, 0, in);
+        inputs.set(row, *m, wide_x ? static_cast<const float*>(x) + first : line.data(), in, 0, in);
     }
 #pragma omp parallel num_threads(threads)
-    product(Team{omp_get_thread_num(), omp_get_num_threads()}, *m, inputs, rows, [&](int row, int at, Floats v) {
+    product(team_here(), *m, inputs, rows, [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
             const int64_t to = int64_t(row) * m->out + at + i;
             const float value = residual ? v[i] + widened(residual[to]) : v[i];

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, Plan, SlabPass
+from paceline.errors import OutOfMemory
 from paceline.layout import Layout, depths
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
 from paceline.native.build import library
-from paceline.native.matrix import LANES, CMatrix, NativeGated, NativeLinear
+from paceline.native.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.types import Tap
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -61,7 +63,7 @@ class _Rotation(Structure):
 
 class _Pass(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("slots", "rows", "threads")),
+        *((name, c_int32) for name in ("slots", "rows", "of", "threads")),
         ("views", POINTER(_View)),
         ("rotations", POINTER(_Rotation)),
     )
@@ -87,22 +89,40 @@ class NativeStack:
         lib = library()
         assert lib is not None
         self._run = lib.paceline_layers
-        self._run.argtypes = (c_void_p, c_int32, POINTER(_Pass), c_void_p, c_void_p, c_int32)
+        self._run.argtypes = (
+            *(c_void_p, c_int32, POINTER(_Pass), c_void_p, c_void_p, c_int32),
+            *(c_void_p, c_int32, c_void_p),
+        )
 
     def run(
-        self, x: Tensor, first: int, end: int, ropes: Sequence[Rope], attention: SlabPass, entry: Tensor | None = None
-    ) -> Tensor:
-        if first == end:
-            return x
-        count = attention.plans[0].count  # without the rows that only fill the pass
-        rows = x[:, :count].clone(memory_format=torch.contiguous_format)
-        made_from = None if entry is None else entry[:, :count].contiguous()
-        seen = attention.once(lambda: _Seen(attention.plans, ropes))
-        place = ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer)
-        pointer, width = (None, 0) if made_from is None else (made_from.data_ptr(), made_from.shape[-1])
-        if self._run(place, end - first, byref(seen.c), rows.data_ptr(), pointer, width):
-            raise MemoryError(f"no memory for a pass of {rows.shape[0] * count} rows")
-        return rows if count == x.shape[1] else torch.cat([rows, x[:, count:]], 1)
+        self,
+        x: Tensor,
+        first: int,
+        end: int,
+        ropes: Sequence[Rope],
+        attention: SlabPass,
+        entry: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        entering, x = x, x.clone(memory_format=torch.contiguous_format)
+        inner = [tap for tap in taps if first < tap < end]
+        heard = x.new_empty(len(inner), *x.shape)
+        if first < end:
+            seen = attention.once(lambda: _Seen(attention.plans, ropes, x.shape[1]))
+            entry = None if entry is None else entry.contiguous()
+            if self._run(
+                *(
+                    ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer),
+                    end - first,
+                    byref(seen.c),
+                    x.data_ptr(),
+                ),
+                *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
+                *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), heard.data_ptr()),
+            ):
+                raise OutOfMemory(f"no memory for a pass of {x.shape[0] * x.shape[1]} rows", SMALLER)
+        found: dict[Tap, Tensor] = dict(zip(inner, heard, strict=True))
+        return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
     def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
         mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
@@ -159,11 +179,12 @@ def _after(part: Part) -> Tensor | None:
 class _Seen:
     """A pass as the kernels see it."""
 
-    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope]) -> None:
+    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope], of: int) -> None:
+        """`of`: rows of a slot in the tensors, of which the last may only fill the pass."""
         self._held: list[object] = []
         count = plans[0].count
         self.c = _Pass(
-            *(len(plans[0].places), count, torch.get_num_threads()),
+            *(len(plans[0].places), count, of, torch.get_num_threads()),
             (_View * len(plans))(*(self._view(plan) for plan in plans)),
             (_Rotation * len(ropes))(*(self._rotation(rope, count) for rope in ropes)),
         )

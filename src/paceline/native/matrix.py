@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.errors import OutOfMemory
 from paceline.native.build import library
 from paceline.quantize import GROUP, Codes
 
 LANES = 16
 """Outputs of a block."""
+
+SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
+"""What to do when a pass finds no memory."""
 
 WIDE, EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 16, 8, 9, 4
 
@@ -97,6 +101,12 @@ def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool
     return Codes(codes.contiguous(), lines[0], lines[1] if floor else None, bits, width)
 
 
+def check_width(x: Tensor, width: int) -> None:
+    """Torch would refuse such a product; a kernel would read beyond its inputs."""
+    if x.shape[-1] != width:
+        raise ValueError(f"rows of {x.shape[-1]} elements where the weights take {width}")
+
+
 class NativeLinear:
     """See `runner.Linear`, on a CPU: rows in bfloat16, or in any other float dtype where the weights are codes."""
 
@@ -114,7 +124,7 @@ class NativeLinear:
         return self._product(x, x.dtype == torch.bfloat16).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16:
+        if not x.dtype == residual.dtype == torch.bfloat16:
             return residual + self(x)
         return self._product(x, True, residual.contiguous())
 
@@ -127,13 +137,15 @@ class NativeLinear:
     def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None) -> Tensor:
         """In bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
-        width, rows = x.shape[-1], x.numel() // x.shape[-1]
+        width = self.matrix.shape[1]
+        check_width(x, width)
+        rows = x.numel() // width
         y = torch.empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
         if rows and self._run(
             *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width, rows),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
-            raise MemoryError(f"no memory for a product of {rows} rows")
+            raise OutOfMemory(f"no memory for a product of {rows} rows", SMALLER)
         return y
 
 

@@ -7,8 +7,9 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from paceline.errors import OutOfMemory
 from paceline.native.build import library
-from paceline.native.matrix import LANES
+from paceline.native.matrix import LANES, SMALLER, check_width
 
 
 class NativeNorm:
@@ -27,6 +28,8 @@ class NativeNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        y, size = torch.empty_like(x), x.shape[-1]
-        self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr())
+        y, size = torch.empty_like(x), self._weight.shape[0]
+        check_width(x, size)
+        if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
+            raise OutOfMemory(f"no memory for a norm of {size} elements", SMALLER)
         return y

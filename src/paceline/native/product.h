@@ -42,18 +42,16 @@ struct Team {
     }
 };
 
-// What products take on their left: rows of bfloat16, or of 8 bits with a scale per group.
+// What products take on their left: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 struct Inputs {
-    int in = 0;
     std::vector<bf16> wide;
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
     std::vector<int32_t> shift;       // what codes of the weights that stand 128 too high add to a group's sum
 
-    void reserve(int rows, int width, bool coded) {
-        in = (width + GROUP - 1) / GROUP * GROUP;
-        size_t size = size_t(rows) * in;
-        if (!coded) return wide.resize(std::max(wide.size(), size));
+    void reserve(int rows, const Matrix& m) {
+        size_t size = size_t(rows) * m.in;
+        if (m.kind == WIDE) return wide.resize(std::max(wide.size(), size));
         codes.resize(std::max(codes.size(), size));
         scale.resize(std::max(scale.size(), size / GROUP));
         total.resize(scale.size());
@@ -61,11 +59,11 @@ struct Inputs {
     }
 
     // Elements from..to of a row of `size` (whole vectors of 16), where `from` stands at the beginning of a group.
-    void set(int row, const float* x, int size, bool coded, int from, int to) {
-        size_t first = size_t(row) * in;
+    void set(int row, const Matrix& m, const float* x, int size, int from, int to) {
+        size_t first = size_t(row) * m.in;
         for (int k = from; k < to; k += GROUP) {
             auto a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
-            if (coded)
+            if (m.kind != WIDE)
                 encode((first + k) / GROUP, a, b);
             else
                 narrow(&wide[first + k], a), narrow(&wide[first + k + LANES], b);
@@ -76,16 +74,21 @@ struct Inputs {
     void encode(size_t group, Floats a, Floats b) {
         Floats x = a < 0 ? -a : a, y = b < 0 ? -b : b;
         // What is not finite makes its whole group so, instead of being rounded to something that is.
-        float top = largest(x > y ? x : y) + sum((a + b) * 0.0f), s = top / 127.0f;
-        Floats inverse = all(top > 0 ? 127.0f / top : 0.0f);
-        Ints p = nearest(a * inverse), q = nearest(b * inverse), both = p + q;
+        const float broken = sum(a * 0.0f + b * 0.0f);
+        // The bound keeps the inverse finite, as in `round_activations`.
+        const float top = std::max(largest(x > y ? x : y), 1e-30f);
+        const Floats inverse = all(127.0f / top);
+        Ints p{}, q{};
+        if (broken == 0) p = nearest(a * inverse), q = nearest(b * inverse);
+        const Ints both = p + q;
         int8_t* to = &codes[group * GROUP];
         using Small = int8_t __attribute__((vector_size(16)));
         store(to, __builtin_convertvector(p, Small));
         store(to + LANES, __builtin_convertvector(q, Small));
-        scale[group] = s;
-        total[group] = s * float(sum(both));
-        shift[group] = -128 * sum(both);
+        const int32_t steps = sum(both);
+        scale[group] = top / 127.0f + broken;
+        total[group] = scale[group] * float(steps);
+        shift[group] = -128 * steps;
     }
 
     static Ints nearest(Floats x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, Ints); }
@@ -100,7 +103,7 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
     auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
     Floats sums[ROWS] = {};  // not `out`, which the weights might overlap for all the compiler knows
     for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
-        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line);
+        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         Ints dots[ROWS];
         for (int r = 0; r < ROWS; r++) dots[r] = KIND == FOUR_AND_FLOOR ? Ints{} : all(x.shift[at + r * groups + g]);
         for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
@@ -130,7 +133,7 @@ inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Flo
     const bf16* left = &x.wide[size_t(row) * m.in];
     Floats sums[ROWS] = {};
     for (int k = 0; k < m.in; k += 2, p += 64) {
-        __builtin_prefetch(p + AHEAD);
+        __builtin_prefetch(p + AHEAD, 0, 0);
         Ints w = load<Ints>(p);
         for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, load<int32_t>(left + size_t(r) * m.in + k));
     }

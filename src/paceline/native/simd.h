@@ -16,6 +16,7 @@ constexpr int LANES = 16;
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
 using bf16 = uint16_t;
@@ -36,10 +37,22 @@ inline void store(T* to, V v) {
 inline Floats all(float x) { return Floats{} + x; }
 inline Ints all(int32_t x) { return Ints{} + x; }
 
-// a * b + c, rounded once.
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+    int32_t some = 0;
+    for (int i = 0; i < LANES; i++) some |= mask[i];
+    return some;
+#endif
+}
+
+// a * b + c, rounded once; twice on processors that have no such instruction, where a function call would stand for it.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
+#elif !defined(__FMA__) && !defined(__aarch64__) && !defined(__FP_FAST_FMAF)
+    return a * b + c;
 #else
     for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
     return c;
@@ -104,7 +117,7 @@ inline Floats from_half(const half* from) {
         uint32_t bits = uint32_t(from[i] & 0x7fff) << 13, sign = uint32_t(from[i] & 0x8000) << 16;
         float y;
         std::memcpy(&y, &bits, 4);
-        y *= 0x1p112f;
+        y = bits < 0x0f800000 ? y * 0x1p112f : y * INFINITY;
         std::memcpy(&bits, &y, 4);
         bits |= sign;
         std::memcpy(&y, &bits, 4);
@@ -138,6 +151,49 @@ inline Floats dot2(Floats total, Ints own, int32_t pair) {
 #endif
 }
 
+// 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
+inline void transpose(Ints* pairs, const bf16* rows, int64_t stride) {
+#if defined(__AVX512F__)
+    const bf16* quarters[4] = {rows, rows + 4 * stride, rows + 8 * stride, rows + 12 * stride};
+    __m512i quads[4], halves[4];
+    for (int i = 0; i < 4; i++) {
+        auto at = [&](int j) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(quarters[j] + i * stride)); };
+        quads[i] = _mm512_castsi128_si512(at(0));
+        for (int j = 1; j < 4; j++) quads[i] = _mm512_mask_broadcast_i32x4(quads[i], 0xf << 4 * j, at(j));
+    }
+    for (int i = 0; i < 4; i += 2) {
+        halves[i] = _mm512_unpacklo_epi32(quads[i], quads[i + 1]);
+        halves[i + 1] = _mm512_unpackhi_epi32(quads[i], quads[i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        pairs[2 * i] = (Ints)_mm512_unpacklo_epi64(halves[i], halves[i + 2]);
+        pairs[2 * i + 1] = (Ints)_mm512_unpackhi_epi64(halves[i], halves[i + 2]);
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < 4; j++) pairs[j][i] = load<int32_t>(rows + i * stride + 2 * j);
+#endif
+}
+
+// 16 N numbers of two rows, those that stand above each other side by side.
+template <int N>
+inline void interleave(Ints* pairs, const bf16* even, const bf16* odd) {
+    int i = 0;
+#if defined(__AVX512BW__)
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                           5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    for (; i + 1 < N; i += 2) {
+        const __m512i a = _mm512_loadu_si512(even + i * LANES), b = _mm512_loadu_si512(odd + i * LANES);
+        pairs[i] = (Ints)_mm512_permutex2var_epi16(a, first, b);
+        pairs[i + 1] = (Ints)_mm512_permutex2var_epi16(a, second, b);
+    }
+#endif
+    for (; i < N; i++)
+        pairs[i] = __builtin_convertvector(load<Shorts>(even + i * LANES), Ints) |
+                   __builtin_convertvector(load<Shorts>(odd + i * LANES), Ints) << 16;
+}
+
 // e^x to about one unit in the last place; 0 below -87, -inf included.
 inline Floats exponential(Floats x) {
     Ints vanishes = x < -87.0f;
@@ -153,6 +209,16 @@ inline Floats exponential(Floats x) {
     y = fma(y, r * r, r) + 1.0f;
     y = (Floats)((Ints)y + power);
     return vanishes ? Floats{} : y;
+}
+
+// 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
+inline Floats power_of_two(Floats x) {
+    x = x > -127.0f ? x : all(-127.0f);
+    Floats turns = x + 12582912.0f;
+    Ints power = (Ints)turns << 23;
+    Floats r = x - (turns - 12582912.0f), y = all(9.58287326e-3f);
+    for (float c : {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f}) y = fma(y, r, all(c));
+    return (Floats)((Ints)y + power);
 }
 
 inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }

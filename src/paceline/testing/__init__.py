@@ -10,7 +10,7 @@ from paceline.testing.drafters import Oracle, check_drafter
 from paceline.testing.heads import eagle_config, eagle_tensors
 from paceline.testing.medusa import TINY_MEDUSA, fitted_medusa, medusa_tensors
 from paceline.testing.targets import check_target
-from paceline.testing.tiny import TINY, random_tensors, run, run_together, tiny_target
+from paceline.testing.tiny import TINY, random_tensors, run, run_together, tensor_shapes, tiny_target
 from paceline.testing.toy import ListCache, ToyTarget
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "random_tensors",
     "run",
     "run_together",
+    "tensor_shapes",
     "tiny_target",
 ]

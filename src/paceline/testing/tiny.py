@@ -31,11 +31,10 @@ TINY = ModelConfig(
 )
 
 
-def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Normal weights for `config` by Hugging Face name, float32, norms at one."""
-    generator = torch.Generator().manual_seed(seed)
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama of this size, by Hugging Face name."""
     width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
     for i in range(config.layers):
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         shapes |= {attn + "q_proj.weight": (width, config.hidden), attn + "o_proj.weight": (config.hidden, width)}
@@ -44,11 +43,19 @@ def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> di
         shapes |= {mlp + "down_proj.weight": (config.hidden, config.ffn)}
     if not config.tied:
         shapes |= {"lm_head.weight": (config.vocab_size, config.hidden)}
-    tensors = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
     norms = ["model.norm"] + [
         f"model.layers.{i}.{n}_layernorm" for i in range(config.layers) for n in ("input", "post_attention")
     ]
-    return tensors | {name + ".weight": torch.ones(config.hidden) for name in norms}
+    return shapes | {name + ".weight": (config.hidden,) for name in norms}
+
+
+def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
+    """Normal weights for `config` by Hugging Face name, float32, norms at one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * scale if len(shape) > 1 else torch.ones(shape)
+        for name, shape in tensor_shapes(config).items()
+    }
 
 
 def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: int | bool) -> Decoder:

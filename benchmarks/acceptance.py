@@ -1,0 +1,77 @@
+"""What drafts of every size give, by drafter and category: the figures that `paceline doctor` predicts from.
+
+At every place of the demo model's greedy answers each drafter is asked for drafts of every size that the controller may
+choose; nothing of them is used. A round's figures follow by walking through the answers. No times are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import PROMPTS, Grid, progress, provenance, report
+
+import paceline
+from paceline.bench.questions import pick, read_questions
+from paceline.controller import Controller
+from paceline.doctor.acceptance import STORED, Acceptance, name_of, watched
+from paceline.doctor.watch import Onlooker
+from paceline.drafters.make import open_drafter
+from paceline.types import Tree
+
+FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
+"""Sizes beside those that the controller considers here."""
+
+
+def table(found: Acceptance, sizes: Sequence[Tree]) -> dict[str, dict[str, list[float]]]:
+    """Size -> category -> [tokens, rows] of a round."""
+    gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
+    return {
+        name_of(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
+        for size, by_kind in gains.items()
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafters", nargs="*", default=["eagle3", "suffix", "ngram", "medusa"])
+    parser.add_argument("--prompts", type=int, default=39, help="questions, evenly over the 13 categories (39)")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
+    parser.add_argument("--out", type=Path, default=STORED, help="the file that comes with the package")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    questions = pick(read_questions(PROMPTS), args.prompts)
+    texts: dict[str, list[str]] = {}
+    for question in questions:
+        texts.setdefault(question.category, []).append(question.text)
+    loaded = paceline.load("demo", drafter=None).model
+    result: dict[str, Any] = {
+        **{key: provenance()[key] for key in ("command", "date", "commit")},
+        "file": loaded.path.name,
+        "questions": len(questions),
+        "tokens": args.tokens,
+    }
+    tables, grids = {}, []
+    for name in progress(args.drafters, "drafters"):
+        drafter = open_drafter(name, loaded)
+        if drafter is None:
+            continue
+        sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)
+        found = watched(loaded, Onlooker(drafter, sizes), sizes, texts, args.tokens)
+        tables[name] = table(found, sizes)
+        result["prompt_tokens"] = {kind: round(k.prompt, 1) for kind, k in found.kinds.items()}
+        rows = [[size, *[f"{tokens:.2f}" for tokens, _ in line.values()]] for size, line in tables[name].items()]
+        grids.append(Grid(f"{name}: tokens per round", ["draft", *found.kinds], rows))
+    report(grids)
+    args.out.write_text(json.dumps(result | {"drafters": tables}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Where the time of a round goes, by the rows of its pass, beside the floor that reading the weights sets.
+
+Parts are measured alone, all in turns: matrix products (every layer's, then the head's), attention (a pass after the
+prefix less one after almost nothing), what else the layers do (norms, rotary factors, activations, rounding, barriers),
+choosing and accepting, and Python around it. The floor is the bytes of weights a pass reads over the bandwidth of
+reading memory, which is measured by a sum over 256 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Grid, median, provenance, report, write
+
+import paceline
+from paceline import Sampling
+from paceline.models.decoder import Decoder
+from paceline.models.layers import Dense, Layer, Sandwiched
+from paceline.native.layers import NativeStack
+from paceline.native.matrix import NativeLinear
+from paceline.tree import pack, pack_prefix
+from paceline.types import Draft, Rows, Want
+
+ROWS = (1, 4, 8, 16, 32)
+
+
+def main() -> None:
+    args = _arguments()
+    llm = paceline.load(args.model, quantize=args.quantize, drafter=None)
+    target = llm.model.target
+    if not isinstance(target, Decoder) or not isinstance(target._stack, NativeStack):
+        raise SystemExit("error: this machine runs the model through torch, whose parts cannot be told apart here")
+    source = provenance(model=args.model, quantize=args.quantize, prefix=args.prefix)
+    products = [product for layer in target._stack._layers for product in _products(layer)]
+    weights = sum(product.matrix.nbytes for product in [*products, target._head])
+    bandwidth = _bandwidth()
+    lines = {rows: _line(target, products, rows, args) for rows in ROWS}
+    floor = weights / bandwidth * 1e3
+    extra = _round_overhead(llm)
+    grid = Grid(
+        f"A pass after {args.prefix} tokens, ms",
+        ["part", *(f"T = {rows}" for rows in ROWS)],
+        [(part, *(f"{lines[rows][part]:.2f}" for rows in ROWS)) for part in lines[ROWS[0]]],
+    )
+    notes = [
+        f"Weights: {weights / 2**20:.0f} MiB a pass, read at {bandwidth / 1e9:.1f} GB/s: the floor is {floor:.2f} ms.",
+        f"A round of plain decoding beyond its pass (choosing, accepting, text, Python): {extra:.2f} ms.",
+    ]
+    report([grid], notes)
+    result = {"provenance": source, "floor_ms": floor, "bandwidth": bandwidth, "weights": weights, "parts_ms": lines}
+    write(args.name, result | {"beyond_the_pass_ms": extra}, [grid], notes, args.out)
+
+
+def _line(target: Decoder, products: Sequence[NativeLinear], rows: int, args: argparse.Namespace) -> dict[str, float]:
+    far, near = (_after(target, length, rows) for length in (args.prefix, 2))
+    inputs = {p.matrix.shape[1]: torch.randn(rows, p.matrix.shape[1]).bfloat16() for p in [*products, target._head]}
+    tiny = NativeLinear(torch.zeros(16, 32, dtype=torch.bfloat16), None)
+    little = torch.zeros(rows, 32, dtype=torch.bfloat16)
+    whole, layers, short, multiplied, head, call = _in_turns(
+        [
+            lambda: far(Want("all")),
+            lambda: far(Want("none")),
+            lambda: near(Want("none")),
+            lambda: [product(inputs[product.matrix.shape[1]]) for product in products],
+            lambda: target._head.precise(inputs[target._head.matrix.shape[1]]),  # type: ignore[attr-defined]
+            lambda: [tiny(little) for _ in products],
+        ],
+        args.repeats,
+    )
+    multiplied = max(0.0, multiplied - call)
+    return {
+        "whole pass": whole,
+        "matrix products of the layers": multiplied,
+        "attention over the prefix": layers - short,
+        "the rest of the layers": short - multiplied,
+        "head": head,
+        "embedding, last norm, Python": whole - layers - head,
+    }
+
+
+def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
+    """A verify pass of so many rows after a prefix; nothing is committed, so that it can be repeated."""
+    cache = target.new_cache()
+    slot = cache.acquire(length)
+    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
+    target.forward(pack_prefix(tokens, slot, 0, target.device), cache, Want("none"))
+    cache.commit(slot, range(1, length))
+    chain = Draft.chain([(i * 31 + 5) % 1000 for i in range(rows - 1)])
+    packed: Rows = pack([7], [chain], [slot], [length], target.device)
+    return lambda want: target.forward(packed, cache, want)
+
+
+def _products(layer: Layer) -> list[NativeLinear]:
+    parts: list[Any] = [part.part if isinstance(part, Sandwiched) else part for part in (layer.out, layer.mlp)]
+    assert isinstance(parts[1], Dense)
+    gate_up: Any = parts[1].gate_up
+    return [layer.attention.qkv, parts[0], gate_up.both, parts[1].down]  # type: ignore[list-item]
+
+
+def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """The median milliseconds of each."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, times in zip(calls, seconds, strict=True):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    return [median(times) * 1e3 for times in seconds]
+
+
+def _bandwidth() -> float:
+    """Bytes per second of reading, the best of ten."""
+    data = torch.ones(64 << 20)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - began)
+    return data.nbytes / best
+
+
+def _round_overhead(llm: paceline.LLM) -> float:
+    """Milliseconds of a plain round that are not its forward pass."""
+    inside = 0.0
+    forward = llm.engine.target.forward
+
+    def timed(rows: Rows, *rest: Any) -> Any:
+        nonlocal inside
+        began = time.perf_counter()
+        out = forward(rows, *rest)
+        inside += 0.0 if rows.prefill else time.perf_counter() - began
+        return out
+
+    llm.engine.target.forward = timed  # type: ignore[method-assign]
+    stats = llm.generate("Write a story about a lighthouse.", Sampling(temperature=0, max_new_tokens=96)).stats
+    llm.engine.target.forward = forward  # type: ignore[method-assign]
+    spent = sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
+    return (spent - inside) / stats.rounds * 1e3
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--quantize", choices=("int8", "int4"))
+    parser.add_argument("--prefix", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--name", default="budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""What a GPU gives: plain decoding against the memory's bandwidth, rows that cost nothing, rounds that cost little.
+
+Llama-8B- and Qwen2.5-7B-shaped models with random weights, made on the device, and a drafter whose acceptance is that
+asked for. `--tiny` runs the same steps over toys on a CPU, whose figures mean nothing.
+
+A part that fails is named in the result and the others go on; the exit code then is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Grid, median, provenance, report, write
+from gpu_models import SHAPES, RandomWeights, Steered, accuracy_for, tiny
+from gpu_peers import BareLoop, transformers_static
+
+from paceline import Sampling, Tree
+from paceline.engine import Engine
+from paceline.exact import exactness
+from paceline.gpu import has_triton
+from paceline.gpu.decoder import PATIENCE, DeviceDecoder, cuda_graph
+from paceline.models.decoder import Decoder
+from paceline.protocols import KVCache, Target
+from paceline.testing import Oracle, run
+from paceline.tree import CHUNK, pack, pack_prefix
+from paceline.types import Draft, Want
+
+CHAIN = 7
+"""Drafted tokens per round: 8 rows."""
+
+AIMS = "aims: plain decoding at 80 % of the copy bandwidth, 64 rows at most 1.15x of one, 100 us per round outside"
+
+
+@dataclass(slots=True)
+class Run:
+    """Options, the clock, and what has been found so far. `parts`: model -> part -> figures."""
+
+    args: argparse.Namespace
+    device: torch.device
+    dtype: torch.dtype
+    began: float = field(default_factory=time.perf_counter)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    copy: float = float("nan")
+    """Bytes per second of a copy on the device, read and written."""
+
+    def part(self, model: str, name: str, measure: Callable[[], Any]) -> None:
+        """Do one part; what goes wrong there stays there. Nothing begins after the time that was allowed."""
+        if time.perf_counter() - self.began > 60 * self.args.minutes:
+            self.failed.append(f"{model}, {name}: no time left")
+            return
+        try:
+            self.parts.setdefault(model, {})[name] = measure()
+        except Exception as error:
+            traceback.print_exc()
+            self.failed.append(f"{model}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.save()
+
+    def save(self) -> None:
+        settings = {key: str(x) if isinstance(x, Path) else x for key, x in vars(self.args).items()}
+        source = provenance(**settings, device=device_name(self.device))
+        result = {"provenance": source, "copy": self.copy, "parts": self.parts, "failed": self.failed}
+        write("gpu-tiny" if self.args.tiny else "gpu", result, grids(self), lines(self), self.args.out)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "no GPU"
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
+    """The median of the seconds of one run after the other, each waited for, after three that warm up."""
+    seconds = []
+    for turn in range(repeats + 3):
+        wait(device)
+        began = time.perf_counter()
+        run()
+        wait(device)
+        seconds.append(time.perf_counter() - began)
+        if turn < 3:
+            seconds.clear()
+    return median(seconds)
+
+
+def packed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
+    """Seconds of one run of many, with one wait at the end: the device's time alone."""
+    run()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes read and written per second by a copy of `size` bytes, over random data."""
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / packed(device, lambda: target.copy_(source), 20)
+
+
+KINDS = ("eager", "graphs", "exact")
+
+
+def make(kind: str, weights: RandomWeights, run: Run) -> Target:
+    """ "eager": torch's kernels one after the other; "graphs": a graph per pass; "exact": with products of one tile."""
+    given = (weights.config, weights, run.dtype, run.device)
+    if kind == "eager":
+        return Decoder(*given)
+    # Without CUDA the graph of a pass is the pass itself, over the same tables.
+    capture = cuda_graph if run.device.type == "cuda" else lambda again: again
+    return DeviceDecoder(*given, exact=kind == "exact" and run.device.type == "cuda", capture=capture)
+
+
+@contextmanager
+def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
+    """A cache, and a slot of it that holds `context` tokens."""
+    cache = target.new_cache()
+    slot = cache.acquire(context)
+    for done in range(0, context, CHUNK):
+        chunk = [(7 * i + 1) % target.vocab_size for i in range(done, min(done + CHUNK, context))]
+        target.forward(pack_prefix(chunk, slot, done, target.device), cache, Want("none"))
+        cache.commit(slot, range(1, len(chunk)))
+    yield cache, slot
+    cache.release(slot)
+
+
+def passes(target: Target, weights: RandomWeights, run: Run) -> dict[str, Any]:
+    """Milliseconds of a verify pass by its rows: as a call, waited for, and where there are graphs the device alone."""
+    call, alone = {}, {}
+    with filled(target, run.args.context) as (cache, slot):
+        for count in run.args.rows:
+            rows = pack([1], [Draft.chain([2] * (count - 1))], [slot], [run.args.context], target.device)
+            for _ in range(PATIENCE + 1):
+                target.forward(rows, cache, Want())
+            call[count] = 1e3 * timed(run.device, lambda r=rows: target.forward(r, cache, Want()), run.args.repeats)
+            replay = graph_of(cache, rows.tokens.shape[1])
+            alone[count] = 1e3 * packed(run.device, replay, run.args.repeats) if replay else None
+    first = run.args.rows[0]
+    device_ms = alone[first] or call[first]
+    return {
+        "call_ms": call,
+        "graph_ms": alone,
+        "read_GB": weights.read_bytes(run.args.context) / 1e9,
+        "of_copy_bandwidth": weights.read_bytes(run.args.context) / (device_ms / 1e3) / run.copy,
+        "over_one_row": {n: (alone[n] or call[n]) / device_ms for n in run.args.rows},
+    }
+
+
+def graph_of(cache: KVCache, rows: int) -> Callable[[], Any] | None:
+    """The graph that a pass of one slot and so many rows takes."""
+    graphs = getattr(cache, "graphs", {})
+    sizes = sorted(size for (size, taps) in graphs if size[0] == 1 and size[1] >= rows)
+    return graphs[sizes[0], ()][1] if sizes else None
+
+
+def texts(target: Target, run: Run) -> dict[str, Any]:
+    """Whole replies by how many tokens a round keeps: 1 (nothing is drafted) and what else was asked for."""
+    args = run.args
+    text = torch.randint(target.vocab_size, (args.context + args.tokens + CHAIN + 2,), generator=torch.Generator())
+    known = text.tolist()
+    found = {}
+    for tau in args.taus:
+        chain = Tree.chain(CHAIN if tau > 1 else 0)
+        engine = Engine(Steered(target, known), Oracle(known, accuracy_for(tau, CHAIN), target.vocab_size), chain)
+        found[tau] = reply(engine, known, run)
+    return found
+
+
+def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
+    """One reply after one that warms up: the prompt's share of the time is left out."""
+    prompt, sampling = text[: run_.args.context], Sampling(max_new_tokens=run_.args.tokens)
+    for _ in range(2):
+        tokens, _, stats = run(engine.target, prompt, sampling, engine=engine)
+    assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the text is not the one that was asked for"
+    seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
+    each = {f"{name}_us": 1e6 * stats.seconds[name] / stats.rounds for name in ("draft", "verify", "commit", "other")}
+    rows = 4 if engine.draft.nodes == 0 else 1 + engine.draft.nodes
+    replay = graph_of(engine.cache, rows)
+    graph_us = 1e6 * packed(run_.device, replay, run_.args.repeats) if replay else None
+    return {
+        "tokens_per_second": len(tokens) / seconds,
+        "tokens_per_round": stats.tokens_per_round,
+        "round_us": 1e6 * seconds / stats.rounds,
+        "graph_us": graph_us,
+        "outside_us": 1e6 * seconds / stats.rounds - graph_us if graph_us else None,
+        **each,
+    }
+
+
+def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
+    """Paceline's own ways to run one model."""
+    weights = RandomWeights(raw, run.dtype, run.device)
+    for kind in KINDS:
+        made: list[Target] = []
+        run.part(name, f"{kind}: load", lambda k=kind, m=made: m.append(make(k, weights, run)))
+        if made:
+            run.part(name, f"{kind}: passes", lambda m=made: passes(m[0], weights, run))
+            run.part(name, f"{kind}: self-check", lambda m=made: exactness(m[0]))
+            run.part(name, f"{kind}: texts", lambda m=made: texts(m[0], run))
+
+
+def peers(name: str, raw: Mapping[str, Any], run: Run) -> None:
+    """Plain decoding by others, of the same length after the same context."""
+    args = run.args
+    weights = RandomWeights(raw, run.dtype, run.device)
+    compiled = run.device.type == "cuda"
+    makers = {
+        "bare compiled loop": lambda: BareLoop(weights, args.context + args.tokens + 8, compiled),
+        "transformers, static cache": lambda: transformers_static(raw, weights),
+    }
+    for peer, maker in makers.items():
+        run.part(name, peer, lambda m=maker: speed(m(), weights.config.vocab_size, run))
+
+
+def speed(peer: Callable[[list[int], int], list[int]], vocab: int, run: Run) -> dict[str, float]:
+    """Tokens per second without the prompt: a long reply less one of a single token, after one that compiles."""
+    prompt = [(7 * i + 1) % vocab for i in range(run.args.context)]
+    peer(prompt, 8)
+    seconds = []
+    for tokens in (1, run.args.tokens + 1):
+        wait(run.device)
+        began = time.perf_counter()
+        assert len(peer(prompt, tokens)) == tokens
+        wait(run.device)
+        seconds.append(time.perf_counter() - began)
+    return {"tokens_per_second": run.args.tokens / (seconds[1] - seconds[0])}
+
+
+def demo(run: Run) -> None:
+    """SmolLM2 itself, with its own EAGLE-3 head: real text, wherever its file is (see benchmarks/README.md)."""
+    import paceline
+
+    def one(drafter: str | None, exact: bool) -> dict[str, float]:
+        llm = paceline.load("demo", drafter=drafter, device=run.device.type, exact=exact)
+        sampling = Sampling(max_new_tokens=run.args.tokens)
+        for _ in range(2):
+            done = llm.generate("Explain why the sky is blue, step by step.", sampling)
+        seconds = sum(done.stats.seconds.values()) - done.stats.seconds["prefill"]
+        return {
+            "tokens_per_second": len(done.token_ids) / seconds,
+            "tokens_per_round": done.stats.tokens_per_round,
+            "exact": llm.exact,  # type: ignore[dict-item]
+        }
+
+    for drafter in (None, "suffix", "eagle3"):
+        for exact in (False, True):
+            name = f"{drafter or 'plain'}{', exact' if exact else ''}"
+            run.part("SmolLM2-135M", name, lambda d=drafter, e=exact: one(d, e))
+
+
+def grids(run: Run) -> list[Grid]:
+    found = [_passes_grid(run), _texts_grid(run)]
+    return [grid for grid in found if grid.rows]
+
+
+def _passes_grid(run: Run) -> Grid:
+    rows = []
+    for model, parts in run.parts.items():
+        for kind in KINDS:
+            if p := parts.get(f"{kind}: passes"):
+                check = str(parts.get(f"{kind}: self-check"))
+                times = [f"{p['call_ms'][n]:.2f} ({p['over_one_row'][n]:.2f}x)" for n in run.args.rows]
+                rows.append([f"{model}, {kind}", f"{100 * p['of_copy_bandwidth']:.0f} %", check, *times])
+    columns = ["model, kernels", "of copy bandwidth", "self-check", *(f"{n} rows, ms" for n in run.args.rows)]
+    return Grid(f"A pass after {run.args.context} tokens: a call of it, and the device over its first", columns, rows)
+
+
+def _texts_grid(run: Run) -> Grid:
+    rows = []
+    for model, parts in run.parts.items():
+        for part, found in parts.items():
+            if part.endswith(": texts"):
+                for tau, r in found.items():
+                    outside = f"{r['outside_us']:.0f}" if r["outside_us"] else "-"
+                    given = (f"{r['tokens_per_second']:.0f}", f"{r['tokens_per_round']:.2f}", outside)
+                    rows.append([f"{model}, {part.removesuffix(': texts')}, tau {tau}", *given])
+            elif isinstance(found, dict) and "tokens_per_second" in found:
+                kept = found.get("tokens_per_round", 1.0)
+                rows.append([f"{model}, {part}", f"{found['tokens_per_second']:.0f}", f"{kept:.2f}", "-"])
+    columns = ["model, by what", "tok/s", "tokens per round", "us per round outside its graph"]
+    return Grid(f"Replies of {run.args.tokens} tokens, batch 1", columns, rows)
+
+
+def lines(run: Run) -> list[str]:
+    device = f"{device_name(run.device)}, {run.dtype}; a copy moves {run.copy / 1e9:.0f} GB/s, read and written"
+    return [device, AIMS, *(f"FAILED: {failure}" for failure in run.failed)]
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--context", type=int, default=512, help="tokens before what is timed (512)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--taus", type=float, nargs="+", default=[1, 2, 3, 4], help="tokens per round (1 2 3 4)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a reply (256)")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many (8)")
+    parser.add_argument("--no-peers", action="store_true", help="leave out transformers and the bare loop")
+    parser.add_argument("--demo", action="store_true", help="SmolLM2 too")
+    parser.add_argument("--tiny", action="store_true", help="toys on the CPU")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = options(arguments)
+    cuda = torch.cuda.is_available() and not args.tiny
+    if not args.tiny and not (cuda and has_triton()):
+        sys.exit("error: this takes a CUDA device and Triton; --tiny runs the same steps over toys on a CPU")
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+    run = Run(args, device, dtype)
+    run.copy = copy_bandwidth(device, 4 << 30 if cuda else 1 << 20)
+    shapes = {name: tiny(SHAPES[name]) if args.tiny else SHAPES[name] for name in args.models}
+    for name, raw in shapes.items():
+        kind_of_model(name, raw, run)
+    if args.demo:
+        demo(run)
+    for name, raw in shapes.items() if not args.no_peers else ():
+        peers(name, raw, run)
+    run.save()
+    report(grids(run), lines(run))
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""`paceline doctor`: what speculation gives on this machine, and why it gives no more."""
