@@ -34,7 +34,7 @@ check: setup
 parity: setup
 	$(BIN)/python benchmarks/parity.py
 
-# Other programs are measured where they are installed: .venv/bin/pip install -e '.[peers]'. About an hour in all.
+# Other programs are measured where they are installed: .venv/bin/pip install -e '.[peers]'. Some 25 minutes in all.
 BENCH = $(BIN)/paceline bench --prompts ../shared/data/prompts/spec_bench_dev.jsonl
 BENCH += --drafters suffix,eagle3 --quantize none,int4+int8
 RESULT = benchmarks/results/$(shell date -u +%F)-bench

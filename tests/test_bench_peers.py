@@ -127,14 +127,17 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
         GenerationConfig=FakeConfig,
         StreamerBase=object,
         StreamingStatus=SimpleNamespace(RUNNING=0),
+        SchedulerConfig=SimpleNamespace,
     )
     answer = openvino(JOB)
     asks = [Ask("a"), Ask("b", temperature=0.7, seed=3), Ask("c", lookup=True), Ask("d", lookup=True)]
     replies = [answer(ask) for ask in asks]
     assert all(reply.token_ids == [7, 8, 36] and reply.first > 0 for reply in replies)
     plain, lookup = FakePipeline.made
-    assert plain.told == ("model.gguf", "CPU", {"INFERENCE_NUM_THREADS": 2})
-    assert lookup.told == ("model.gguf", "CPU", {"INFERENCE_NUM_THREADS": 2, "prompt_lookup": True})
+    forgetful = SimpleNamespace(max_num_batched_tokens=2**31 - 1, enable_prefix_caching=False)
+    common = {"INFERENCE_NUM_THREADS": 2, "scheduler_config": forgetful}
+    assert plain.told == ("model.gguf", "CPU", common)
+    assert lookup.told == ("model.gguf", "CPU", common | {"prompt_lookup": True})
     every = {"max_new_tokens": 4, "apply_chat_template": False, "eos_token_id": 36, "stop_token_ids": {36, 5}}
     assert [(ids, vars(config)) for ids, config in plain.asked] == [
         ("ids of a", every | {"do_sample": False}),

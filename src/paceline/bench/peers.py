@@ -176,7 +176,11 @@ def openvino(job: Job) -> Answer:
 
     @cache
     def pipeline(lookup: bool) -> Any:
-        options = {"prompt_lookup": True} if lookup else {}
+        options: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
+        # Its own default, but for the cache of prompts, out of which a second asking would be answered.
+        options["scheduler_config"] = library.SchedulerConfig()
+        options["scheduler_config"].max_num_batched_tokens = 2**31 - 1
+        options["scheduler_config"].enable_prefix_caching = False
         return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=job.threads, **options)
 
     def answer(ask: Ask) -> Reply:
