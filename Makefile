@@ -36,14 +36,14 @@ parity: setup
 
 # Other programs are measured where they are installed: .venv/bin/pip install -e '.[peers]'. Some 25 minutes in all.
 BENCH = $(BIN)/paceline bench --prompts ../shared/data/prompts/spec_bench_dev.jsonl
-BENCH += --drafters suffix,eagle3 --quantize none,int4+int8
+BENCH += --drafters suffix,eagle3,suffix+eagle3
 RESULT = benchmarks/results/$(shell date -u +%F)-bench
 files = --out $(1).json --report $(1).md --report $(1).html
 
 bench: setup
-	$(BENCH) --count 26 --against transformers,llama.cpp,openvino $(call files,$(RESULT))
-	$(BENCH) --count 26 --temperature 0,0.7 --against openvino $(call files,$(RESULT)-sampled)
-	$(BENCH) --count 13 --context 2048 $(call files,$(RESULT)-context)
+	$(BENCH) --count 13 --quantize none,int8+int8 --against transformers,llama.cpp,openvino $(call files,$(RESULT))
+	$(BENCH) --count 7 --quantize int8+int8 --temperature 0,0.7 --against transformers $(call files,$(RESULT)-sampled)
+	$(BENCH) --count 7 --quantize none,int8+int8 --context 2048 $(call files,$(RESULT)-context)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
