@@ -3,7 +3,7 @@
 Parts are measured alone, all in turns: matrix products (every layer's, then the head's), attention (a pass after the
 prefix less one after almost nothing), what else the layers do (norms, rotary factors, activations, rounding, barriers),
 choosing and accepting, and Python around it. The floor is the bytes of weights a pass reads over the bandwidth of
-reading memory, which is measured by a sum over 256 MiB.
+reading memory, as `paceline doctor` measures it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from common import RESULTS, Grid, median, provenance, report, write
 
 import paceline
 from paceline import Sampling
+from paceline.doctor.machine import bandwidth as read_bandwidth
 from paceline.models.decoder import Decoder
 from paceline.models.layers import Dense, Layer, Sandwiched
 from paceline.native.layers import NativeStack
@@ -38,7 +39,7 @@ def main() -> None:
     source = provenance(model=args.model, quantize=args.quantize, prefix=args.prefix)
     products = [product for layer in target._stack._layers for product in _products(layer)]
     weights = sum(product.matrix.nbytes for product in [*products, target._head])
-    bandwidth = _bandwidth()
+    bandwidth = read_bandwidth(target.device)
     lines = {rows: _line(target, products, rows, args) for rows in ROWS}
     floor = weights / bandwidth * 1e3
     extra = _round_overhead(llm)
@@ -111,17 +112,6 @@ def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float
             call()
             times.append(time.perf_counter() - began)
     return [median(times) * 1e3 for times in seconds]
-
-
-def _bandwidth() -> float:
-    """Bytes per second of reading, the best of ten."""
-    data = torch.ones(64 << 20)
-    best = float("inf")
-    for _ in range(10):
-        began = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - began)
-    return data.nbytes / best
 
 
 def _round_overhead(llm: paceline.LLM) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from paceline.layout import Layout, depths
 from paceline.types import Rows
-
-Made = TypeVar("Made")
 
 BLOCK = 512
 """Columns whose weighted values are summed by one product. A longer one would be cut where its length says, and a row
@@ -132,14 +129,6 @@ class SlabPass:
             self._layers.append((plans[kind], counts[kind], layer))
             counts[kind] += 1
         self._prefill = prefill
-        self._made: Any = None
-
-    def once(self, make: Callable[[], Made]) -> Made:
-        """What a runner makes of this pass for all its layers."""
-        if self._made is None:
-            self._made = make()
-        made: Made = self._made
-        return made
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keys and values of rows that only later passes look at: the first half of `attend`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -69,14 +70,17 @@ def open_drafter(
     spec: str | Drafter | None,
     target: Loaded,
     quantize: Mode | None = None,
-    read: Callable[..., Loaded] = load_model,
+    read: Callable[..., Loaded] | None = None,
     head: HeadOpener = open_head,
 ) -> Drafter | None:
-    """`make_drafter`, with all weights read by `read` (as `load_model`) and `head`, and held as `quantize` says."""
+    """`make_drafter`, with all weights read by `read` (as `load_model`, without it onto the target's device) and `head`,
+    and held as `quantize` says."""
+    onto: Any = target.target.device.type
+    open_model = read or partial(load_model, device=onto)
 
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)
-        return read(base, adapter=merged, quantize=quantize)
+        return open_model(base, adapter=merged, quantize=quantize)
 
     def read_head(reference: str | Path) -> HeadFile:
         found = head(reference)

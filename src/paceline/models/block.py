@@ -31,7 +31,7 @@ from paceline.models.decoder import make_layer, make_norm, norm_weight
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
-from paceline.models.rope import Rotary, rotate
+from paceline.models.rope import Rope, Rotary, rotate
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
@@ -106,7 +106,7 @@ class BlockNetwork:
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
-    ) -> tuple[SlabPass, list[tuple[Tensor, Tensor] | None]]:
+    ) -> tuple[SlabPass, list[Rope]]:
         """A pass of `count` rows per slot at positions from `first` on, and the rotary factors of every kind."""
         device = self._host.device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)

@@ -14,7 +14,7 @@ from paceline.cache import SlabCache
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
 from paceline.models.moe import Mixture
-from paceline.models.rope import Rotary
+from paceline.models.rope import Rope, Rotary
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.native.matrix import NativeLinear
@@ -125,7 +125,7 @@ class Decoder:
         x = F.embedding(tokens, self._embed)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
-    def _ropes(self, rows: Rows, cache: KVCache) -> list[tuple[Tensor, Tensor] | None]:
+    def _ropes(self, rows: Rows, cache: KVCache) -> list[Rope]:
         """The factors of every kind of rotary embedding, then None for layers without."""
         prompts = [cache.prompts[slot] for slot in rows.slots]
         return [*(rotary(rows.positions, rows.end, prompts) for rotary in self._rotaries), None]

@@ -22,7 +22,7 @@ from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
 from paceline.models.output import output_head
-from paceline.models.rope import Rotary
+from paceline.models.rope import Rope, Rotary
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
@@ -86,7 +86,7 @@ class EagleNetwork:
         """What `step` gave second [..., H] to logits [..., C], float32 at least: of `subset`, or all tokens if None."""
         return self._head(states)
 
-    def _rope(self, rows: Rows, cache: SlabCache) -> tuple[Tensor, Tensor] | None:
+    def _rope(self, rows: Rows, cache: SlabCache) -> Rope:
         if self._rotary is None:
             return None
         return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])

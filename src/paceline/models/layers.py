@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.rope import rotate
+from paceline.models.rope import Rope, rotate
 from paceline.native.build import library
 from paceline.native.norm import NativeNorm
 from paceline.protocols import Pass
@@ -56,7 +56,7 @@ class Attention:
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 
-    def mix(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor] | None, attention: Pass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
         """The attended values [B, T, heads * D], before the output product. `rope`: None where the layer does without
         positions (SmolLM3)."""
         b, t, _ = x.shape
@@ -120,7 +120,7 @@ class Layer:
         self,
         x: Tensor,
         layer: int,
-        rope: tuple[Tensor, Tensor] | None,
+        rope: Rope,
         attention: Pass,
         entry: Tensor | None = None,
     ) -> Tensor:

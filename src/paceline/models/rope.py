@@ -12,6 +12,9 @@ from torch import Tensor
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import RopeConfig
 
+Rope = tuple[Tensor, Tensor] | None
+"""Of a pass: cosines and signed sines (see `Rotary`), or None where positions are not encoded."""
+
 _TABLES = 16
 """Tables of factors kept at a time: a rule that follows the prompt's length makes one for every length."""
 

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from paceline.attention import LayerAttention, SlabPass
 from paceline.models.layers import Layer
+from paceline.models.rope import Rope
 from paceline.native.layers import NativeStack, runs
 from paceline.types import Tap
-
-Rope = tuple[Tensor, Tensor] | None
-"""A pass's rotary factors, or None where positions are not encoded."""
 
 
 class Stack(Protocol):

@@ -14,11 +14,10 @@ from paceline.attention import LayerAttention, Plan, SlabPass
 from paceline.errors import OutOfMemory
 from paceline.layout import Layout, depths
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
+from paceline.models.rope import Rope
 from paceline.native.build import library
 from paceline.native.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.types import Tap
-
-Rope = tuple[Tensor, Tensor] | None
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
@@ -108,7 +107,7 @@ class NativeStack:
         inner = [tap for tap in taps if first < tap < end]
         heard = x.new_empty(len(inner), *x.shape)
         if first < end:
-            seen = attention.once(lambda: _Seen(attention.plans, ropes, x.shape[1]))
+            seen = _Seen(attention.plans, ropes, x.shape[1])
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(
