@@ -73,8 +73,8 @@ def open_drafter(
     read: Callable[..., Loaded] | None = None,
     head: HeadOpener = open_head,
 ) -> Drafter | None:
-    """`make_drafter`, with all weights read by `read` (as `load_model`, without it onto the target's device) and `head`,
-    and held as `quantize` says."""
+    """`make_drafter`, with all weights read by `read` (as `load_model`; without it onto the target's device) and by
+    `head`, and held as `quantize` says."""
     onto: Any = target.target.device.type
     open_model = read or partial(load_model, device=onto)
 
