@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from paceline.costs import Curve, Fading
-from paceline.tree import MIN_ROWS
 from paceline.types import Draft, Tree, Verdict
 
 _MEMORY = 0.95
@@ -83,12 +82,15 @@ class _Kept:
 
 
 class _Company:
-    """What rounds of so many requests have shown: seconds of drafting by depth, rows of the pass by size of draft."""
+    """What rounds of so many requests have shown: seconds of drafting by depth, and by size of draft what a pass costs of
+    one without drafts. Its mean rows would not do: a mean of many empty drafts and a few long ones hides what the long
+    ones cost."""
 
     def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.rows = [Fading(float(_rows(together * (1 + size.nodes)) if size.nodes else together)) for size in sizes]
+        self.dearer = [Fading(1.0 + _ROW * together * size.nodes) for size in sizes]
+        self.seen = [False] * len(sizes)
         self.tried = [0] * len(sizes)
         self.tries = [0] * len(sizes)
 
@@ -180,7 +182,9 @@ class Controller:
             return
         if all(budget == self.sizes[at] for budget in round.budgets):
             # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
-            company.rows[at].add(float(_rows(rows)), self._round)
+            plain = self._passes[False].at(company.together)
+            company.dearer[at].add(self._passes[resumed].at(rows) / plain, self._round)
+            company.seen[at] = True
             self._resumed = resumed
             self._learn_drafting(company, round)
         for budget, verdict in zip(round.budgets, round.verdicts, strict=True):
@@ -211,8 +215,12 @@ class Controller:
         """Of a round, by size of draft."""
         passes, drafting = self._passes[self._resumed], company.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
-        first = self._passes[False].at(company.rows[0].value)
-        return [first, *(passes.at(n.value) + level for n, level in zip(company.rows[1:], levels, strict=False))]
+        first = self._passes[False].at(company.together)
+        costs = [
+            first * dearer.value if seen else passes.at(company.together * (1 + size.nodes))
+            for dearer, seen, size in zip(company.dearer[1:], company.seen[1:], self.sizes[1:], strict=True)
+        ]
+        return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]
 
     def _tokens(self) -> list[float]:
         """Of a round, by size of draft."""
@@ -221,12 +229,6 @@ class Controller:
             return [tokens[depth] for depth in self._depths]
         # A larger tree is right no less often than a smaller one, whatever chance has shown.
         return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
-
-
-def _rows(rows: int) -> int:
-    """What a pass with drafts counts as: fewer than `MIN_ROWS` cost as much, and would hide in a mean of many empty
-    drafts and a few long ones what the long ones cost."""
-    return max(MIN_ROWS, rows)
 
 
 def _sizes(most: Tree) -> list[Tree]:
