@@ -69,8 +69,9 @@ def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
 ) -> None:
     world = World(most, per_row, per_level, right)
     speed = world.speed(600)
-    assert speed > 0.88 * world.best()
-    assert speed > 0.97
+    assert speed > 0.84 * world.best()
+    assert speed > 0.95, "what it learns once is paid for once"
+    assert world.speed(600) > 0.97
 
 
 def test_it_gives_up_and_comes_back() -> None:

@@ -23,6 +23,10 @@ _HEARSAY = 0.2
 """What a round weighs for trees of other sizes."""
 _SHARE = 0.005
 """Of all time, what may be lost to trying other sizes than the best."""
+_CREDIT = 12.0
+"""Plain rounds that tries may cost beyond that in the first `_EARLY` rounds: a first text that was hard to draft for
+must not be the last."""
+_EARLY = 200
 _GAP = 4
 """Rounds between two such tries at least."""
 _SOON, _OFTEN = 16, 4
@@ -82,9 +86,9 @@ class _Kept:
 
 
 class _Company:
-    """What rounds of so many requests have shown: seconds of drafting by depth, and by size of draft what a pass costs of
-    one without drafts. Its mean rows would not do: a mean of many empty drafts and a few long ones hides what the long
-    ones cost."""
+    """What rounds of so many requests have shown: seconds of drafting by depth, and by size of draft what a pass costs
+    of one without drafts. Its mean rows would not do: a mean of many empty drafts and a few long ones hides what the
+    long ones cost."""
 
     def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
         self.together = together
@@ -133,7 +137,8 @@ class Controller:
         self._catch_up = Fading()
         self._companies: dict[int, _Company] = {}
         self._round = self._last_try = 0
-        self._saved = 0.0
+        self._saved, self._credit = 0.0, 0.0
+        self._granted = False
         self._at, self._behind = len(self.sizes) - 1, 0
 
     def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> Tree:
@@ -154,6 +159,8 @@ class Controller:
         pace = seconds[best] / tokens[best]
         losses = [s - t * pace + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
+        if ahead < _AHEAD or self._round > _EARLY:
+            self._credit = 0.0
         self._at = self._try(best, losses, company)
         company.tried[self._at] = self._round
         company.tries[self._at] += 1
@@ -165,9 +172,11 @@ class Controller:
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
         # No more is saved than the next try takes: a calm hour must not pay for a hundred tries at once.
         self._saved = min(self._saved, max(losses[found], 0.0))
-        if found == best or self._saved < losses[found] or self._round - self._last_try < _GAP:
+        short = max(losses[found], 0.0) - self._saved
+        if found == best or short > self._credit or self._round - self._last_try < _GAP:
             return best
-        self._saved -= max(losses[found], 0.0)
+        self._credit -= max(short, 0.0)
+        self._saved = max(-short, 0.0)
         self._last_try = self._round
         return found
 
@@ -178,6 +187,8 @@ class Controller:
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
         self._passes[resumed].add(rows, round.verifying, self._round)
+        if not self._granted and self._passes[False].known:
+            self._granted, self._credit = True, _CREDIT * self._passes[False].at(company.together)
         if not at:
             return
         if all(budget == self.sizes[at] for budget in round.budgets):
