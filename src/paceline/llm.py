@@ -278,20 +278,24 @@ def load(
         read_target = partial(read, quantize=quantize, exact=exact)
         loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
     else:
-        if (dtype, device, revision) != ("auto", "auto", None):
-            raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
-        if quantize is not None:
-            raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
-        if adapter is not None:
-            raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
+        _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
         loaded = wrap(model, tokenizer)
-
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     llm = LLM(loaded, open_drafter(drafter, loaded, draft_quantize, read, head), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     if exact:
         _check_exact(llm)
     return llm
+
+
+def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
+    """What is asked of a model object that only a model loaded by name can do."""
+    if moved:
+        raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
+    if quantized:
+        raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
+    if adapted:
+        raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
 
 
 def _check_exact(llm: LLM) -> None:
