@@ -481,7 +481,7 @@ def test_an_error_of_the_whole_batch_is_told_and_what_was_whole_is_written(
     def full(self: Engine, requests: Any) -> Any:
         nonlocal rounds
         rounds += 1
-        if rounds == 8:
+        if rounds >= 8:
             raise OutOfMemory("no memory for a pass", "Use less")
         return honest(self, requests)
 
@@ -545,7 +545,7 @@ class Terminal(io.StringIO):
 
 def shown(file: io.StringIO) -> str:
     display = Display(file)
-    for chunk in (Chunk("a", 1, False), Chunk("", 2, True), Chunk("b\x1b]0;\x07", 3, True)):
+    for chunk in (Chunk("a", 1, "plain"), Chunk("", 2, "draft"), Chunk("b\x1b]0;\x07", 3, "draft")):
         display.write(chunk)
     display.end()
     return file.getvalue()

@@ -222,6 +222,7 @@ def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_d
     assert set(sized.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}
     run(target, [1, 2, 3], Sampling(max_new_tokens=60), engine=engine)
     assert Tree(1, 1, 3) in sized.budgets, "a rule that does not leaves it to the controller, who learns it is no good"
-    engine.drafter = again = Sized([])
+    (pilot,) = engine.pilots
+    pilot.drafter = again = Sized([])
     assert run(target, [1, 2, 3], sampling, engine=engine)[0] == first
     assert set(again.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}

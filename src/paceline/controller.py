@@ -35,6 +35,8 @@ _AHEAD = 64
 """Tokens over which catching up after a pause must pay."""
 _ROW, _LEVEL = 0.03, 2.0
 """What a row more costs of a pass, and a level more of drafting, as long as too few were seen to tell."""
+_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Requests that share rounds, as what they have shown is kept."""
 _LATE = 32
 """Tokens behind from which on drafting takes visibly longer because it must catch up first."""
 
@@ -218,6 +220,8 @@ class Controller:
             kept.add(accepted, depth, 1.0 if other == self._at else _HEARSAY, self._round)
 
     def _company(self, together: int) -> _Company:
+        # Under load no two rounds have the same company: nearly so many tell of each other.
+        together = next((size for size in _TOGETHER if size >= together), together)
         if together not in self._companies:
             self._companies[together] = _Company(together, self.sizes)
         return self._companies[together]

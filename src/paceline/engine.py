@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import RLock
@@ -11,13 +12,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.accept import RULES
-from paceline.controller import Controller, Round
-from paceline.errors import InvalidOption, memory_named
+from paceline.drafting import Group, Pilot, Pilots, Speculation, learn
+from paceline.errors import memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
-from paceline.stream import Chunk, TextStream
-from paceline.tree import CHUNK, check, pack, pack_prefix
+from paceline.stream import Chunk, Origin, TextStream
+from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
 
 
@@ -29,11 +30,18 @@ class Request:
     stream: TextStream
     stats: Stats
     slot: int
+    pilot: Pilot | None = None
+    """What drafts for it."""
+    most: Tree | None = None
+    """At most so much per round; None: as much as suits the drafter."""
     heard: int = 0
     """How much of the text the drafter had been told when it last made a draft."""
     finish: FinishReason | None = None
     error: Exception | None = None
-    closed: bool = False
+    seated: bool = True
+    """Whether it holds its slot."""
+    spoilt: bool = False
+    """A round broke off after it was judged: what it has shown and what the cache holds may differ."""
 
     @property
     def text(self) -> list[int]:
@@ -78,80 +86,102 @@ def _alone(method: Method) -> Method:
 
 
 class Engine:
-    """Runs requests over one target, one cache and one drafter. Knows rounds, not prompts or words.
+    """Runs requests over one target, one cache and its drafters. Knows rounds, not prompts or words.
 
     Threads may share one: their rounds take turns.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
-        """`draft`: how much to draft per round; None leaves it to a controller, up to what the drafter likes."""
+    def __init__(
+        self, target: Target, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: Tree | None = None
+    ) -> None:
+        """`drafter`: one, or several by name, of which the first is the default. `draft`: how much to draft per round;
+        None leaves it to a controller, up to what the drafter likes."""
         self.target = target
-        self.drafter = drafter
-        self.draft = draft or (drafter.draft if drafter else Tree.chain(0))
-        self._controller = Controller(self.draft) if drafter and draft is None else None
+        self.pilots = Pilots(drafter, draft)
         self.cache: KVCache = target.new_cache()
-        self._taps = drafter.taps if drafter else ()
         self._lock, self._deep = RLock(), 0
         self._late: list[Request] = []
 
     @_alone
-    def start(self, sampler: Sampler, stream: TextStream, stats: Stats, like: Request | None = None) -> Request:
+    def start(
+        self,
+        sampler: Sampler,
+        stream: TextStream,
+        stats: Stats,
+        like: Request | None = None,
+        speculation: Speculation | None = None,
+    ) -> Request:
         """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
         between. `like`: a request with the same prompt that has been prefilled, so that this one need not be.
         """
+        how = speculation or self.pilots.default
+        pilot = self.pilots[how.drafter]
         begun = like is not None and len(like.text) > like.sampler.prompt
         # A drafter that was fed hidden states has by now those of the reply as well.
-        like = None if begun and self._taps else like
+        if like and pilot and pilot.drafter.taps and (begun or like.pilot is not pilot):
+            like = None
         slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
-        request = Request(sampler, stream, stats, slot)
-        try:
+        request = Request(sampler, stream, stats, slot, pilot, how.most)
+        with self._unless_it_fails(request):
             if like:
                 self.cache.truncate(slot, request.position)
-            if self.drafter and like and not begun:
-                self.drafter.fork(request.slot, like.slot, request.text)
-            elif self.drafter:
-                self.drafter.admit(request.slot, request.text)
-        except BaseException:
-            self._finish(request)
-            raise
+            if pilot and like and like.pilot is pilot and not begun:
+                pilot.drafter.fork(slot, like.slot, request.text)
+            elif pilot:
+                pilot.drafter.admit(slot, request.text)
         return request
 
     @_alone
+    def suspend(self, request: Request) -> None:
+        """Give the slot to others for a while. The text so far stays, and `resume` goes on with it."""
+        self._leave(request)
+
+    @_alone
+    def resume(self, request: Request) -> None:
+        """Take a slot again; a prefill of all that the text has by now must follow."""
+        request.slot, request.seated, request.heard = self.cache.acquire(request.sampler.prompt), True, 0
+        with self._unless_it_fails(request):
+            if request.pilot:
+                request.pilot.drafter.admit(request.slot, request.text)
+
     def prefill(self, request: Request) -> None:
-        """All of the prompt but its last token, in chunks. That one is row 0 of the first round."""
+        """All of the prompt but its last token. That one is row 0 of the first round."""
+        while self.feed(request):
+            pass
+
+    @_alone
+    def feed(self, request: Request, most: int = CHUNK) -> int:
+        """The next chunk of the prompt, `most` tokens at most. Returns how many it was; 0 where nothing is left."""
         clock = Clock()
-        while (done := self.cache.lengths[request.slot]) < request.position:
-            chunk = request.text[done : min(done + CHUNK, request.position)]
-            out = self._forward(
-                pack_prefix(chunk, request.slot, done, self.target.device), Want("none", taps=self._taps)
-            )
+        done = self.cache.lengths[request.slot]
+        chunk = request.text[done : min(done + most, request.position)]
+        if chunk:
+            rows = pack_prefix(chunk, request.slot, done, self.target.device)
+            out = self._forward(rows, Want("none", taps=self.pilots.taps([request])))
             self.cache.commit(request.slot, range(1, len(chunk)))
-            if self.drafter:
+            if request.pilot:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
-                self.drafter.feed(request.slot, chunk, taps)
+                request.pilot.drafter.feed(request.slot, chunk, taps)
         clock.lap("prefill")
         _charge([request], clock)
+        return len(chunk)
 
     @_alone
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
-        controller = self._control(requests)
-        budgets = self._budgets(requests, controller)
-        drafts = self._propose(requests, budgets)
+        groups = self.pilots.group(requests, self.cache)
+        drafts = self._propose(requests, groups)
         clock.lap("draft")
         out = self._verify(requests, drafts)
-        verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
-        clock.lap("verify")
-        self._commit(requests, verdicts, out)
-        clock.lap("commit")
-        _charge(requests, clock)
-        if controller:
-            draft, verify, commit = (clock.laps[phase] for phase in ("draft", "verify", "commit"))
-            controller.learn(Round(budgets, drafts, verdicts, draft, verify + commit))
-        for r, made, verdict in zip(requests, drafts, verdicts, strict=True):
-            r.stats.count(made, verdict)
-        return [r.stream.emit(v, logits) for r, v, logits in zip(requests, verdicts, out.logits, strict=True)]
+        with _spoiling(requests):
+            verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
+            clock.lap("verify")
+            self._commit(requests, verdicts, out)
+            clock.lap("commit")
+            _charge(requests, clock)
+            learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
+            return [self._emit(*one) for one in zip(requests, drafts, verdicts, out.logits, strict=True)]
 
     def finish(self, request: Request) -> None:
         """Give the slot back: after the last round, or after one that failed.
@@ -165,55 +195,39 @@ class Engine:
                 self._finish(request)
 
     def _finish(self, request: Request) -> None:
-        if request.closed:
-            return
         request.finish = request.finish or "cancelled"
-        if self.drafter:
-            self.drafter.release(request.slot)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        if not request.seated:
+            return
+        if request.pilot:
+            request.pilot.drafter.release(request.slot)
         self.cache.release(request.slot)
-        request.closed = True
+        request.seated = False
 
-    def _control(self, requests: Sequence[Request]) -> Controller | None:
-        """What decides how much these draft, None where it is fixed.
+    @contextmanager
+    def _unless_it_fails(self, request: Request) -> Iterator[None]:
+        """A request that cannot begin holds no slot."""
+        try:
+            yield
+        except BaseException:
+            self._leave(request)
+            raise
 
-        Under the other rules than match a text depends on what is drafted, and must depend on nothing that was
-        measured: whoever shares a round with such a request keeps to the drafter's own size.
-        """
-        free = all(r.sampler.rule == "match" or r.sampler.greedy for r in requests)
-        return self._controller if free else None
-
-    def _budgets(self, requests: Sequence[Request], controller: Controller | None) -> list[Tree]:
-        """How much each one may draft: no deeper than what is left but one, since the target adds one token itself."""
-        draft = self.draft
-        if controller:
-            behind = sum(len(r.text) - r.heard for r in requests)
-            draft = controller.choose(len(requests), behind, max(r.stream.left for r in requests))
-        return [self.cache.fit(r.slot, draft.within(r.stream.left - 1)) for r in requests]
-
-    def _propose(self, requests: Sequence[Request], budgets: Sequence[Tree]) -> list[Draft]:
-        if self.drafter is None or not any(budget.nodes for budget in budgets):
-            return [Draft()] * len(requests)
-        for request in requests:
-            request.heard = len(request.text)
-        asks = [Ask(r.slot, b, r.sampler, self.cache) for r, b in zip(requests, budgets, strict=True)]
-        drafts = self.drafter.propose(asks)
-        if len(drafts) != len(asks):
-            raise InvalidOption(
-                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
-                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
-            )
-        for made, ask in zip(drafts, asks, strict=True):
-            self._check(made, ask.budget)
+    def _propose(self, requests: Sequence[Request], groups: Sequence[Group]) -> list[Draft]:
+        drafts = [Draft()] * len(requests)
+        for group in groups:
+            if not any(budget.nodes for budget in group.budgets):
+                continue
+            asks = []
+            for i, budget in zip(group.at, group.budgets, strict=True):
+                request = requests[i]
+                request.heard = len(request.text)
+                asks.append(Ask(request.slot, budget, request.sampler, self.cache))
+            for i, draft in zip(group.at, group.pilot.propose(asks, self.target.vocab_size), strict=True):
+                drafts[i] = draft
         return drafts
-
-    def _check(self, draft: Draft, budget: Tree) -> None:
-        """A drafter of somebody's own may err; the error should name it, not the tensor that broke on it."""
-        check(draft)
-        if len(draft.tokens) > budget.nodes or any(not 0 <= t < self.target.vocab_size for t in draft.tokens):
-            raise InvalidOption(
-                f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
-                f"At most {budget.nodes} were asked for, with ids below {self.target.vocab_size}",
-            )
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(
@@ -223,20 +237,45 @@ class Engine:
             [r.position for r in requests],
             self.target.device,
         )
-        return self._forward(rows, Want("all", taps=self._taps))
+        return self._forward(rows, Want("all", taps=self.pilots.taps(requests)))
 
     def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             self.cache.commit(request.slot, verdict.path)
             request.text.extend(verdict.tokens)
             request.finish = verdict.finish
-            if self.drafter and not verdict.finish:
-                self.drafter.observe(request.slot, verdict, {tap: states[i] for tap, states in out.taps.items()})
+            if request.pilot and not verdict.finish:
+                taps = {tap: states[i] for tap, states in out.taps.items()}
+                request.pilot.drafter.observe(request.slot, verdict, taps)
+
+    @staticmethod
+    def _emit(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> list[Chunk]:
+        request.stats.count(draft, verdict)
+        return request.stream.emit(verdict, logits, _origin(draft, verdict))
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
         with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
             return self.target.forward(rows, self.cache, want)
+
+
+@contextmanager
+def _spoiling(requests: Sequence[Request]) -> Iterator[None]:
+    """What breaks off between judging and showing cannot be tried again."""
+    try:
+        yield
+    except BaseException:
+        for request in requests:
+            request.spoilt = True
+        raise
+
+
+def _origin(draft: Draft, verdict: Verdict) -> Origin:
+    """Where the token comes from that the target adds itself."""
+    if not draft.tokens:
+        return "plain"
+    last = verdict.path[-1] if verdict.path else 0
+    return "correction" if last in draft.parents else "bonus"
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:

@@ -71,6 +71,10 @@ class OutOfMemory(PacelineError, MemoryError):
     """The device cannot hold what was asked of it."""
 
 
+class TimedOut(PacelineError, TimeoutError):
+    """A reply took longer than it was given. What it had by then has been shown."""
+
+
 class TrainingFailed(PacelineError):
     """Training cannot go on. What was finished is kept."""
 

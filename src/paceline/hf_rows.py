@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption
 from paceline.sampler import Prefix, Sampler
-from paceline.stream import Chunk, TextStream
+from paceline.stream import Chunk, Origin, TextStream
 from paceline.types import Verdict
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Stops(TextStream):
                 return verdict.cut(count, "length")
         return verdict
 
-    def emit(self, verdict: Verdict, logits: Tensor) -> list[Chunk]:
+    def emit(self, verdict: Verdict, logits: Tensor, own: Origin = "plain") -> list[Chunk]:
         return []
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.closing import Closing
 from paceline.engine import Engine, Request
 from paceline.errors import PacelineError
+from paceline.scheduler import Begin, Scheduler, Task
 from paceline.stats import Stats
 from paceline.stream import Chunk, Logprobs
 from paceline.types import FinishReason
@@ -53,7 +54,7 @@ class Reply:
 
     def close(self) -> None:
         """Give back what the request holds; closing twice does nothing."""
-        if not self.request.closed:
+        if self.request.seated:
             self._engine.finish(self.request)
             self.request.stats.close()
 
@@ -121,10 +122,10 @@ class Stream(Closing, Iterator[Chunk]):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One reply of a batch that has not begun. `begin` takes a slot for it; `like`: a request with the same prompt."""
+    """One reply of a batch that has not begun. `prompt`: the number of its prompt, whose prefill replies share."""
 
     prompt: int
-    begin: Callable[[Request | None], Request]
+    begin: Begin
 
 
 class Batch(Closing, Iterator[tuple[int, Chunk]]):
@@ -136,23 +137,20 @@ class Batch(Closing, Iterator[tuple[int, Chunk]]):
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], width: int) -> None:
-        self._engine, self._width = engine, width
-        self._waiting = deque(enumerate(jobs))
+        self._engine, self._scheduler = engine, Scheduler(engine, width)
+        self._tasks = [Task(job.begin, group=job.prompt) for job in jobs]
+        self._index = {task: index for index, task in enumerate(self._tasks)}
         self._replies: dict[int, Reply] = {}
-        # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
-        self._active: list[int] = []
         self._ready: deque[tuple[int, Chunk]] = deque()
-        self._prefilled: dict[int, Request] = {}
-        """Per prompt the latest request, which others can begin like as long as it has a slot."""
+        for task in self._tasks:
+            self._scheduler.add(task)
 
     def __next__(self) -> tuple[int, Chunk]:
         try:
             while not self._ready:
-                self._retire()
-                self._admit()
-                if not self._active:
+                if not self._scheduler.busy:
                     self._end()
-                self._round()
+                self._turn()
         except BaseException as error:
             self.close()
             if isinstance(error, PacelineError):
@@ -161,26 +159,12 @@ class Batch(Closing, Iterator[tuple[int, Chunk]]):
         index, chunk = self._ready.popleft()
         return index, self._replies[index].show(chunk)
 
-    def _retire(self) -> None:
-        for index in [i for i in self._active if self._replies[i].request.finish]:
-            self._replies[index].close()
-            last = self._active.pop()
-            if last != index:
-                self._active[self._active.index(index)] = last
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._active) < self._width:
-            index, job = self._waiting.popleft()
-            like = self._prefilled.get(job.prompt)
-            request = job.begin(None if like is None or like.closed else like)
-            self._replies[index] = Reply(self._engine, request)
-            self._active.append(index)
-            self._engine.prefill(request)
-            self._prefilled[job.prompt] = request
-
-    def _round(self) -> None:
-        chunks = self._engine.step([self._replies[i].request for i in self._active])
-        self._ready.extend((i, chunk) for i, new in zip(self._active, chunks, strict=True) for chunk in new)
+    def _turn(self) -> None:
+        for task, chunks in self._scheduler.turn():
+            index = self._index[task]
+            if task.request and index not in self._replies:
+                self._replies[index] = Reply(self._engine, task.request)
+            self._ready.extend((index, chunk) for chunk in chunks)
 
     def _end(self) -> None:
         """All is done: stop, or raise the first error there was."""
@@ -190,17 +174,13 @@ class Batch(Closing, Iterator[tuple[int, Chunk]]):
 
     def close(self) -> None:
         """End all replies here; closing twice does nothing."""
-        for index in self._active:
-            self._replies[index].close()
-        self._active.clear()
-        self._waiting.clear()
+        self._scheduler.close()
         self._ready.clear()
 
     @property
     def errors(self) -> dict[int, Exception]:
         """The replies that failed so far, and why."""
-        failed = {i: reply.request.error for i, reply in self._replies.items()}
-        return {i: error for i, error in failed.items() if error}
+        return {index: task.error for index, task in enumerate(self._tasks) if task.error}
 
     def completion(self, index: int) -> Completion:
         """One reply, as far as it has been handed out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from paceline.sampling import Sampling, StopWhen
 from paceline.types import FinishReason, Verdict
 
 Decode = Callable[[Sequence[int]], str]
+
+Origin = Literal["draft", "correction", "bonus", "plain"]
+"""Of a token: drafted and accepted; the target's own after a rejection, after a draft that was accepted whole, or where
+nothing was drafted."""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -33,15 +38,19 @@ class Chunk:
     """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
 
     `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
-    held back before. `drafted`: the token was drafted and accepted; otherwise the target added it. `finish_reason`:
-    on the last chunk only. `logprobs`: if asked for.
+    held back before. `finish_reason`: on the last chunk only. `logprobs`: if asked for.
     """
 
     text: str
     token_id: int
-    drafted: bool
+    origin: Origin
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the token was drafted and accepted; otherwise the target added it."""
+        return self.origin == "draft"
 
 
 class Detokenizer:
@@ -150,12 +159,19 @@ class TextStream:
                 return verdict.cut(count, finish)
         return verdict
 
-    def emit(self, verdict: Verdict, logits: Tensor) -> list[Chunk]:
-        """The chunks of the verdict trimmed last. `logits` [T, V]: of the round's rows."""
+    def emit(self, verdict: Verdict, logits: Tensor, own: Origin = "plain") -> list[Chunk]:
+        """The chunks of the verdict trimmed last. `logits` [T, V]: of the round's rows. `own`: where the token comes
+        from that the target added."""
         last = len(verdict.tokens) - 1
         logprobs = self._report(verdict, logits)
         return [
-            Chunk(piece, token, i < len(verdict.path), verdict.finish if i == last else None, logprobs[i])
+            Chunk(
+                piece,
+                token,
+                "draft" if i < len(verdict.path) else own,
+                verdict.finish if i == last else None,
+                logprobs[i],
+            )
             for i, (piece, token) in enumerate(zip(self._pieces, verdict.tokens, strict=True))
         ]
 

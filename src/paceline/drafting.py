@@ -1,0 +1,131 @@
+"""Who drafts for which requests, and how much: an engine's drafters, each with what decides its draft length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.controller import Controller, Round
+from paceline.errors import InvalidOption
+from paceline.protocols import Ask, Drafter, KVCache
+from paceline.tree import check
+from paceline.types import Draft, Tap, Tree, Verdict
+
+if TYPE_CHECKING:
+    from paceline.engine import Request
+
+DEFAULT = "default"
+"""The name of an engine's only drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request is drafted for. `drafter`: the name of one that the engine has; None: not at all. `most`: at most
+    so much per round; None: as much as suits the drafter."""
+
+    drafter: str | None
+    most: Tree | None = None
+
+
+OFF = Speculation(None)
+
+
+class Pilot:
+    """A drafter, and how much it drafts: `draft`, or what a controller finds best up to what the drafter likes."""
+
+    def __init__(self, name: str, drafter: Drafter, draft: Tree | None) -> None:
+        self.name, self.drafter = name, drafter
+        self.draft = draft or drafter.draft
+        self.controller = Controller(self.draft) if draft is None else None
+
+    def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
+        """A draft for each ask. Raises `InvalidOption` for what is no draft: the error should name the drafter, which
+        may be somebody's own, and not the tensor that broke on it."""
+        drafts = self.drafter.propose(asks)
+        if len(drafts) != len(asks):
+            raise InvalidOption(
+                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
+                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
+            )
+        for draft, ask in zip(drafts, asks, strict=True):
+            check(draft)
+            if len(draft.tokens) > ask.budget.nodes or any(not 0 <= t < vocab_size for t in draft.tokens):
+                raise InvalidOption(
+                    f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
+                    f"At most {ask.budget.nodes} were asked for, with ids below {vocab_size}",
+                )
+        return drafts
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests of one round that share a pilot. `at`: their places in the round. `controller`: None where what is
+    drafted must not depend on anything measured."""
+
+    pilot: Pilot
+    at: list[int]
+    controller: Controller | None
+    budgets: list[Tree]
+
+
+class Pilots:
+    """An engine's drafters by name; the first is the default."""
+
+    def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: Tree | None) -> None:
+        named = {DEFAULT: drafters} if isinstance(drafters, Drafter) else drafters or {}
+        self._named = {name: Pilot(name, drafter, draft) for name, drafter in named.items()}
+        self.default = Speculation(next(iter(self._named), None))
+
+    def __getitem__(self, name: str | None) -> Pilot | None:
+        """Raises `InvalidOption` for a name that there is not."""
+        if name is None:
+            return None
+        if name not in self._named:
+            raise InvalidOption(f"no drafter {name!r} is loaded", f"There are {', '.join(self._named) or 'none'}")
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[Pilot]:
+        return iter(self._named.values())
+
+    @staticmethod
+    def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
+        """What the drafters of these requests listen to."""
+        return tuple(dict.fromkeys(tap for r in requests if r.pilot for tap in r.pilot.drafter.taps))
+
+    @staticmethod
+    def group(requests: Sequence[Request], cache: KVCache) -> list[Group]:
+        """How much each request may draft this round; who is not drafted for is in no group."""
+        pilots = dict.fromkeys(r.pilot for r in requests if r.pilot)
+        return [_group(pilot, requests, cache) for pilot in pilots]
+
+
+def _group(pilot: Pilot, requests: Sequence[Request], cache: KVCache) -> Group:
+    at = [i for i, r in enumerate(requests) if r.pilot is pilot]
+    mine = [requests[i] for i in at]
+    # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
+    # whoever shares a round with such a request keeps to the drafter's own size.
+    free = all(r.sampler.rule == "match" or r.sampler.greedy for r in mine)
+    controller = pilot.controller if free else None
+    draft = pilot.draft
+    if controller:
+        behind = sum(len(r.text) - r.heard for r in mine)
+        draft = controller.choose(len(requests), behind, max(r.stream.left for r in mine))
+    return Group(pilot, at, controller, [_budget(draft, r, cache) for r in mine])
+
+
+def _budget(draft: Tree, request: Request, cache: KVCache) -> Tree:
+    """No deeper than what is left but one, since the target adds one token itself."""
+    if request.most:
+        most = request.most
+        draft = Tree(min(draft.nodes, most.nodes), min(draft.depth, most.depth), min(draft.branch, most.branch))
+    return cache.fit(request.slot, draft.within(request.stream.left - 1))
+
+
+def learn(
+    groups: Sequence[Group], drafts: Sequence[Draft], verdicts: Sequence[Verdict], drafting: float, verifying: float
+) -> None:
+    """What a round's drafts gave. A round whose requests are drafted for in several ways says little of any."""
+    for group in groups:
+        if group.controller and len(group.at) == len(drafts):
+            group.controller.learn(Round(group.budgets, drafts, verdicts, drafting, verifying))
