@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.accept import promise
 from paceline.drafters.make import check_draft_mode, check_spec, open_drafter, to_tree
+from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.exact import exactness
@@ -41,8 +42,11 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class LLM:
     """A target model, its tokenizer and a drafter, ready to write."""
 
-    def __init__(self, model: Loaded, drafter: Drafter | None = None, draft: Tree | None = None) -> None:
-        """See `load`, which makes one from names. Several may share a loaded model."""
+    def __init__(
+        self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: Tree | None = None
+    ) -> None:
+        """See `load`, which makes one from names. Several may share a loaded model. `drafter`: several by name are for
+        replies that say which (`start`); the first is the default."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
 
@@ -130,7 +134,7 @@ class LLM:
         """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for."""
         sampling = _checked(sampling)
         tokens = self.prompt_ids(prompt, raw=raw)
-        return Stream(self.engine, self._start(tokens, sampling))
+        return Stream(self.engine, self.start(tokens, sampling))
 
     def batch(
         self,
@@ -163,16 +167,23 @@ class LLM:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
             seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
-            jobs += [Job(index, partial(self._start, tokens, seeded, sample)) for sample in range(n)]
+            jobs += [Job(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
 
-    def _start(
-        self, tokens: Sequence[int], sampling: Sampling, sample: int = 0, like: Request | None = None
+    def start(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        sample: int = 0,
+        like: Request | None = None,
+        speculation: Speculation | None = None,
     ) -> Request:
+        """A slot for one reply, for whoever runs the engine's rounds himself (see `Engine.start`)."""
         sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        return self.engine.start(sampler, text, Stats(sampler.noise.seed, promise(sampler, self.exact)), like)
+        stats = Stats(sampler.noise.seed, promise(sampler, self.exact))
+        return self.engine.start(sampler, text, stats, like, speculation)
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """`encode`, for a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""

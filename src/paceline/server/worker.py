@@ -1,0 +1,243 @@
+"""The engine's thread, and replies as the event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from paceline.drafting import Speculation
+from paceline.engine import Request
+from paceline.errors import PacelineError
+from paceline.llm import LLM
+from paceline.sampling import Sampling
+from paceline.scheduler import Begin, Event, Scheduler, Task
+from paceline.stats import Stats
+from paceline.stream import Chunk
+
+_log = logging.getLogger("paceline.serve")
+
+
+class Busy(PacelineError):
+    """So many wait already that another one is turned away. `retry`: seconds after which to ask again."""
+
+    retry = 1
+
+
+class Closing(PacelineError):
+    """The server is stopping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """What the worker holds at most. `slots`: replies that share rounds. `queue`: replies that wait. `cache`: positions
+    of keys and values, slots times the longest text. `quota`: prompt tokens fed between two rounds."""
+
+    slots: int = 32
+    queue: int = 128
+    cache: int = 1 << 20
+    quota: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
+    `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    sample: int = 0
+    speculation: Speculation | None = None
+    timeout: float | None = None
+    group: Hashable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`cache`: the part of the memory for keys and values that texts fill, 0 to 1."""
+
+    running: int
+    waiting: int
+    cache: float
+
+
+class Reply:
+    """A job's reply as it grows. For the event loop that submitted it, and one reader."""
+
+    def __init__(self, task: Task, wake: asyncio.Event) -> None:
+        self._task, self._wake = task, wake
+        self._ready: deque[list[Chunk]] = deque()
+        self._over = False
+        self.submitted = time.monotonic()
+        self.begun: float | None = None
+        """When its first token came, by `time.monotonic`."""
+
+    @property
+    def stats(self) -> Stats | None:
+        """None as long as it waits for a slot."""
+        return self._task.request.stats if self._task.request else None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it ended early, once it has."""
+        return self._task.error if self._over else None
+
+    @property
+    def unread(self) -> int:
+        """Rounds that nobody has read yet."""
+        return len(self._ready)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: it ends before its next round."""
+        self._task.cancelled = True
+
+    def push(self, chunks: list[Chunk], over: bool) -> None:
+        """What the worker has for it."""
+        if chunks:
+            self.begun = self.begun or time.monotonic()
+            self._ready.append(chunks)
+        self._over = self._over or over
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+        """The chunks of each round. Raises what ended it early. Whoever leaves before the end cancels it."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._ready:
+                    yield self._ready.popleft()
+                if self._over:
+                    break
+            if self._task.error:
+                raise self._task.error
+        finally:
+            if not self._over:
+                self.cancel()
+
+
+class Worker:
+    """Runs a model's rounds in a thread of its own, and hands each reply its chunks on the event loop.
+
+    What happens in one round reaches the loop in one call. A reply that fails ends alone; should the scheduler itself
+    fail, those it held end with that error and it begins anew.
+    """
+
+    def __init__(self, llm: LLM, seats: Seats | None = None) -> None:
+        self.llm, self.seats = llm, seats or Seats()
+        self._scheduler = self._new_scheduler()
+        self._inbox: deque[Task] = deque()
+        self._replies: dict[Task, Reply] = {}
+        self._news = threading.Condition()
+        self._stopping = False
+        self._ends_at = inf
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # For the event loop
+
+    def start(self) -> None:
+        """Call it from the running event loop that replies are read on."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def load(self) -> Load:
+        running = len(self._scheduler.seated)
+        return Load(running, max(0, len(self._replies) - running), self._filled())
+
+    def submit(self, job: Job) -> Reply:
+        """Raises `Busy`, `Closing`, and `InvalidOption` for a drafter that is not loaded or a bad sampling."""
+        if self._stopping:
+            raise Closing("the server is stopping", "Ask another one, or wait until it is back")
+        if len(self._replies) >= self.seats.slots + self.seats.queue:
+            raise Busy(f"{len(self._replies)} replies run or wait already", "Ask again in a moment")
+        how = job.speculation or self.llm.engine.pilots.default
+        _ = self.llm.engine.pilots[how.drafter]
+        task = Task(self._begin(job), len(job.tokens), job.group)
+        if job.timeout is not None:
+            task.deadline = time.monotonic() + job.timeout
+        reply = Reply(task, asyncio.Event())
+        self._replies[task] = reply
+        with self._news:
+            self._inbox.append(task)
+            self._news.notify()
+        return reply
+
+    async def stop(self, deadline: float) -> None:
+        """No more replies are taken. Those there are may finish within `deadline` seconds; then they are cancelled."""
+        with self._news:
+            self._stopping, self._ends_at = True, time.monotonic() + deadline
+            self._news.notify()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _begin(self, job: Job) -> Begin:
+        def begin(like: Request | None) -> Request:
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, job.speculation)
+
+        return begin
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for task, chunks in events:
+            reply = self._replies[task]
+            if task.done:
+                del self._replies[task]
+            reply.push(chunks, task.done)
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                events = self._scheduler.turn()
+            except Exception as error:
+                _log.exception("a round broke off")
+                events = self._start_over(error)
+            self._hand_over(events)
+        self._hand_over(self._scheduler.close())
+
+    def _wait_for_work(self) -> bool:
+        """Take what has come in; sleep while there is nothing to do. False when it is time to end."""
+        with self._news:
+            while not (self._inbox or self._scheduler.busy or self._stopping):
+                self._news.wait()
+            while self._inbox:
+                self._scheduler.add(self._inbox.popleft())
+        return time.monotonic() < self._ends_at if self._scheduler.busy else not self._stopping
+
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        if events and self._loop and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _start_over(self, error: Exception) -> list[Event]:
+        events = self._scheduler.close()
+        for task, _ in events:
+            task.error = task.error or error
+        self._scheduler = self._new_scheduler()
+        return events
+
+    # Memory
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.llm.engine, self.seats.slots, self.seats.quota, self._fits)
+
+    def _fits(self, count: int, longest: int) -> bool:
+        return _positions(count, longest) <= self.seats.cache
+
+    def _filled(self) -> float:
+        seated = self._scheduler.seated
+        return min(1.0, _positions(len(seated), max((t.length for t in seated), default=0)) / self.seats.cache)
+
+
+def _positions(count: int, longest: int) -> int:
+    """A cache has as many positions for each text as for the longest, and doubles the texts that it has room for."""
+    return longest << max(0, count - 1).bit_length() if count else 0
