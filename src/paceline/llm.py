@@ -39,6 +39,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """Text (put through the chat template unless raw), token ids, or chat messages."""
 
 
+_ONE = (str, Drafter, type(None))
+"""What names one drafter, or none."""
+
+
 class LLM:
     """A target model, its tokenizer and a drafter, ready to write."""
 
@@ -243,7 +247,7 @@ def load(
     *,
     adapter: str | Path | None = None,
     tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
-    drafter: str | Drafter | None = "auto",
+    drafter: str | Drafter | Sequence[str] | None = "auto",
     draft: int | Tree | Literal["auto"] = "auto",
     dtype: DType = "auto",
     device: Device = "auto",
@@ -265,7 +269,7 @@ def load(
     one with the target's own tokenizer; with an adapter "model:REF@ADAPTER"), a head trained for the model
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
     one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
-    or a `Drafter`.
+    or a `Drafter`. A list of names loads each of them, for replies that say which one drafts (a server's do).
     draft: how much to draft per round: a length, a `Tree`, or "auto", which goes by what rounds cost and give here.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
@@ -279,9 +283,11 @@ def load(
     Raises `PacelineError`: what is wrong and what to do about it.
     """
     budget = to_tree(draft)
-    check_spec(drafter)
+    specs: list[str | Drafter | None] = [drafter] if isinstance(drafter, _ONE) else [*drafter]
+    for spec in specs:
+        check_spec(spec)
     check_mode(quantize)
-    check_draft_mode(draft_quantize, drafter)
+    check_draft_mode(draft_quantize, specs[0] if len(specs) == 1 else None)
     read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -292,7 +298,9 @@ def load(
         _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
-    llm = LLM(loaded, open_drafter(drafter, loaded, draft_quantize, read, head), budget)
+    made = [open_drafter(spec, loaded, draft_quantize, read, head) for spec in specs]
+    named = {spec: one for spec, one in zip(specs, made, strict=True) if isinstance(spec, str) and one}
+    llm = LLM(loaded, made[0] if isinstance(drafter, _ONE) else named, budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     if exact:
         _check_exact(llm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from paceline.engine import Engine, Request
@@ -28,7 +28,8 @@ class Task:
 
     `group`: replies to one prompt share its prefill where they run together. `prompt`: its tokens. `deadline`: when it
     must be done, by the scheduler's clock. `cancelled`: set it at any moment, from any thread, and the reply ends
-    before its next round. `request`: None before it has begun. `error`: why it ended early.
+    before its next round. `came`, `began`: when it was made, and when it got a seat. `request`: None before it has
+    begun. `error`: why it ended early.
     """
 
     begin: Begin
@@ -36,6 +37,8 @@ class Task:
     group: Hashable | None = None
     deadline: float = inf
     cancelled: bool = False
+    came: float = field(default_factory=time.monotonic)
+    began: float | None = None
     request: Request | None = None
     error: Exception | None = None
     done: bool = False
@@ -169,6 +172,7 @@ class Scheduler:
 
     def _chunk(self, task: Task, most: float) -> int:
         """A chunk of the prompt; after its last the task is running. Returns its tokens."""
+        task.began = task.began or self._clock()
         if task.request is None:
             like = self._prefilled.get(task.group) if task.group is not None else None
             task.request = task.begin(like if like and like.seated else None)

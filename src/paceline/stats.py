@@ -19,8 +19,9 @@ class Stats:
     """Counts and times of one reply.
 
     `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and kept. `accepted_at[i]`: rounds whose
-    draft was kept to depth i + 1 at least. `seed`: the one used. `exact`: what the text keeps of plain
-    decoding's, on this machine and under this rule. `seconds`: where the time went.
+    draft was kept to depth i + 1 at least. `cached`: tokens of the prompt that were known already. `seed`: the one
+    used. `exact`: what the text keeps of plain decoding's, on this machine and under this rule. `seconds`: where the
+    time went.
     """
 
     seed: int
@@ -30,6 +31,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    cached: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0}
     )
@@ -68,6 +70,7 @@ class Stats:
             "accepted": self.accepted,
             "tokens_per_round": round(self.tokens_per_round, 4),
             "accepted_at": list(self.accepted_at),
+            "cached": self.cached,
             "seed": self.seed,
             "exact": self.exact,
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},

@@ -36,12 +36,14 @@ class Closing(PacelineError):
 @dataclass(frozen=True, slots=True)
 class Seats:
     """What the worker holds at most. `slots`: replies that share rounds. `queue`: replies that wait. `cache`: positions
-    of keys and values, slots times the longest text. `quota`: prompt tokens fed between two rounds."""
+    of keys and values, slots times the longest text. `quota`: prompt tokens fed between two rounds.
+    `prefixes`: bytes for beginnings of texts that may come again."""
 
     slots: int = 32
     queue: int = 128
     cache: int = 1 << 20
     quota: int = 256
+    prefixes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +75,28 @@ class Reply:
         self._task, self._wake = task, wake
         self._ready: deque[list[Chunk]] = deque()
         self._over = False
-        self.submitted = time.monotonic()
-        self.begun: float | None = None
-        """When its first token came, by `time.monotonic`."""
+        self._nothing = Stats(0, "rounding")
 
     @property
-    def stats(self) -> Stats | None:
-        """None as long as it waits for a slot."""
-        return self._task.request.stats if self._task.request else None
+    def stats(self) -> Stats:
+        """As of now; of nothing as long as it waits for a slot."""
+        return self._task.request.stats if self._task.request else self._nothing
+
+    @property
+    def queued(self) -> float:
+        """Seconds that it waited for a slot, or has waited by now."""
+        return (self._task.began or time.monotonic()) - self._task.came
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that need not be computed."""
+        return self.stats.cached
+
+    @property
+    def drafter(self) -> str | None:
+        """The name of the one that drafts for it."""
+        pilot = self._task.request.pilot if self._task.request else None
+        return pilot.name if pilot else None
 
     @property
     def error(self) -> Exception | None:
@@ -99,7 +115,6 @@ class Reply:
     def push(self, chunks: list[Chunk], over: bool) -> None:
         """What the worker has for it."""
         if chunks:
-            self.begun = self.begun or time.monotonic()
             self._ready.append(chunks)
         self._over = self._over or over
         self._wake.set()
@@ -128,8 +143,10 @@ class Worker:
     fail, those it held end with that error and it begins anew.
     """
 
-    def __init__(self, llm: LLM, seats: Seats | None = None) -> None:
+    def __init__(self, llm: LLM, seats: Seats | None = None, default: Speculation | None = None) -> None:
+        """`default`: how replies are drafted for that do not say it; None: by the engine's own first drafter."""
         self.llm, self.seats = llm, seats or Seats()
+        self.default = default or llm.engine.pilots.default
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
         self._replies: dict[Task, Reply] = {}
@@ -161,9 +178,9 @@ class Worker:
             raise Closing("the server is stopping", "Ask another one, or wait until it is back")
         if len(self._replies) >= self.seats.slots + self.seats.queue:
             raise Busy(f"{len(self._replies)} replies run or wait already", "Ask again in a moment")
-        how = job.speculation or self.llm.engine.pilots.default
+        how = job.speculation or self.default
         _ = self.llm.engine.pilots[how.drafter]
-        task = Task(self._begin(job), len(job.tokens), job.group)
+        task = Task(self._begin(job, how), len(job.tokens), job.group)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
         reply = Reply(task, asyncio.Event())
@@ -180,9 +197,9 @@ class Worker:
             self._news.notify()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    def _begin(self, job: Job) -> Begin:
+    def _begin(self, job: Job, how: Speculation) -> Begin:
         def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, job.speculation)
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, how)
 
         return begin
 

@@ -1,0 +1,153 @@
+"""`paceline serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import LoadOptions, Quiet, parse_draft, progress_wanted
+from paceline.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+_SERVER, _LIMITS, _WATCH = "Server", "Limits", "Watching"
+_FREE = ("suffix", "ngram")
+"""Drafters that requests can always name: they hold no weights."""
+
+
+def serve(
+    *,
+    model: LoadOptions,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            help="One more drafter that requests may name; may be repeated. suffix and ngram always can be.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Where to listen; 0.0.0.0 is everywhere.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER)
+    ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="The model's name in the API.", rich_help_panel=_SERVER),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            envvar="PACELINE_API_KEY",
+            show_default=False,
+            help="Ask for this key; may be repeated. Better in the environment than on the command line.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option("--cors", metavar="ORIGIN", help="Let pages of this origin ask.", rich_help_panel=_SERVER),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=0, help="Seconds that replies have to end at SIGTERM.", rich_help_panel=_SERVER),
+    ] = 20.0,
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, help="Replies that share rounds.", rich_help_panel=_LIMITS)
+    ] = 32,
+    queue: Annotated[
+        int, typer.Option("--queue", min=0, help="Replies that may wait; then 429.", rich_help_panel=_LIMITS)
+    ] = 128,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--cache-memory",
+            min=0.001,
+            help="GiB for keys and values; without it, a quarter of the memory that is free.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    prefix_memory: Annotated[
+        float,
+        typer.Option(
+            "--prefix-memory", min=0, help="GiB for beginnings that come again; 0: off.", rich_help_panel=_LIMITS
+        ),
+    ] = 1.0,
+    max_prompt: Annotated[
+        int | None,
+        typer.Option("--max-prompt", min=1, help="Tokens of a prompt at most.", rich_help_panel=_LIMITS),
+    ] = None,
+    max_body: Annotated[
+        int, typer.Option("--max-body", min=1, help="Bytes of a request at most.", rich_help_panel=_LIMITS)
+    ] = 4 << 20,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.001, help="Seconds that a reply may take.", rich_help_panel=_LIMITS),
+    ] = None,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts into the log.", rich_help_panel=_WATCH)
+    ] = False,
+    traces: Annotated[
+        str | None,
+        typer.Option("--traces", metavar="URL", help="Send OpenTelemetry traces there.", rich_help_panel=_WATCH),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model to many clients at once, over OpenAI's API, with speculation."""
+    _check_installed()
+    from paceline.drafting import Speculation
+    from paceline.server.app import create_app, run
+    from paceline.server.limits import Settings
+    from paceline.server.worker import Seats, Worker
+
+    default = Speculation(None if model.drafter == "none" else model.drafter)
+    named = [model.drafter] if default.drafter else []
+    names = list(dict.fromkeys([*named, *(also or []), *_FREE]))
+    llm = _load(model, names, progress_wanted(quiet))
+    seats = Seats(slots, queue, _positions(llm, cache_memory), prefixes=int(prefix_memory * 2**30))
+    settings = Settings(
+        model=name or Path(model.model).name,
+        drafters=tuple(names),
+        default=default.drafter,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors or ()),
+        max_body=max_body,
+        max_prompt=max_prompt,
+        timeout=timeout,
+        log_prompts=log_prompts,
+        trace_endpoint=traces,
+    )
+    run(create_app(Worker(llm, seats, default), llm, settings, grace), host, port, grace)
+
+
+def _check_installed() -> None:
+    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
+    if missing:
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", 'Install it: pip install "paceline[serve]"')
+
+
+def _load(model: LoadOptions, names: list[str], progress: bool) -> LLM:
+    """The model with all its drafters."""
+    modes = {"quantize": model.quantize, "draft_quantize": model.draft_quantize}
+    return model.open(progress=progress, drafter=names, draft=parse_draft(model.draft), **modes)
+
+
+def _positions(llm: LLM, memory: float | None) -> int:
+    """How many positions of keys and values fit so many GiB, or a quarter of what is free."""
+    import psutil
+    import torch
+
+    from paceline.cache import SlabCache
+
+    cache = llm.engine.cache
+    if not isinstance(cache, SlabCache):
+        return 1 << 20
+    device = llm.model.target.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return max(1, int((free / 4 if memory is None else memory * 2**30) / cache.token_bytes))
