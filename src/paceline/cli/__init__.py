@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `demo`, `info`, `doctor`, `bench`, `train`, and two more."""
+"""The command line: `paceline generate`, `chat`, `serve`, `demo`, `info`, `doctor`, `bench`, `train`, and two more."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from paceline.cli.generate import generate
 from paceline.cli.info import info
 from paceline.cli.options import with_options
 from paceline.cli.perplexity import perplexity
+from paceline.cli.serve import serve
 from paceline.cli.train import train
 
 app = typer.Typer(
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, info, demo, doctor, bench, train, perplexity):
+for _command in (generate, chat, serve, info, demo, doctor, bench, train, perplexity):
     app.command()(with_options(_command))
 app.command("compile")(compile_kernels)
 

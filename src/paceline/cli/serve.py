@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -102,8 +103,9 @@ def serve(
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
     _check_installed()
     from paceline.drafting import Speculation
-    from paceline.server.app import create_app, run
+    from paceline.server.app import create_app
     from paceline.server.limits import Settings
+    from paceline.server.listen import run
     from paceline.server.worker import Seats, Worker
 
     default = Speculation(None if model.drafter == "none" else model.drafter)
@@ -123,7 +125,16 @@ def serve(
         log_prompts=log_prompts,
         trace_endpoint=traces,
     )
-    run(create_app(Worker(llm, seats, default), llm, settings, grace), host, port, grace)
+    worker = Worker(llm, seats, default)
+    say = partial(_ready, settings.model, len(settings.api_keys), quiet)
+    run(create_app(worker, llm, settings), worker, host, port, grace, say)
+
+
+def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
+    if not quiet:
+        typer.echo(f"{model} at {address}/v1 and in a browser at {address}/", err=True)
+        if not keys and not address.startswith(("http://127.", "http://[::1]")):
+            typer.echo("Anybody who can reach this address can use it: there is no --api-key.", err=True)
 
 
 def _check_installed() -> None:

@@ -190,11 +190,15 @@ class Worker:
             self._news.notify()
         return reply
 
-    async def stop(self, deadline: float) -> None:
-        """No more replies are taken. Those there are may finish within `deadline` seconds; then they are cancelled."""
+    def drain(self, grace: float) -> None:
+        """Take no more replies. Those there are may finish within `grace` seconds; then they are cancelled."""
         with self._news:
-            self._stopping, self._ends_at = True, time.monotonic() + deadline
+            self._stopping, self._ends_at = True, min(self._ends_at, time.monotonic() + grace)
             self._news.notify()
+
+    async def stop(self, grace: float) -> None:
+        """`drain`, and wait until the thread has ended."""
+        self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def _begin(self, job: Job, how: Speculation) -> Begin:

@@ -1,0 +1,60 @@
+"""From an application to a listening process, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from paceline.server.worker import Worker
+
+_SWITCH = 0.001
+"""Seconds after which the event loop's thread hands the interpreter to the engine's, which waits for nothing else."""
+_MARGIN = 1.0
+"""Seconds of the grace that are kept for telling clients why their stream has ended."""
+
+
+def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, and those that do not are ended.
+
+    `ready` gets the address as soon as it listens, port 0 resolved.
+    """
+    sys.setswitchinterval(_SWITCH)
+    asyncio.run(_serve(app, worker, host, port, grace, ready))
+
+
+async def _serve(
+    app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]
+) -> None:
+    config = uvicorn.Config(
+        app, host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace + _MARGIN))
+    )
+    server = _Server(config, worker, grace, ready)
+    worker.start()
+    try:
+        await server.serve()
+    finally:
+        await worker.stop(0.0)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float, ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._worker, self._grace, self._ready = worker, grace, ready
+        self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(None)
+        for server in self.servers:
+            host, port = server.sockets[0].getsockname()[:2]
+            self._ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            return
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not from within the handler, which may have interrupted anything."""
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._worker.drain, self._grace)
