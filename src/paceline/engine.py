@@ -20,6 +20,9 @@ from paceline.stream import Chunk, TextStream
 from paceline.tree import CHUNK, check, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
 
+_FORCED = 32
+"""Tokens at most of a draft that cannot be wrong."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -137,8 +140,12 @@ class Engine:
         """One round for every request; returns what each has to show."""
         clock = Clock()
         controller = self._control(requests)
+        forced = [self._forced(request) for request in requests]
+        # What a grammar forces needs no drafter, and says nothing of one.
         budgets = self._budgets(requests, controller)
-        drafts = self._propose(requests, budgets)
+        budgets = [Tree.chain(0) if given.tokens else budget for given, budget in zip(forced, budgets, strict=True)]
+        proposed = self._propose(requests, budgets)
+        drafts = [given if given.tokens else made for given, made in zip(forced, proposed, strict=True)]
         clock.lap("draft")
         out = self._verify(requests, drafts)
         verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
@@ -189,6 +196,11 @@ class Engine:
             behind = sum(len(r.text) - r.heard for r in requests)
             draft = controller.choose(len(requests), behind, max(r.stream.left for r in requests))
         return [self.cache.fit(r.slot, draft.within(r.stream.left - 1)) for r in requests]
+
+    def _forced(self, request: Request) -> Draft:
+        """What can only come next, whatever the target says: it is right, and costs no more than its rows."""
+        room = self.cache.fit(request.slot, Tree.chain(_FORCED).within(request.stream.left - 1))
+        return Draft.chain(request.sampler.forced(room.depth))
 
     def _propose(self, requests: Sequence[Request], budgets: Sequence[Tree]) -> list[Draft]:
         if self.drafter is None or not any(budget.nodes for budget in budgets):
