@@ -62,14 +62,13 @@ class Grammar:
         `whitespace`: any white space between tokens instead. The key "x-guidance" of the schema sets llguidance's own
         options. What llguidance cannot enforce is refused.
         """
-        if isinstance(schema, str):
-            return Grammar("json_schema", schema, whitespace)
         try:
-            return Grammar("json_schema", json.dumps(schema), whitespace)
-        except (TypeError, ValueError) as error:
-            raise InvalidOption(
-                f"the JSON schema is no JSON ({error})", "Give dicts, lists, strings, numbers"
-            ) from error
+            known = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidOption(f"the JSON schema is no JSON: {error}", "Give dicts, lists, text, numbers") from error
+        # What allows everything, or nothing, in the form that options can be added to.
+        known = {True: {}, False: {"enum": []}}[known] if isinstance(known, bool) else known
+        return Grammar("json_schema", json.dumps(known), whitespace)
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
