@@ -152,6 +152,7 @@ def test_stats_for_json() -> None:
         "accepted",
         "tokens_per_round",
         "accepted_at",
+        "cached",
         "seed",
         "exact",
         "seconds",

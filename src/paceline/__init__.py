@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
+    from paceline.grammar import Grammar
     from paceline.llm import LLM, load
     from paceline.protocols import Ask, Drafter
     from paceline.rejection import acceptance_step, residual
@@ -34,6 +35,7 @@ _HOME = {
     "load": "llm",
     "Ask": "protocols",
     "Drafter": "protocols",
+    "Grammar": "grammar",
     "PacelineError": "errors",
     "acceptance_step": "rejection",
     "residual": "rejection",
@@ -56,6 +58,7 @@ __all__ = [
     "Completion",
     "Draft",
     "Drafter",
+    "Grammar",
     "Logprobs",
     "PacelineError",
     "Sampling",

@@ -28,7 +28,8 @@ class Speculation:
     most: Tree | None = None
 
 
-OFF = Speculation(None)
+OFF = Speculation(None, Tree.chain(0))
+"""Plain decoding: not even what a grammar forces is drafted."""
 
 
 class Pilot:
@@ -94,14 +95,16 @@ class Pilots:
         return tuple(dict.fromkeys(tap for r in requests if r.pilot for tap in r.pilot.drafter.taps))
 
     @staticmethod
-    def group(requests: Sequence[Request], cache: KVCache) -> list[Group]:
-        """How much each request may draft this round; who is not drafted for is in no group."""
-        pilots = dict.fromkeys(r.pilot for r in requests if r.pilot)
-        return [_group(pilot, requests, cache) for pilot in pilots]
+    def group(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache) -> list[Group]:
+        """How much each request may draft this round; who has a draft already, or no drafter, is in no group."""
+        flying: dict[Pilot, list[int]] = {}
+        for at, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            if request.pilot and not draft.tokens:
+                flying.setdefault(request.pilot, []).append(at)
+        return [_group(pilot, at, requests, cache) for pilot, at in flying.items()]
 
 
-def _group(pilot: Pilot, requests: Sequence[Request], cache: KVCache) -> Group:
-    at = [i for i, r in enumerate(requests) if r.pilot is pilot]
+def _group(pilot: Pilot, at: list[int], requests: Sequence[Request], cache: KVCache) -> Group:
     mine = [requests[i] for i in at]
     # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
     # whoever shares a round with such a request keeps to the drafter's own size.

@@ -21,6 +21,9 @@ from paceline.stream import Chunk, Origin, TextStream
 from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
 
+_FORCED = 32
+"""Tokens at most of a draft that cannot be wrong."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -170,8 +173,10 @@ class Engine:
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """One round for every request; returns what each has to show."""
         clock = Clock()
-        groups = self.pilots.group(requests, self.cache)
-        drafts = self._propose(requests, groups)
+        # What a grammar forces needs no drafter, and says nothing of one.
+        drafts = [self._forced(request) for request in requests]
+        groups = self.pilots.group(requests, drafts, self.cache)
+        self._propose(requests, groups, drafts)
         clock.lap("draft")
         out = self._verify(requests, drafts)
         with _spoiling(requests):
@@ -215,8 +220,14 @@ class Engine:
             self._leave(request)
             raise
 
-    def _propose(self, requests: Sequence[Request], groups: Sequence[Group]) -> list[Draft]:
-        drafts = [Draft()] * len(requests)
+    def _forced(self, request: Request) -> Draft:
+        """What can only come next, whatever the target says: it is right, and costs no more than its rows."""
+        draft = Tree.chain(_FORCED) if request.most is None else request.most
+        room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
+        return Draft.chain(request.sampler.forced(room.depth))
+
+    def _propose(self, requests: Sequence[Request], groups: Sequence[Group], drafts: list[Draft]) -> None:
+        """Fills in the drafts of each group."""
         for group in groups:
             if not any(budget.nodes for budget in group.budgets):
                 continue
@@ -227,7 +238,6 @@ class Engine:
                 asks.append(Ask(request.slot, budget, request.sampler, self.cache))
             for i, draft in zip(group.at, group.pilot.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
-        return drafts
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(

@@ -67,7 +67,7 @@ class LLM:
     def vocabulary(self) -> Vocabulary:
         """What sampling parameters must know of the model."""
         size = self.model.target.vocab_size
-        return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False))
+        return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False), self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
         """The sampling that the model's own `generation_config` recommends, with changes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuts import Floats, Ids, highest, survivors
+from paceline.cuts import Floats, Ids, finite, highest, survivors
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft, PacelineError
 from paceline.noise import DRAFT, Noise
 
@@ -53,6 +54,21 @@ class Prefix:
 
 LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 """(prefix, logits [V]) -> the logits to use instead. The row is a copy, which may be changed in place."""
+
+
+class Forcing(ABC):
+    """A `LogitsProcessor` that knows, at times, what must come next."""
+
+    @abstractmethod
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def forced(self, prefix: Prefix, most: int) -> list[int]:
+        """The tokens that it leaves no choice about, at most so many; none where several may come next."""
+
+
+_SPARSE = 8
+"""Where processors leave fewer than one token in so many, the others are dropped before anything is computed."""
 
 _COMPARED = 16
 """Where text is sampled, so many of the best candidates share a row's probability."""
@@ -143,6 +159,21 @@ class Sampler:
         # One transfer for all rows. Without processors they are only read.
         return [self._rank(row, path, count, subset) for row, path in zip(logits.cpu(), paths, strict=True)]
 
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must follow the text, as far as a processor knows: a draft that costs nothing.
+
+        At most so many; none where the next one is open. They follow from the text and the parameters alone.
+        """
+        prefix = Prefix(self.text, (), self.prompt)
+        for processor in self.processors:
+            if isinstance(processor, Forcing):
+                try:
+                    return processor.forced(prefix, most)
+                except Exception:
+                    # The target says so, and this request ends alone.
+                    return []
+        return []
+
     def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """One row of logits [V] after all processors; itself where there are none."""
         if not self.processors:
@@ -193,9 +224,15 @@ class Sampler:
         """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
         scores: Floats = row.detach().cpu().numpy()
         self._check(float(scores.max()), raw, position)
+        open_ = None
+        if self.processors and np.count_nonzero(scores > -np.inf) * _SPARSE < len(scores):
+            open_ = finite(scores)
+            scores = scores[open_]
         if self.greedy:
-            return None, scores
-        return survivors(scores / self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+            return open_, scores
+        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        tokens, scores = survivors(scores / self.temperature, *cuts)
+        return tokens if open_ is None else open_ if tokens is None else open_[tokens], scores
 
     def _check(self, best: float, raw: Tensor, position: int) -> None:
         """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
@@ -250,7 +287,7 @@ def _unusable(raw: float, best: float, position: int) -> PacelineError:
     if best == -math.inf:
         return NoTokenLeft(
             f"every token is banned at position {position}",
-            "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens or a processor of your own",
+            "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, grammar, processors of your own",
         )
     return NonFiniteLogits(
         f"a logits processor made the logits at position {position} infinite or NaN", "Let it return -inf or numbers"

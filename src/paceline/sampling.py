@@ -6,9 +6,10 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from paceline.errors import InvalidOption
+from paceline.grammar import Grammar
 from paceline.noise import Noise
 from paceline.processors import (
     BadWords,
@@ -20,6 +21,9 @@ from paceline.processors import (
     spellings,
 )
 from paceline.sampler import LogitsProcessor, RuleName, Sampler
+
+if TYPE_CHECKING:
+    from paceline.tokenizer import Tokenizer
 
 StopWhen = Callable[[Sequence[int], str], bool]
 """(token ids of the reply so far, its text so far) -> whether it ends here."""
@@ -33,6 +37,7 @@ class Vocabulary:
     size: int
     eos: Sequence[int] = ()
     encode: Callable[[str], list[int]] | None = None
+    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Sampling:
     no_repeat_ngram_size: no n-gram of this size comes twice, the prompt's included (0: off).
     min_new_tokens: EOS and stop_token_ids cannot come before so many tokens. Stop strings and stop_when can.
     processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
+    grammar: the form that the reply must have (`Grammar`). Where only EOS is left, it comes before min_new_tokens too.
 
     Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
     reaches p (1: all). min_p: keep tokens at least min_p times as likely as the likeliest (0: all). typical_p: keep the
@@ -75,6 +81,7 @@ class Sampling:
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
     processors: Sequence[LogitsProcessor] = ()
+    grammar: Grammar | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -100,6 +107,12 @@ class Sampling:
             raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidOption(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidOption(
+                f"grammar={self.grammar!r} is no grammar", "Give Grammar.json_schema(...), for instance"
+            )
+        if self.grammar and self.ignore_eos:
+            raise InvalidOption("a grammar ends with EOS, which ignore_eos would ignore", "Leave out one of them")
         for name, value in (
             ("stop", _strings(self.stop)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
@@ -147,9 +160,19 @@ class Sampling:
             (self.logit_bias, lambda: LogitBias(self.logit_bias)),
             (words, lambda: BadWords(words)),
             (self.no_repeat_ngram_size, lambda: NoRepeatNGram(self.no_repeat_ngram_size)),
-            (self.min_new_tokens and ends, lambda: MinNewTokens(self.min_new_tokens, ends)),
+            (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
         ]
-        return (*(make() for wanted, make in own if wanted), *self.processors)
+        # The grammar has the last word: nothing may allow again what it forbids.
+        last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
+        return (*(make() for wanted, make in own if wanted), *self.processors, *last)
+
+    def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
+        if vocabulary is None or vocabulary.tokenizer is None:
+            raise InvalidOption("there is a grammar and no tokenizer", "Generate with an LLM, which has one")
+        tokenizer = vocabulary.tokenizer
+        # A stop token that is text may stand inside the grammar's text.
+        over = {*vocabulary.eos, *(token for token in self.stop_token_ids if token not in tokenizer.surfaces)}
+        return grammar.matcher(tokenizer, vocabulary.size, over, self.min_new_tokens, ends)
 
     def _sequences(self, vocabulary: Vocabulary | None) -> set[tuple[int, ...]]:
         """Bad words as token ids."""

@@ -58,3 +58,24 @@ def _behind_another(backend: tokenizers.Tokenizer, words: Mapping[int, str]) -> 
     start = len(backend.decode(before))
     pairs = backend.decode_batch([[*before, i] for i in words], skip_special_tokens=False)
     return {i: text[start:].encode(errors="replace") for i, text in zip(words, pairs, strict=True)}
+
+
+class Speller:
+    """Writes bytes with the tokens of a vocabulary, the longest that fits first."""
+
+    def __init__(self, ids: dict[bytes, int]) -> None:
+        """`ids`: what each token adds to a text -> its id."""
+        self._ids = ids
+        self._longest = max(map(len, ids), default=0)
+
+    def spell(self, said: bytes) -> list[int]:
+        """Token ids that say `said`, up to the first byte that no token says."""
+        tokens: list[int] = []
+        while said:
+            sizes = range(min(len(said), self._longest), 0, -1)
+            size = next((n for n in sizes if said[:n] in self._ids), 0)
+            if not size:
+                break
+            tokens.append(self._ids[said[:size]])
+            said = said[size:]
+        return tokens

@@ -15,6 +15,8 @@ from paceline.models.files import read_json
 if TYPE_CHECKING:
     import tokenizers
 
+    from paceline.surfaces import Speller
+
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -125,6 +127,26 @@ class Tokenizer:
             raise InvalidPrompt(
                 "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
             ) from error
+
+    def spell(self, text: str) -> list[int]:
+        """Token ids that add exactly this to a text that has begun: cut as `encode` cuts it where that can be.
+
+        Never a special token, whatever the text spells. It ends where no token has the next byte.
+        """
+        said = text.encode(errors="replace")
+        line = self.encode("\n", special=False)
+        # What a tokenizer puts before a text (a space, say) does not belong here; a line break in front keeps it away.
+        after = self.encode("\n" + text, special=False)
+        for ids in (self.encode(text, special=False), after[len(line) :]):
+            if b"".join(self.surfaces.get(i, b"\xff") for i in ids) == said:
+                return ids
+        return self._speller.spell(said)
+
+    @cached_property
+    def _speller(self) -> Speller:
+        from paceline.surfaces import Speller
+
+        return Speller({said: i for i, said in reversed(self.surfaces.items())})
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text; bytes that are no UTF-8 become U+FFFD. Raises `InvalidPrompt` for ids that are no ids."""

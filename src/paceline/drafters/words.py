@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from paceline.models.loader import Loaded
+from paceline.surfaces import Speller
 
 SAMPLE = """The quick answer, she said, isn't always the best one: in 1987 about 40% of all readers (some 12,500 people)
 had never heard of it. "Why not?" I don't know; perhaps nobody told them.
@@ -20,27 +21,6 @@ def mean(values):
 El tiempo pasa rápidamente cuando uno lee. Die Straße führt über den Fluss. Les élèves étaient déjà là.
 """
 """Text of several kinds, to see which tokens a tokenizer really uses."""
-
-
-class Speller:
-    """Writes bytes with the tokens of a vocabulary, the longest that fits first."""
-
-    def __init__(self, ids: dict[bytes, int]) -> None:
-        """`ids`: what each token adds to a text -> its id."""
-        self._ids = ids
-        self._longest = max(map(len, ids), default=0)
-
-    def spell(self, said: bytes) -> list[int]:
-        """Token ids that say `said`, up to the first byte that no token says."""
-        tokens: list[int] = []
-        while said:
-            sizes = range(min(len(said), self._longest), 0, -1)
-            size = next((n for n in sizes if said[:n] in self._ids), 0)
-            if not size:
-                break
-            tokens.append(self._ids[said[:size]])
-            said = said[size:]
-        return tokens
 
 
 class Words:
