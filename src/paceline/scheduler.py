@@ -74,6 +74,8 @@ class Scheduler:
         self.entering: Task | None = None
         # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
         self.running: list[Task] = []
+        self._most = width
+        """Seats at this moment: fewer than there are after memory ran out, until somebody leaves."""
         self._prefilled: dict[Hashable, Request] = {}
         """Per group the latest request, which others can begin like as long as it has a slot."""
 
@@ -127,6 +129,7 @@ class Scheduler:
         task.done = True
 
     def _unseat(self, task: Task) -> None:
+        self._most = self._width
         if task is self.entering:
             self.entering = None
         elif task in self.running:
@@ -160,7 +163,7 @@ class Scheduler:
     def _next(self) -> Task | None:
         """The next that waits, if there is room for it."""
         count = len(self.running) + 1
-        if not self.waiting or count > self._width:
+        if not self.waiting or count > self._most:
             return None
         task = self.waiting[0]
         longest = max(_AHEAD + task.length, *(_AHEAD + running.length for running in self.running), 0)
@@ -208,6 +211,7 @@ class Scheduler:
         if task.request:
             self._engine.suspend(task.request)
         self.waiting.appendleft(task)
+        self._most = len(self.seated)
         return True
 
     # Rounds
