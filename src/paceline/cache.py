@@ -209,9 +209,8 @@ class SlabCache:
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
-        count = rows.tokens.shape[1] - rows.padding
-        slots = zip(rows.parents, rows.lengths, rows.starts, strict=True)
-        layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start in slots]
+        slots = zip(rows.parents, rows.lengths, rows.starts, rows.counts, strict=True)
+        layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start, count in slots]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
         self._reach(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places.index(slot) for slot in rows.slots]
