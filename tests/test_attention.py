@@ -47,8 +47,8 @@ class Witness:
             q, k, v = (self.draw(b, t, heads) for heads in (HEADS, KV, KV))
             mixed = attention.attend(layer, q, k, v)
             for line, slot in enumerate(rows.slots):
-                assert not mixed[line, t - rows.padding :].any()
-                for row in range(t - rows.padding) if t < 32 else range(5, t, 40):
+                real = rows.counts[line]
+                for row in range(real) if real < 32 else range(5, real, 40):
                     expected = self.expected(how, slot, layer, rows.parents[line], row, q[line], k[line], v[line])
                     torch.testing.assert_close(mixed[line, row], expected, rtol=0, atol=1e-9)
                 kept = [0, *paths[line]]

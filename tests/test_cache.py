@@ -98,6 +98,18 @@ def test_a_released_slot_is_used_again_and_starts_empty() -> None:
     assert cache.acquire() != slot
 
 
+def test_room_that_no_text_has_reached_costs_nothing() -> None:
+    """Pages of 4 KiB, or 2 MiB where the system gives large ones; zeros would be written to all 512 MiB."""
+    resource = pytest.importorskip("resource")
+    cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cache.first = 2**14  # type: ignore[misc]
+    slot = cache.acquire()
+    assert cache.nbytes == 2**29
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
+    assert not any(x[:, slot, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
+
+
 def test_no_memory_is_a_typed_error() -> None:
     cache = SlabCache([LayerAttention(1.0)] * 2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):

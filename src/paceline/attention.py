@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layout import Layout, depths
+from paceline.layout import Layout
 from paceline.types import Rows
 
 BLOCK = 512
@@ -48,10 +48,10 @@ class Plan:
     ) -> None:
         """`places`: where in the slabs [layers, places, kv_heads, capacity, D] the pass's slots lie."""
         self.slabs, self.window, self.places, self.rows, self.layouts = slabs, window, places, rows, layouts
-        self.count = rows.tokens.shape[1] - rows.padding
+        self.count = max(rows.counts)
         _, _, kv, capacity, _ = slabs[0].shape
         firsts = [place * kv * capacity for place in places]
-        self.stores = _stores(self.count, rows, layouts, firsts, capacity)
+        self.stores = _stores(rows, layouts, firsts, capacity)
         ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
         self.reach = min(max(ends), capacity)
         # Before the shortest slot's tail every row sees every column, as long as no window has moved on.
@@ -65,7 +65,7 @@ class Plan:
         if self._moved and self.window:
             mask = _window_mask(self.count, rows, self.layouts, self.window, keys.shape[3], self.reach)
         else:
-            mask = _mask(rows, self.layouts, self.seen, self.reach)
+            mask = _mask(self.count, rows, self.layouts, self.seen, self.reach)
         return mask.to(keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
 
     @cached_property
@@ -79,8 +79,10 @@ class Plan:
             (torch.tensor(lines, dtype=torch.long, device=device)[:, None] + heads).flatten()
             for lines in (x.columns, x.copied, x.copies)
         )
-        plain = x.sources == list(range(len(self.places) * self.count))
-        sources = None if plain else torch.tensor(x.sources, dtype=torch.long, device=device)
+        lines = self.rows.lines
+        wanted = [lines[row] for row in x.sources]
+        plain = wanted == list(range(self.rows.tokens.numel()))
+        sources = None if plain else torch.tensor(wanted, dtype=torch.long, device=device)
         return _Lines(columns, sources, copied, copies, [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs])
 
     @cached_property
@@ -91,7 +93,6 @@ class Plan:
         """k and v [B, T, kv_heads, D]."""
         lines = self._lines
         for flat, x in zip(lines.flat, (k, v), strict=True):
-            x = x[:, : self.count]
             if lines.sources is not None:
                 x = x.flatten(0, 1)[lines.sources]
             if len(lines.copied):
@@ -223,8 +224,8 @@ class _Gathered(Sequence[Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """What a pass writes, as lines of the flat slab (of the first key head): `columns` get the rows `sources` (of all
-    B * T), `copies` what earlier passes left at `copied`."""
+    """What a pass writes, as lines of the flat slab (of the first key head): `columns` get the rows `sources` (of the
+    real ones), `copies` what earlier passes left at `copied`."""
 
     columns: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -232,45 +233,45 @@ class _Stores:
     copied: list[int] = field(default_factory=list)
 
 
-def _stores(count: int, rows: Rows, layouts: Sequence[Layout], firsts: Sequence[int], capacity: int) -> _Stores:
+def _stores(rows: Rows, layouts: Sequence[Layout], firsts: Sequence[int], capacity: int) -> _Stores:
     """`firsts`: the flat line where each slot's place begins."""
     stores = _Stores()
-    slots = zip(rows.lengths, rows.starts, layouts, firsts, strict=True)
-    for line, (length, start, x, first) in enumerate(slots):
+    before = 0  # the real rows of the slots before
+    for length, start, count, x, first in zip(rows.lengths, rows.starts, rows.counts, layouts, firsts, strict=True):
         at = [first + (length + column) % capacity for column in range(len(x.sources))]
         for column in x.fresh:
             row = x.sources[column]
             if row >= start:
                 stores.columns.append(at[column])
-                stores.sources.append(line * count + row - start)
+                stores.sources.append(before + row - start)
             else:
                 stores.copies.append(at[column])
                 stores.copied.append(at[x.home[row]])
+        before += count
     return stores
 
 
-def _mask(rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
-    """[B, T, reach - first] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
-    mask = torch.zeros(len(layouts), layouts[0].visible.shape[0], reach - first)
+def _mask(count: int, rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
+    """[B, count, reach - first] to add to the scores: 0 for the prefix and the visible columns, -inf elsewhere."""
+    mask = torch.zeros(len(layouts), count, reach - first)
     for line, x, length in zip(mask, layouts, rows.lengths, strict=True):
         tail = line[:, length - first :]
-        tail.fill_(-torch.inf)
-        tail[:, : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
+        tail[:, 1:] = -torch.inf  # rows that only fill up see the first one
+        tail[: len(x.visible)] = -torch.inf
+        tail[: len(x.visible), : x.visible.shape[1]].masked_fill_(x.visible, 0.0)
     return mask
 
 
 def _window_mask(count: int, rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
-    """The same [B, T, reach] for a window that has moved on, over a ring that may have wrapped."""
-    masks = []
-    for length, parents, start, x in zip(rows.lengths, rows.parents, rows.starts, layouts, strict=True):
-        deep = torch.tensor(depths(parents[: start + count]))
-        here = length + deep[start:, None]
+    """The same [B, count, reach] for a window that has moved on, over a ring that may have wrapped."""
+    mask = torch.zeros(len(layouts), count, reach)
+    for line, length, x in zip(mask, rows.lengths, layouts, strict=True):
+        here = length + x.deep[:, None]
         # The position that each column holds of the prefix: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > here - window)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        there = length + deep[list(x.sources)]
-        visible[:, tail] = x.visible & (there > here - window)
-        masks.append(torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf))
-    return torch.stack(masks)
+        visible[:, tail] = x.visible & (length + x.below > here - window)
+        line[: len(visible)].masked_fill_(~visible, -torch.inf)
+    return mask

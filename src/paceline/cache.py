@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ class Slab:
         held, used = min(held, places), min(used, before)
         try:
             # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
-            new = tuple(x.new_zeros(layers, places, kv_heads, capacity, head_dim) for x in old)
+            new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -91,6 +93,21 @@ class Slab:
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
         for slab in self.tensors:
             slab[:, place, :, there] = slab[:, place, :, here]
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of a CPU's memory only what is written is ever touched: a cache has room for more slots and longer texts than it
+    holds, and to fill all of it with zeros takes longer than many passes."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    room = np.zeros(size + _LINE, np.uint8)
+    first = -room.ctypes.data % _LINE
+    return torch.from_numpy(room[first : first + size]).view(like.dtype).view(shape)
+
+
+_LINE = 64
+"""Bytes of a cache line: vectors that cross one are read twice."""
 
 
 class SlabCache:
@@ -215,9 +232,8 @@ class SlabCache:
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
-        count = rows.tokens.shape[1] - rows.padding
-        slots = zip(rows.parents, rows.lengths, rows.starts, strict=True)
-        layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start in slots]
+        slots = zip(rows.parents, rows.lengths, rows.starts, rows.counts, strict=True)
+        layouts = [layout(parents[: start + count], n % 2, start) for parents, n, start, count in slots]
         self._home.update((slot, x.home) for slot, x in zip(rows.slots, layouts, strict=True))
         self._reach(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places.index(slot) for slot in rows.slots]

@@ -26,13 +26,16 @@ class Layout:
     """C columns after the committed prefix.
 
     `sources[c]`: the row whose keys and values column c holds. `home[r]`: the column where row r itself lies.
-    `visible`: bool [T, C], the columns that each row of the pass attends to. `fresh`: the columns that the pass writes,
-    all but those that hold the same already.
+    `visible`: bool [T, C], the columns that each row of the pass attends to. `deep` and `below`, int32 [T] and [C]: how
+    far beyond the prefix these rows, and those in the columns, stand. `fresh`: the columns that the pass writes, all
+    but those that hold the same already.
     """
 
     sources: tuple[int, ...]
     home: tuple[int, ...]
     visible: Tensor
+    deep: Tensor
+    below: Tensor
     fresh: tuple[int, ...]
 
     def mutual(self) -> Layout:
@@ -52,16 +55,21 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
         return laid
     held = _laid(parents[:start], length % 2, start).sources
     fresh = [c for c, row in enumerate(laid.sources) if c >= len(held) or held[c] != row]
-    return replace(laid, visible=laid.visible[start:], fresh=tuple(fresh))
+    return replace(laid, visible=laid.visible[start:], deep=laid.deep[start:], fresh=tuple(fresh))
 
 
 def _laid(parents: tuple[int, ...], parity: int, start: int) -> Layout:
     """All rows, those of earlier passes too."""
     rows = tuple(range(len(parents)))
     if parents[1:] == rows[:-1]:
-        return Layout(rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_(), rows)
+        sources, home, visible = rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_()
     # What is verified has one root. Where earlier passes fed several, the tree only drafts, and lies as it comes.
-    return Layout(rows, rows, ancestors(parents), rows) if NONE in parents[1:start] else _paired(parents, parity)
+    elif NONE in parents[1:start]:
+        sources, home, visible = rows, rows, ancestors(parents)
+    else:
+        sources, home, visible = _paired(parents, parity)
+    deep = torch.tensor(depths(parents), dtype=torch.int32)
+    return Layout(sources, home, visible, deep, deep[list(sources)], tuple(range(len(sources))))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -81,8 +89,9 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
     return visible
 
 
-def _paired(parents: tuple[int, ...], parity: int) -> Layout:
-    """Rows in order, each beside its parent if it is the second of a pair and that place is free."""
+def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """`sources`, `home` and `visible`: rows in order, each beside its parent if it is the second of a pair and that
+    place is free."""
     sources: list[int] = []
     paths: list[list[int]] = []
     beside: dict[int, int] = {}
@@ -115,4 +124,4 @@ def _paired(parents: tuple[int, ...], parity: int) -> Layout:
     visible = torch.zeros(len(parents), len(sources), dtype=torch.bool)
     for line, path in zip(visible, paths, strict=True):
         line[path] = True
-    return Layout(tuple(sources), tuple(path[-1] for path in paths), visible, tuple(range(len(sources))))
+    return tuple(sources), tuple(path[-1] for path in paths), visible

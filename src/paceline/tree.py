@@ -137,12 +137,12 @@ def pack(
     sees the prefix and itself, and is never read.
     """
     begins = starts or [0] * len(drafts)
-    longest = max(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
-    count = max(-(-MIN_ROWS // len(drafts)), longest)
+    counts = tuple(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
+    count = max(-(-MIN_ROWS // len(drafts)), *counts)
     tokens, positions, parents = [], [], []
-    for token, draft, length, start in zip(last, drafts, lengths, begins, strict=True):
+    for token, draft, length, start, real in zip(last, drafts, lengths, begins, counts, strict=True):
         fresh = [token, *draft.tokens][start:]
-        padding = count - len(fresh)
+        padding = count - real
         tokens.append(fresh + [token] * padding)
         positions.append([length + d for d in depths(draft.parents)[start:]] + [length] * padding)
         parents.append((NONE, *draft.parents, *[NONE] * padding))
@@ -153,7 +153,7 @@ def pack(
         lengths=tuple(lengths),
         parents=tuple(parents),
         starts=tuple(begins),
-        padding=count - longest,
+        counts=counts,
         resume=None if starts else _resume(last, drafts, slots, lengths, device),
     )
 

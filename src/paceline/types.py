@@ -93,7 +93,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One pass worth of input: T rows for each of B slots.
+    """One pass worth of input: T rows for each of B slots, or fewer: then the last ones only fill up the rectangle.
 
     `tokens`, `positions`: int64 [B, T] on the target's device.
     `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
@@ -101,7 +101,8 @@ class Rows:
     A row attends to its slot's whole committed prefix, its ancestors and itself.
     `starts`: for each slot the rows of this same tree that earlier passes wrote and nothing has committed (trees grow
     level by level). Row numbers go on from there: `parents` then covers all start + T rows.
-    `padding`: so many last rows of every slot are there to fill the pass; nobody looks at what they give.
+    `counts`: how many of each slot's rows are real; nobody looks at what the others give, which may be anything and
+    need not be computed. Empty: all are.
     `prefill`: a chunk of a prompt, which is the same whatever is drafted: its bits may depend on its shape.
     `resume`: where rows do not begin at the first layer.
     """
@@ -112,9 +113,23 @@ class Rows:
     lengths: tuple[int, ...]
     parents: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
-    padding: int = 0
+    counts: tuple[int, ...] = ()
     prefill: bool = False
     resume: Resume | None = None
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            object.__setattr__(self, "counts", (self.tokens.shape[1],) * len(self.slots))
+
+    @property
+    def lines(self) -> list[int]:
+        """The real rows, slot by slot, as they are numbered among all B * T."""
+        of = self.tokens.shape[1]
+        return [
+            row
+            for first, n in zip(range(0, of * len(self.counts), of), self.counts, strict=True)
+            for row in range(first, first + n)
+        ]
 
     @property
     def end(self) -> int:
@@ -148,7 +163,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a pass gives: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H]."""
+    """What a pass gives: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H].
+
+    Of rows that only fill up (`Rows.counts`) anything; logits of all rows may end with the last real one of any slot.
+    """
 
     logits: Tensor
     taps: dict[Tap, Tensor] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     assert bushy.descend()
     assert thin.descend()
     rows = pack_level([bushy, thin], [7, 8], [10, 20], CPU)
-    assert (rows.starts, rows.padding, rows.slots, rows.lengths) == ((0, 0), 0, (7, 8), (10, 20))
+    assert (rows.starts, rows.counts, rows.slots, rows.lengths) == ((0, 0), (2, 1), (7, 8), (10, 20))
     assert rows.tokens.tolist() == [[3, 4], [5, 5]]
     assert rows.positions.tolist() == [[10, 10], [20, 20]]
     bushy.nodes.grow(1, Ranked([6], [1.0]))
@@ -144,4 +144,4 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     assert rows.positions.tolist() == [[11, 11], [21, 21]]
     assert rows.parents == ((-1, -1, 1, -1), (-1, 0, 0))
     alone = pack_level([replace(thin, row_of={ROOT: -1, 0: 0})], [8], [20], CPU)
-    assert (alone.tokens.shape[1], alone.padding) == (MIN_ROWS, MIN_ROWS - 2)
+    assert (alone.tokens.shape[1], alone.counts) == (MIN_ROWS, (2,))

@@ -213,8 +213,8 @@ def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequenc
 
     `lengths`: the committed length of each slot, where nodes of depth 1 stand.
     """
-    longest = max(len(growth.chosen) for growth in growths)
-    count = max(longest, -(-MIN_ROWS // len(growths)))
+    counts = tuple(len(growth.chosen) for growth in growths)
+    count = max(-(-MIN_ROWS // len(growths)), *counts)
     tokens, positions, parents, starts = [], [], [], []
     for growth, length in zip(growths, lengths, strict=True):
         starts.append(growth.feed())
@@ -230,5 +230,5 @@ def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequenc
         lengths=tuple(lengths),
         parents=tuple(parents),
         starts=tuple(starts),
-        padding=count - longest,
+        counts=counts,
     )

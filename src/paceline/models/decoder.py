@@ -97,13 +97,21 @@ class Decoder:
         x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
-        if isinstance(self._head, NativeLinear):
-            x = x[:, : x.shape[1] - rows.padding]  # which torch's products need to keep their bits, and kernels do not
         x = self.norm(x)
         if "final" in want.taps:
             taps["final"] = x
-        x = {"all": x, "last": x[:, -1:], "none": x[:, :0]}[want.logits]
+        if want.logits == "all" and isinstance(self._head, NativeLinear):
+            return Forward(self._logits(self._head, x, rows), taps)
+        x = {"all": x, "last": x[:, max(rows.counts) - 1, None], "none": x[:, :0]}[want.logits]
         return Forward(self.logits(x), taps)
+
+    def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
+        """Of the real rows alone. (Torch's products need the others, or a row's bits would depend on how many there
+        are; kernels do not.)"""
+        logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
+        for line, count in zip(logits, rows.counts, strict=True):
+            self._cap(line[:count])
+        return logits
 
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
         """The first layer of a pass, and what enters it [B, T, H]."""
@@ -132,7 +140,9 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.Ends`."""
-        logits = self._head.precise(x)
+        return self._cap(self._head.precise(x))
+
+    def _cap(self, logits: Tensor) -> Tensor:
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

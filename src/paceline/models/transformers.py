@@ -256,6 +256,7 @@ def _chains(rows: Rows) -> Iterator[Rows]:
             lengths=rows.lengths[i : i + 1],
             parents=(parents,),
             starts=rows.starts[i : i + 1],
+            counts=rows.counts[i : i + 1],
         )
 
 

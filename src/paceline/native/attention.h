@@ -9,10 +9,11 @@
 
 namespace paceline {
 
-// What one slot's rows see: its committed prefix, then `columns` that this pass and those before it wrote.
+// One slot's rows, `first` of the pass and those after it, and what they see: the committed prefix, then `columns` that
+// this pass and those before it wrote.
 struct Slot {
     int64_t place, length;
-    int32_t columns;
+    int32_t first, rows, columns;
     const uint8_t* visible;        // [rows, columns]
     const int32_t *depth, *below;  // of each row, and of each column's row: positions beyond `length`
 };
@@ -35,15 +36,15 @@ struct Heads {
 };
 
 struct Rotation {
-    const float *cosines, *signed_sines;  // [rows of all slots, rotated]; null where positions are not encoded
+    const float *cosines, *signed_sines;  // [lines, rotated]; null where positions are not encoded
     int32_t rotated;
 };
 
 // "Rotate half": the first dimensions of a head turn against each other.
-inline void rotate(float* head, const Rotation& turn, int row) {
+inline void rotate(float* head, const Rotation& turn, int64_t line) {
     if (!turn.cosines) return;
     const int n = turn.rotated, middle = n / 2;
-    const float *c = turn.cosines + int64_t(row) * n, *s = turn.signed_sines + int64_t(row) * n;
+    const float *c = turn.cosines + line * n, *s = turn.signed_sines + line * n;
     for (int i = 0; i < middle; i++) {
         float a = head[i], b = head[i + middle];
         head[i] = a * c[i] + b * s[i];

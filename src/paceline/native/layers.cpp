@@ -27,7 +27,8 @@ struct Layer {
 };
 
 struct Pass {
-    int32_t slots, rows, of, threads;  // rows of each slot, out of so many that the tensors have room for
+    int32_t slots, rows, room, threads;  // rows of all slots; lines of the tensors, which may be more
+    const int64_t* lines;                // where each row lies in the tensors
     const View* views;
     const Rotation* rotations;
 };
@@ -70,7 +71,7 @@ struct Scratch {
     std::vector<Own> own;
 
     void reserve(const Layer& l, const Pass& pass, int width) {
-        const int rows = pass.slots * pass.rows;
+        const int rows = pass.rows;
         const int q = l.heads.query * l.heads.size, all_heads = q + 2 * l.heads.kv * l.heads.size;
         grow(stream, rows, l.hidden), grow(entry, rows, width), grow(qkv, rows, all_heads), grow(heads, rows, all_heads);
         grow(mixed, rows, q), grow(added, rows, l.hidden), grow(inner, rows, l.ffn);
@@ -90,7 +91,7 @@ struct Scratch {
 class Part {
    public:
     Part(const Layer& layer, const Pass& pass, Scratch& scratch, const Team& team)
-        : l(layer), pass(pass), s(scratch), own(scratch.own[team.me]), team(team), rows(pass.slots * pass.rows), mine(team.share(rows)),
+        : l(layer), pass(pass), s(scratch), own(scratch.own[team.me]), team(team), rows(pass.rows), mine(team.share(rows)),
           queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size) {}
 
     // `entry` [rows, width]: what attention is made from, the normed stream where null.
@@ -152,7 +153,7 @@ class Part {
             float* x = &s.qkv[int64_t(row) * all_heads + at];
             const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
             if (head < first_value && norm) normed(x, x, norm, size, l.eps);
-            if (head < first_value) rotate(x, pass.rotations[l.rotation], row);
+            if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.lines[row]);
             for (int d = 0; d < size; d += LANES) narrow(&s.heads[int64_t(row) * all_heads + at + d], load<Floats>(x + d));
         }
         const View& view = pass.views[l.view];
@@ -175,13 +176,14 @@ class Part {
 
     void attend(int at, int end) {
         const View& view = pass.views[l.view];
-        const int of_head = pass.rows * l.heads.group();
+        const Slot* slot = view.slots;
         for (int count; at < end; at += count) {
-            const int head = at / of_head, slot = head / l.heads.kv;
-            const int64_t first = int64_t(slot) * pass.rows;
-            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - at});
-            own.attention.run(view, l.index, l.heads, view.slots[slot], head % l.heads.kv, at - head * of_head, count,
-                              &s.heads[first * all_heads], all_heads, &s.mixed[first * queries]);
+            while (at >= (slot->first + slot->rows) * l.heads.query) slot++;
+            const int of_head = slot->rows * l.heads.group(), of_slot = at - slot->first * l.heads.query;
+            const int head = of_slot / of_head;
+            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - of_slot});
+            own.attention.run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
+                              &s.heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
         }
     }
 
@@ -238,28 +240,27 @@ const char* paceline_built_for() {
 #endif
 }
 
-// x [slots, of, hidden], in place, through `count` layers. `entry` [slots, of, width]: what the first attention is made
-// from, the normed stream where null. `heard` [taps, slots, of, hidden] gets the stream after `taps[i]` layers (ascending,
-// each of 1 to count - 1). 1: out of memory.
+// The pass's rows of x [room, hidden], in place, through `count` layers. `entry` [room, width]: what the first attention
+// is made from, the normed stream where null. `heard` [taps, room, hidden] gets the stream after `taps[i]` layers
+// (ascending, each of 1 to count - 1). 1: out of memory.
 int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
                     const int32_t* taps, int tapped, bf16* heard) {
     static thread_local Scratch kept;
     Scratch& s = kept;
-    const int rows = pass->slots * pass->rows, hidden = layers->hidden;
+    const int rows = pass->rows, hidden = layers->hidden;
     try {
         for (int i = 0; i < count; i++) s.reserve(layers[i], *pass, entry ? width : 0);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    auto outside = [&](int64_t row) { return row / pass->rows * pass->of + row % pass->rows; };
     auto tell = [&](bf16* to, int row) {
         const float* from = &s.stream[int64_t(row) * hidden];
-        to += outside(row) * hidden;
+        to += pass->lines[row] * hidden;
         for (int i = 0; i < hidden; i += LANES) narrow(to + i, load<Floats>(from + i));
     };
     for (int row = 0; row < rows; row++) {
-        widen_all(&s.stream[int64_t(row) * hidden], x + outside(row) * hidden, hidden);
-        if (entry) widen_all(&s.entry[int64_t(row) * width], entry + outside(row) * width, width);
+        widen_all(&s.stream[int64_t(row) * hidden], x + pass->lines[row] * hidden, hidden);
+        if (entry) widen_all(&s.entry[int64_t(row) * width], entry + pass->lines[row] * width, width);
     }
 #pragma omp parallel num_threads(pass->threads)
     {
@@ -268,7 +269,7 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
         for (int i = 0, tap = 0; i < count; i++) {
             Part(layers[i], *pass, s, team).run(i ? nullptr : entry ? s.entry.data() : nullptr, width);
             const bool listens = tap < tapped && taps[tap] == i + 1;
-            bf16* to = listens ? heard + int64_t(tap++) * pass->slots * pass->of * hidden : i + 1 == count ? x : nullptr;
+            bf16* to = listens ? heard + int64_t(tap++) * pass->room * hidden : i + 1 == count ? x : nullptr;
             for (int row = mine.from; to && row < mine.to; row++) tell(to, row);
         }
     }
@@ -298,26 +299,28 @@ int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, fl
 }
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` where given. Of two bytes, x and y of four where they are wide.
-int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, int rows, void* y, int wide_y,
+// `lines`: where the rows lie in x, y and `residual`; null: one after the other.
+int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* lines, int rows, void* y, int wide_y,
                     const bf16* residual, [[maybe_unused]] int threads) {
     static thread_local Inputs kept;
-    static thread_local std::vector<float> line;
+    static thread_local std::vector<float> widened_row;
     Inputs& inputs = kept;
     try {
         inputs.reserve(rows, *m);
-        line.resize(std::max(line.size(), size_t(in)));
+        widened_row.resize(std::max(widened_row.size(), size_t(in)));
     } catch (const std::bad_alloc&) {
         return 1;
     }
+    auto line = [&](int row) { return lines ? lines[row] : int64_t(row); };
     for (int row = 0; row < rows; row++) {
-        const int64_t first = int64_t(row) * in;
-        if (!wide_x) widen_all(line.data(), static_cast<const bf16*>(x) + first, in);
-        inputs.set(row, *m, wide_x ? static_cast<const float*>(x) + first : line.data(), in, 0, in);
+        const int64_t first = line(row) * in;
+        if (!wide_x) widen_all(widened_row.data(), static_cast<const bf16*>(x) + first, in);
+        inputs.set(row, *m, wide_x ? static_cast<const float*>(x) + first : widened_row.data(), in, 0, in);
     }
 #pragma omp parallel num_threads(threads)
     product(team_here(), *m, inputs, rows, [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
-            const int64_t to = int64_t(row) * m->out + at + i;
+            const int64_t to = line(row) * m->out + at + i;
             const float value = residual ? v[i] + widened(residual[to]) : v[i];
             if (wide_y)
                 static_cast<float*>(y)[to] = value;

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paceline.attention import LayerAttention, Plan, SlabPass
 from paceline.errors import OutOfMemory
-from paceline.layout import Layout, depths
+from paceline.layout import Layout
 from paceline.models.layers import Dense, Layer, Part, Sandwiched
 from paceline.models.rope import Rope
 from paceline.native.build import library
@@ -41,7 +41,8 @@ class _Layer(Structure):
 
 class _Slot(Structure):
     _fields_ = (
-        *(("place", c_int64), ("length", c_int64), ("columns", c_int32)),
+        *((name, c_int64) for name in ("place", "length")),
+        *((name, c_int32) for name in ("first", "rows", "columns")),
         *((name, c_void_p) for name in ("visible", "depth", "below")),
     )
 
@@ -62,7 +63,8 @@ class _Rotation(Structure):
 
 class _Pass(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("slots", "rows", "of", "threads")),
+        *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
+        ("lines", c_void_p),
         ("views", POINTER(_View)),
         ("rotations", POINTER(_Rotation)),
     )
@@ -107,7 +109,7 @@ class NativeStack:
         inner = [tap for tap in taps if first < tap < end]
         heard = x.new_empty(len(inner), *x.shape)
         if first < end:
-            seen = _Seen(attention.plans, ropes, x.shape[1])
+            seen = _Seen(attention.plans, ropes)
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(
@@ -119,7 +121,7 @@ class NativeStack:
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), heard.data_ptr()),
             ):
-                raise OutOfMemory(f"no memory for a pass of {x.shape[0] * x.shape[1]} rows", SMALLER)
+                raise OutOfMemory(f"no memory for a pass of {seen.c.rows} rows", SMALLER)
         found: dict[Tap, Tensor] = dict(zip(inner, heard, strict=True))
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
@@ -178,52 +180,41 @@ def _after(part: Part) -> Tensor | None:
 class _Seen:
     """A pass as the kernels see it."""
 
-    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope], of: int) -> None:
-        """`of`: rows of a slot in the tensors, of which the last may only fill the pass."""
+    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope]) -> None:
         self._held: list[object] = []
-        count = plans[0].count
+        rows = plans[0].rows
         self.c = _Pass(
-            *(len(plans[0].places), count, of, torch.get_num_threads()),
+            *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
+            self._longs(rows.lines),
             (_View * len(plans))(*(self._view(plan) for plan in plans)),
-            (_Rotation * len(ropes))(*(self._rotation(rope, count) for rope in ropes)),
+            (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
         )
 
     def _view(self, plan: Plan) -> _View:
         keys, values = plan.slabs
         stores = plan.stores
-        slots = zip(plan.places, plan.rows.lengths, plan.rows.parents, plan.rows.starts, plan.layouts, strict=True)
+        counts = plan.rows.counts
+        firsts = accumulate(counts[:-1], initial=0)
+        slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
         return _View(
             *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], plan.window or 0),
             *(len(stores.columns), len(stores.copies)),
             *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
-            (_Slot * len(plan.places))(*(self._slot(*slot, plan.count) for slot in slots)),
+            (_Slot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
         )
 
-    def _slot(self, place: int, length: int, parents: tuple[int, ...], start: int, x: Layout, count: int) -> _Slot:
-        self._held += [x.visible, depth := _depth(parents, start, count), below := _below(parents, x.sources)]
-        columns = x.visible.shape[1]
-        return _Slot(place, length, columns, x.visible.data_ptr(), ctypes.addressof(depth), ctypes.addressof(below))
+    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _Slot:
+        self._held.append(x)
+        pointers = (t.data_ptr() for t in (x.visible, x.deep, x.below))
+        return _Slot(place, length, first, rows, len(x.sources), *pointers)
 
-    def _rotation(self, rope: Rope, count: int) -> _Rotation:
+    def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:
             return _Rotation(None, None, 0)
-        cos, sin = (x[:, :count].contiguous() for x in rope)
+        cos, sin = (x.contiguous() for x in rope)
         self._held += [cos, sin]
         return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
 
     def _longs(self, values: Sequence[int]) -> int:
         self._held.append(array := (c_int64 * len(values))(*values))
         return ctypes.addressof(array)
-
-
-@lru_cache(maxsize=256)
-def _depth(parents: tuple[int, ...], start: int, count: int) -> Array[c_int32]:
-    """Of the rows of a pass, positions beyond the committed prefix."""
-    return (c_int32 * count)(*depths(parents[: start + count])[start:])
-
-
-@lru_cache(maxsize=256)
-def _below(parents: tuple[int, ...], sources: tuple[int, ...]) -> Array[c_int32]:
-    """The same of the row in each column."""
-    deep = depths(parents)
-    return (c_int32 * len(sources))(*(deep[row] for row in sources))

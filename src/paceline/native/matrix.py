@@ -118,7 +118,7 @@ class NativeLinear:
         assert lib is not None
         self._run = lib.paceline_linear
         self._run.argtypes = (
-            *(POINTER(CMatrix), c_void_p, c_int32, c_int32, c_int32),
+            *(POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p, c_int32),
         )
 
@@ -130,21 +130,23 @@ class NativeLinear:
             return residual + self(x)
         return self._product(x, True, residual.contiguous())
 
-    def precise(self, x: Tensor) -> Tensor:
-        return self._product(x, False)
+    def precise(self, x: Tensor, lines: Tensor | None = None) -> Tensor:
+        """`lines`, int64: the rows of x [..., in] that count, numbered through; what others give may be anything."""
+        return self._product(x, False, lines=lines)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
-    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, lines: Tensor | None = None) -> Tensor:
         """In bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width = self.matrix.shape[1]
         check_rows(x, width)
-        rows = x.numel() // width
+        rows = x.numel() // width if lines is None else len(lines)
         y = x.new_empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
         if rows and self._run(
-            *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width, rows),
+            *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width),
+            *(None if lines is None else lines.data_ptr(), rows),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
             raise OutOfMemory(f"no memory for a product of {rows} rows", SMALLER)
