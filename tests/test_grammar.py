@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import grammar as module
+from paceline.drafters.around import Around
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.make import make_drafter
+from paceline.drafters.medusa import Medusa
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.grammar import Grammar, Matcher
 from paceline.llm import LLM
+from paceline.models.decoder import Decoder
+from paceline.models.heads import MedusaConfig
 from paceline.protocols import Ask, Drafter
 from paceline.sampler import Prefix, Sampler
 from paceline.sampling import Sampling, Vocabulary
-from paceline.testing import Oracle
+from paceline.testing import Oracle, eagle_config, eagle_tensors, medusa_tensors
 from paceline.tokenizer import Tokenizer
 from paceline.types import Draft, Tap, Tree, Verdict
 from tests.vocabularies import KINDS, byte_level, renumbered, speaker, tokenizer
@@ -167,6 +172,71 @@ def test_every_drafter_writes_the_plain_text_and_it_is_valid(
     assert free.stats.accepted == free.stats.drafted, "a forced token cannot be wrong"
     if name in ("schema", "literal", "nothing") and forced:
         assert free.stats.rounds < len(expected)
+
+
+class Watched(Around):
+    """Looks at every draft: what a drafter ranked with the sampler must be allowed along its path."""
+
+    def __init__(self, inner: Drafter, grammar: Grammar) -> None:
+        super().__init__(inner)
+        self._grammar = grammar
+        self.seen = 0
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        drafts = super().propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            reply = ask.sampler.text[ask.sampler.prompt :]
+            paths: list[list[int]] = [[]]
+            for parent, token in zip(draft.parents, draft.tokens, strict=True):
+                assert token in allowed(matcher(self._grammar), reply, paths[parent])
+                paths.append([*paths[parent], token])
+                self.seen += 1
+        return drafts
+
+
+def ranked(llm: LLM) -> list[Drafter]:
+    """Those that choose what to draft with the sampler, at the true path."""
+    target = llm.model.target
+    assert isinstance(target, Decoder)
+    eagle = eagle_config(target.config, taps=(0, "final", "final"), draft_vocab=SIZE)
+    few = eagle_config(target.config, taps=(0, "final", "final"), draft_vocab=SIZE // 2)
+    return [
+        Eagle(eagle, eagle_tensors(eagle), target),
+        Eagle(few, eagle_tensors(few), target),
+        make_drafter("model:itself", llm.model, lambda reference: llm.model),  # type: ignore[list-item]
+        make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)),  # type: ignore[list-item]
+    ]
+
+
+@pytest.mark.parametrize("draft", [Tree.chain(4), Tree(10, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["schema", "letters", "nested"])
+def test_what_is_ranked_for_a_draft_is_allowed_there(
+    plain: LLM, name: str, temperature: float, draft: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
+    expected = alone(plain, sampling, monkeypatch)
+    monkeypatch.setattr(Sampler, "forced", lambda self, most: [])
+    for drafter in ranked(plain):
+        watched = Watched(drafter, sampling.grammar or Grammar.json())
+        out = LLM(plain.model, watched, draft).generate("Hi", sampling)
+        assert out.token_ids == expected
+        assert watched.seen
+        assert out.stats.accepted or name != "schema"
+
+
+def test_medusa_heads_draft_along_a_grammar(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows know of the likeliest path alone, so some of what they draft is forbidden where it stands."""
+    target = plain.model.target
+    assert isinstance(target, Decoder)
+    config = MedusaConfig(hidden=target.config.hidden, vocab_size=SIZE, heads=3, layers=1)
+    for name in ("schema", "letters", "nested"):
+        for temperature in (0.0, 0.8):
+            sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
+            expected = alone(plain, sampling, monkeypatch)
+            for draft in (Tree.chain(3), Tree(12, 3, 3)):
+                drafter = Medusa(config, medusa_tensors(config), target)
+                assert LLM(plain.model, drafter, draft).generate("Hi", sampling).token_ids == expected
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
