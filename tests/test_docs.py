@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import Tree
 from tests.toys import toy_llm, toy_tokenizer
+from tests.vocabularies import byte_level, speaker
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -175,10 +177,21 @@ def test_the_speculation_of_session_md_writes_greedy_text_in_few_passes() -> Non
 
 
 def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)
+    code = blocks("sampling.md")[0]
     target, names = tiny_target(), {"CAPITALS": [3, 5, 9, 12]}
     exec(compile(code, "sampling.md", "exec"), names)
     sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
     plain = run(target, [1, 2, 3], sampling)[0]
     assert plain != run(target, [1, 2, 3], Sampling(max_new_tokens=40))[0]
     assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), Tree(9, 3, 3))[0] == plain
+
+
+def test_the_schema_of_sampling_md_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("paceline.load", lambda name: LLM(speaker(byte_level(), seed=3)))
+    names: dict[str, Any] = {}
+    exec(compile(blocks("sampling.md")[1], "sampling.md", "exec"), names)
+    said = json.loads(names["reply"].text)
+    assert list(said) == names["animal"]["required"]
+    assert said["natural_habitat"] in ("land", "water", "air")
+    assert names["reply"].stats.rounds < len(names["reply"].token_ids) / 2

@@ -248,3 +248,33 @@ def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: S
         if ours.q is not None and theirs.q is not None:
             torch.testing.assert_close(ours.q, theirs.q)
             assert ours.q.shape == (37,)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"typical_p": 0.6}, {"top_k": 40, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_that_are_banned_are_dropped_and_nothing_else(
+    how: dict[str, float], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of which few tokens are left gives what it gives where all are looked at."""
+    draw = torch.Generator().manual_seed(3)
+    for left in (1, 3, 30, 200):
+        open_ = torch.randperm(2000, generator=draw)[:left]
+
+        def few(prefix: Prefix, row: torch.Tensor, open_: torch.Tensor = open_) -> torch.Tensor:
+            return torch.full_like(row, -torch.inf).index_copy_(0, open_, row[open_])
+
+        rows = torch.randn(20, 2000, generator=draw, dtype=torch.float64) * 3
+        sampling = Sampling(temperature=temperature, seed=5, processors=[few], **how)  # type: ignore[arg-type]
+        sampler = sampling.sampler([1, 2, 3])
+        found = [sampler.choose(row, [i]) for i, row in enumerate(rows)]
+        ranked = sampler.rank(rows, [[i] for i in range(20)], 4)
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.sampler._SPARSE", 10**9)
+            assert [sampler.choose(row, [i]) for i, row in enumerate(rows)] == found
+            dense = sampler.rank(rows, [[i] for i in range(20)], 4)
+        for ours, theirs in zip(ranked, dense, strict=True):
+            finite = [s for s in theirs.scores if s > -torch.inf]
+            assert ours.tokens[: len(finite)] == theirs.tokens[: len(finite)]
+            assert ours.scores[: len(finite)] == pytest.approx(finite)

@@ -47,3 +47,15 @@ def test_of_two_tokens_that_say_the_same_the_byte_comes_last() -> None:
     words = tokenizer("sentencepiece")
     ids = [i for i, said in words.surfaces.items() if said == b"a"]
     assert ids == [words.vocabulary["a"], words.vocabulary["<0x61>"]]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("word piece", "letters")])
+def test_a_text_is_spelled_in_tokens_that_say_it_and_nothing_else(kind: str) -> None:
+    words = tokenizer(kind)
+    for text in ("the best", "he", " of it", "values)", "</s>", "One <s> two", "nothing, she said, is", "\n", ""):
+        ids = words.spell(text)
+        said = b"".join(words.surfaces[i] for i in ids).decode()
+        assert said == text or (text.startswith(said) and kind in ("unigram", "letters"))
+        assert words.special_ids.isdisjoint(ids)
+    if kind.startswith("byte-level") and "space" not in kind:
+        assert words.spell("the best one") == words.encode("the best one", special=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from paceline.cli.forms import parse_grammar
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -275,6 +276,28 @@ class SamplingOptions:
         bool,
         typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence tokens.", rich_help_panel=_SAMPLING),
     ] = False
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema",
+            metavar="FILE|TEXT",
+            help='The reply is JSON of this schema; \'{"type": "object"}\' is any object.',
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option("--regex", help="The reply matches this regular expression.", rich_help_panel=_SAMPLING),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            "--grammar",
+            metavar="FILE|TEXT",
+            help="The reply is of this grammar, in llguidance's dialect of Lark.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     model_sampling: Annotated[
         bool,
         typer.Option(
@@ -293,6 +316,8 @@ class SamplingOptions:
                 given[name] = given.pop(option)
         if "logit_bias" in given:
             given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
+        if forms := {name: given.pop(name) for name in ("json_schema", "regex", "grammar") if name in given}:
+            given["grammar"] = parse_grammar(**forms)
         return given
 
     def check(self, **defaults: Any) -> None:

@@ -1,0 +1,137 @@
+"""Grammars to try, what their replies must be, and rows of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.drafters.make import make_drafter
+from paceline.drafters.suffix import Suffix
+from paceline.grammar import Grammar, Matcher
+from paceline.llm import LLM
+from paceline.protocols import Drafter
+from paceline.sampler import Prefix, Sampler
+from paceline.sampling import Sampling
+from paceline.testing import Oracle
+from paceline.tokenizer import Tokenizer
+from paceline.types import Tree
+from tests.vocabularies import byte_level, renumbered, speaker
+
+WORDS = byte_level()
+SIZE = max(WORDS.vocabulary.values()) + 1
+END = WORDS.vocabulary["</s>"]
+SPACES = [token for token, said in WORDS.surfaces.items() if said.isspace()]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "full_name_of_the_person": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["alpha", "beta", "naïve ☃", 3, None]},
+        "version": {"const": "a rather long constant that leaves no choice at all"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "at": {"$ref": "#/$defs/point"},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{2}$"},
+        "either": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
+    },
+    "required": ["full_name_of_the_person", "age", "kind", "version", "tags", "at", "code", "either"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}, "y": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+NESTED = 'start: "(" start ")" | "[" start "]" | "x"'
+
+Valid = Callable[[str], object]
+
+
+def full(pattern: str) -> Valid:
+    return lambda text: re.fullmatch(pattern, text)
+
+
+def balanced(text: str) -> bool:
+    while (shorter := text.replace("(x)", "x").replace("[x]", "x")) != text:
+        text = shorter
+    return text == "x"
+
+
+GRAMMARS: dict[str, tuple[Grammar, Valid]] = {
+    "schema": (Grammar.json_schema(PERSON), lambda text: person(json.loads(text))),
+    "spaced": (Grammar.json_schema({"enum": [{"a": 1}, [True, None]]}, whitespace=True), json.loads),
+    "nothing": (Grammar.json_schema({"type": "object", "additionalProperties": False}), lambda text: text == "{}"),
+    "empty": (Grammar.regex(""), lambda text: text == ""),
+    "digits": (Grammar.regex(r"[0-9]{3}(-[0-9]{2})?"), full(r"[0-9]{3}(-[0-9]{2})?")),
+    "letters": (Grammar.regex("(é|日本|☃|naïve){2,5}"), full("(é|日本|☃|naïve){2,5}")),
+    "literal": (Grammar.regex("The quick answer isn't always the best one: about 40% of all readers."), len),
+    "nested": (Grammar.lark(NESTED), balanced),
+}
+
+
+def person(said: Any) -> bool:
+    """What `PERSON` asks for, by hand."""
+    assert list(said) == PERSON["required"]
+    assert len(said["full_name_of_the_person"]) <= 6
+    assert 0 <= said["age"] <= 99
+    assert said["kind"] in PERSON["properties"]["kind"]["enum"]  # type: ignore[index]
+    assert said["version"] == PERSON["properties"]["version"]["const"]  # type: ignore[index]
+    assert len(said["tags"]) <= 3
+    assert "x" in said["at"]
+    assert set(said["at"]) <= {"x", "y"}
+    assert re.fullmatch("[A-Z]{2}-[0-9]{2}", said["code"])
+    assert said["either"] is None or 0 <= said["either"] <= 9
+    return True
+
+
+def how(grammar: Grammar, temperature: float, **more: Any) -> Sampling:
+    return Sampling(max_new_tokens=240, temperature=temperature, seed=5, grammar=grammar, **more)
+
+
+def alone(llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The reply without any draft."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "forced", lambda self, most: [])
+        out = llm.generate("Hi", sampling)
+    assert out.stats.drafted == 0
+    return out.token_ids
+
+
+class Unruly(Oracle):
+    """An oracle whose drafts go on after the end, with whatever comes."""
+
+    def __init__(self, text: Sequence[int], accuracy: float) -> None:
+        super().__init__([*text, END, 7, 8, END, 9, END, END], accuracy, SIZE)
+
+
+def drafters(llm: LLM, reply: Sequence[int]) -> list[tuple[Drafter, Tree]]:
+    text = [*llm.encode("Hi"), *reply]
+    return [
+        (Unruly(text, 1.0), Tree.chain(7)),
+        (Unruly(text, 0.7), Tree(14, 5, 3)),
+        (Unruly(text, 0.0), Tree.chain(4)),
+        (Suffix(), Tree(9, 4, 2)),
+        (make_drafter("model:itself", llm.model, lambda reference: llm.model), Tree.chain(4)),
+        (make_drafter("model:itself", llm.model, lambda reference: llm.model), Tree(10, 4, 3)),
+        (make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)), Tree(8, 3, 2)),
+        (make_drafter("model:foreign", llm.model, lambda reference: renumbered(WORDS, seed=8)), Tree.chain(3)),
+    ]
+
+
+def matcher(grammar: Grammar, words: Tokenizer = WORDS, **more: Any) -> Matcher:
+    size = max(words.vocabulary.values()) + 1
+    return grammar.matcher(words, size, [words.vocabulary["</s>"]], **more)
+
+
+def allowed(rows: Matcher, text: Sequence[int], path: Sequence[int] = (), size: int = SIZE) -> set[int]:
+    """What may follow; the text is all reply."""
+    row = rows(Prefix(list(text), path, 0), torch.zeros(size, dtype=torch.float64))
+    return set(torch.nonzero(row == 0)[:, 0].tolist())
