@@ -1,0 +1,161 @@
+"""What a drafter saved of another text is what it would have computed of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from paceline.drafters.around import Around
+from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.medusa import Medusa
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
+from paceline.models.heads import HeadConfig
+from paceline.prefix import PrefixCache
+from paceline.protocols import Ask, Drafter
+from paceline.sampling import Sampling
+from paceline.testing import tiny_target
+from paceline.tree import CHUNK
+from paceline.types import Draft, Tree
+from tests import random_heads as heads
+from tests.cached_engine import CachedEngine, begun
+from tests.toys import toy_foreigner, toy_model
+
+TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
+FOREIGN = Words(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
+PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * CHUNK + 90)]
+TREE = Tree(8, 3, 2)
+
+
+def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
+    return lambda: kind(config, heads.head_of(config).tensors, TARGET)  # type: ignore[call-arg]
+
+
+EAGLE = head(Eagle, heads.EAGLE3)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "eagle-3": EAGLE,
+    "eagle-1": head(Eagle, heads.EAGLE),
+    "medusa": head(Medusa, heads.MEDUSA),
+    "medusa, shared": head(Medusa, heads.COMPACT),
+    "block": head(Block, heads.BLOCK),
+    "block with a window": head(Block, heads.WINDOWED),
+    "block with a window, mutual": head(Block, heads.MUTUAL),
+    "block, few tokens": head(Block, heads.REDUCED),
+    "early exit": lambda: EarlyExit(heads.EXIT, heads.head_of(heads.EXIT).tensors, TARGET, threshold=0.0),
+    "model": lambda: DraftModel(tiny_target(seed=9, vocab_size=64, context_length=1024), 64),
+    "stack": lambda: Stack([Suffix(floor=0.9), EAGLE(), NGram()]),
+    "stack that needs nothing": lambda: Stack([DraftModel(tiny_target(seed=9, vocab_size=64), 64), NGram()]),
+    "around": lambda: Around(EAGLE()),
+    "ngram": NGram,
+    "suffix": Suffix,
+}
+FOREIGNERS: dict[str, Callable[[], Drafter]] = {
+    "shared tokens": lambda: SharedTokens(FOREIGN),
+    "retold": lambda: Retold(FOREIGN),
+}
+
+
+def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: Tree) -> tuple[list[Draft], list[int]]:
+    """The drafts of the first rounds of a reply, and its text."""
+    sampling = Sampling(temperature=0.9, seed=3, rule=rule, max_new_tokens=12, ignore_eos=True)  # type: ignore[arg-type]
+    request = begun(engine, prompt, sampling)
+    assert engine.drafter is not None
+    drafts = []
+    for _ in range(3):
+        drafts += engine.drafter.propose([Ask(request.slot, tree, request.sampler, engine.cache)])
+        engine.step([request])
+    text = list(request.text)
+    engine.finish(request)
+    return drafts, text
+
+
+def same(ours: Sequence[Draft], theirs: Sequence[Draft], exact: bool) -> None:
+    assert list(ours) == list(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.q.keys() == other.q.keys()
+        for row, q in one.q.items():
+            torch.testing.assert_close(q, other.q[row], rtol=0, atol=0 if exact else 1e-9)
+
+
+@pytest.mark.parametrize("rule", ["match", "block"])
+@pytest.mark.parametrize("common", [CHUNK + 1, 2, 31, 2 * CHUNK + 60])
+@pytest.mark.parametrize("name", [*DRAFTERS, *FOREIGNERS])
+def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: int, rule: str) -> None:
+    """Whatever had been read of what was saved: a text that ended, and a prompt that nobody has drafted for."""
+    make = (DRAFTERS | FOREIGNERS)[name]
+    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+    plain, text = rounds(CachedEngine(target, make(), TREE, PrefixCache(0)), PROMPT, rule, TREE)
+    assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
+    other = [*PROMPT[:common], *((t + 1) % 37 for t in PROMPT[common:]), 5, 6, 7]
+    for drafted in (True, False):
+        engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, seamless=True))
+        if drafted:
+            rounds(engine, other, rule, TREE)
+        else:
+            request = begun(engine, other, Sampling())
+            engine.finish(request)
+        drafts, ours = rounds(engine, PROMPT, rule, TREE)
+        assert engine.cached == [0, common - 1]
+        # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
+        same(drafts, plain, exact=common == CHUNK + 1 and name in DRAFTERS)
+        assert ours == text
+
+
+@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
+def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = (DRAFTERS | FOREIGNERS)[name]()
+    assert isinstance(drafter, DraftModel)
+    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+    read: list[int] = []
+    honest = drafter._model.forward
+
+    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        read.append(rows.tokens.numel() - rows.padding)
+        return honest(rows, cache, want)
+
+    monkeypatch.setattr(drafter._model, "forward", forward)
+    engine = CachedEngine(target, drafter, TREE, PrefixCache(1 << 30, seamless=True))
+    rounds(engine, PROMPT, "match", TREE)
+    first, read[:] = sum(read), []
+    rounds(engine, [*PROMPT, 1, 2, 3], "match", TREE)
+    assert first > len(PROMPT) > 10 * sum(read)
+
+
+def test_one_token_too_many_is_noticed() -> None:
+    """EAGLE has read the token after each state: where that differs, its row is another."""
+    sampling = Sampling(temperature=0.9, seed=3, rule="block")
+    target, drafts = TARGET, []
+    for more in (0, 1):
+        engine = CachedEngine(target, EAGLE(), TREE, PrefixCache(1 << 30, seamless=True))
+        assert engine.drafter is not None
+        saved = begun(engine, [*PROMPT[:40], 9, 9, 9], sampling)
+        prompt = [*PROMPT[:40], 5, 6, 7]
+        request = engine.start(sampling.sampler(prompt), saved.stream, saved.stats)
+        states = engine.drafter.save(saved.slot)
+        assert engine.cache.load(request.slot, engine.cache.save(saved.slot), 39 + more) == 39 + more
+        engine.drafter.propose([Ask(saved.slot, TREE, saved.sampler, engine.cache)])
+        states = engine.drafter.save(saved.slot)
+        engine.drafter.load(request.slot, states, 39 + more)
+        engine.prefill(request)
+        drafts += engine.drafter.propose([Ask(request.slot, TREE, request.sampler, engine.cache)])
+    assert not torch.allclose(drafts[0].q[0], drafts[1].q[0])
+
+
+def test_of_a_window_that_has_moved_on_only_the_end_is_left() -> None:
+    config = heads.WINDOWED
+    drafter = Block(config, heads.head_of(config).tensors, TARGET)
+    engine = CachedEngine(TARGET, drafter, Tree.chain(3), PrefixCache(0))
+    prompt = [i * i % 37 for i in range(900)]
+    request = begun(engine, prompt, Sampling())
+    assert drafter.save(request.slot).holds(5, 40), "the ring has room for all of it"  # type: ignore[union-attr]
+    state = drafter._slots[request.slot]
+    state.heard.take(10**6)
+    drafter._cache._tops[state.own] = 2000
