@@ -71,9 +71,7 @@ def seamless(target: Target, exact: Exact) -> bool:
     return True
 
 
-def _feed(
-    target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool
-) -> None:
+def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
     """What the slot has not of the tokens: as a prompt in chunks of these sizes in turn, or as chains in rounds."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:

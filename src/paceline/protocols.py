@@ -31,8 +31,8 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was computed of a text's first `length` tokens, in tensors of its own: other texts that begin alike can go on
-    from it (`prefix.py`). Those who keep more than this derive from it."""
+    """What was computed of a text's first `length` tokens, in tensors of its own: others that begin alike can go on from
+    it (`prefix.py`). Those who keep more than this derive from it."""
 
     length: int
     tensors: tuple[Tensor, ...]

@@ -20,11 +20,11 @@ from paceline.drafters.suffix import Suffix
 from paceline.drafters.words import Words
 from paceline.models.heads import HeadConfig
 from paceline.prefix import PrefixCache
-from paceline.protocols import Ask, Drafter
+from paceline.protocols import Ask, Drafter, KVCache
 from paceline.sampling import Sampling
 from paceline.testing import tiny_target
 from paceline.tree import CHUNK
-from paceline.types import Draft, Tree
+from paceline.types import Draft, Forward, Rows, Tree, Want
 from tests import random_heads as heads
 from tests.cached_engine import CachedEngine, begun
 from tests.toys import toy_foreigner, toy_model
@@ -85,8 +85,10 @@ def same(ours: Sequence[Draft], theirs: Sequence[Draft], exact: bool) -> None:
             torch.testing.assert_close(q, other.q[row], rtol=0, atol=0 if exact else 1e-9)
 
 
-@pytest.mark.parametrize("rule", ["match", "block"])
-@pytest.mark.parametrize("common", [CHUNK + 1, 2, 31, 2 * CHUNK + 60])
+@pytest.mark.parametrize(
+    ("common", "rule"),
+    [(CHUNK + 1, "match"), (CHUNK + 1, "block"), (2, "block"), (31, "match"), (2 * CHUNK + 60, "block")],
+)
 @pytest.mark.parametrize("name", [*DRAFTERS, *FOREIGNERS])
 def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: int, rule: str) -> None:
     """Whatever had been read of what was saved: a text that ended, and a prompt that nobody has drafted for."""
@@ -129,33 +131,66 @@ def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypat
     assert first > len(PROMPT) > 10 * sum(read)
 
 
-def test_one_token_too_many_is_noticed() -> None:
-    """EAGLE has read the token after each state: where that differs, its row is another."""
+@pytest.mark.parametrize("more", [0, 1])
+def test_one_token_too_many_is_noticed(more: int) -> None:
+    """EAGLE has read the token after each state: where that one differs, the row does too."""
+    prompt, other = [*PROMPT[:40], 5, 6, 7], [*PROMPT[:40], 9, 9, 9]
+    engine = CachedEngine(TARGET, EAGLE(), TREE, PrefixCache(0))
     sampling = Sampling(temperature=0.9, seed=3, rule="block")
-    target, drafts = TARGET, []
-    for more in (0, 1):
-        engine = CachedEngine(target, EAGLE(), TREE, PrefixCache(1 << 30, seamless=True))
-        assert engine.drafter is not None
-        saved = begun(engine, [*PROMPT[:40], 9, 9, 9], sampling)
-        prompt = [*PROMPT[:40], 5, 6, 7]
-        request = engine.start(sampling.sampler(prompt), saved.stream, saved.stats)
-        states = engine.drafter.save(saved.slot)
-        assert engine.cache.load(request.slot, engine.cache.save(saved.slot), 39 + more) == 39 + more
-        engine.drafter.propose([Ask(saved.slot, TREE, saved.sampler, engine.cache)])
-        states = engine.drafter.save(saved.slot)
-        engine.drafter.load(request.slot, states, 39 + more)
-        engine.prefill(request)
-        drafts += engine.drafter.propose([Ask(request.slot, TREE, request.sampler, engine.cache)])
-    assert not torch.allclose(drafts[0].q[0], drafts[1].q[0])
+    first = begun(engine, other, sampling)
+    plain = begun(engine, prompt, sampling)
+    request = engine.start(sampling.sampler(prompt), plain.stream, plain.stats)
+    assert engine.drafter is not None
+    engine.drafter.propose([Ask(first.slot, TREE, first.sampler)])
+    # The target's own 40 tokens are the same; the head's row 39 was made with token 40.
+    engine.cache.load(request.slot, engine.cache.save(first.slot), 39 + more)
+    engine.drafter.load(request.slot, engine.drafter.save(first.slot), 39 + more)
+    engine.prefill(request)
+    asks = [Ask(one.slot, TREE, one.sampler) for one in (plain, request)]
+    ours, theirs = (engine.drafter.propose([ask])[0] for ask in asks)
+    assert torch.allclose(ours.q[0], theirs.q[0], rtol=0, atol=1e-9) == (more == 0)
 
 
-def test_of_a_window_that_has_moved_on_only_the_end_is_left() -> None:
-    config = heads.WINDOWED
-    drafter = Block(config, heads.head_of(config).tensors, TARGET)
-    engine = CachedEngine(TARGET, drafter, Tree.chain(3), PrefixCache(0))
-    prompt = [i * i % 37 for i in range(900)]
+def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
+    target = tiny_target(layers=8, vocab_size=64, context_length=2048)
+    drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
+    engine = CachedEngine(target, drafter, Tree.chain(3), PrefixCache(1 << 30, seamless=True))
+    prompt = [i * i % 37 for i in range(1500)]
     request = begun(engine, prompt, Sampling())
-    assert drafter.save(request.slot).holds(5, 40), "the ring has room for all of it"  # type: ignore[union-attr]
-    state = drafter._slots[request.slot]
-    state.heard.take(10**6)
-    drafter._cache._tops[state.own] = 2000
+    drafter.propose([Ask(request.slot, Tree.chain(3), request.sampler)])
+    saved = drafter.save(request.slot)
+    assert saved is not None
+    assert saved.length == 1499
+    assert [saved.holds(length, 40) for length in (5, 400, 1490)] == [False, False, True]
+    engine.finish(request)
+    for prefix in (400, 1490):
+        engine.finish(begun(engine, [*prompt[:prefix], 3, 4, 5], Sampling()))
+    assert engine.cached == [0, 0, 1489]
+    engine.drafter = None
+    engine.finish(begun(engine, [*prompt[:400], 5, 4, 3], Sampling()))
+    assert engine.cached[-1] == 399, "another drafter may use it, and what the short prompt left"
+
+
+def test_nothing_is_saved_of_a_text_that_was_not_heard() -> None:
+    for drafter in (EAGLE(), Stack([NGram(), EAGLE()])):
+        drafter.admit(0, [1, 2, 3])
+        assert drafter.needs_past
+        assert drafter.save(0) is None
+    for drafter in (NGram(), DRAFTERS["medusa"]()):
+        drafter.admit(0, [1, 2, 3])
+        assert not drafter.needs_past
+        assert drafter.save(0) is None
+
+
+def test_what_is_saved_is_a_copy() -> None:
+    drafter = DRAFTERS["stack"]()
+    engine = CachedEngine(TARGET, drafter, TREE, PrefixCache(0))
+    request = begun(engine, PROMPT[:50], Sampling())
+    for _ in range(2):
+        saved = drafter.save(request.slot)
+        assert saved is not None
+        before = [x.clone() for x in saved.tensors]
+        assert saved.nbytes == sum(x.nbytes for x in before) > 0
+        engine.step([request])
+        begun(engine, PROMPT[50:90], Sampling())
+        assert all(map(torch.equal, saved.tensors, before))
