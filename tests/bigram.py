@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.protocols import KVCache, Pass
+from paceline.protocols import KVCache, Pass, Saved
 from paceline.types import Forward, Rows, Tree, Want
 
 
@@ -40,6 +40,13 @@ class Lengths:
         self.lengths.append(self.lengths[slot])
         self.prompts.append(self.prompts[slot])
         return len(self.lengths) - 1
+
+    def save(self, slot: int) -> Saved:
+        return Saved(self.lengths[slot], ())
+
+    def load(self, slot: int, saved: Saved, length: int) -> int:
+        self.lengths[slot] = length
+        return length
 
     def release(self, slot: int) -> None:
         self.lengths[slot] = 0

@@ -12,6 +12,7 @@ from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
 from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Want
+from tests.test_attention import Witness
 from tests.test_tree import drafts, path_to
 
 CPU = torch.device("cpu")
@@ -108,6 +109,58 @@ def test_room_that_no_text_has_reached_costs_nothing() -> None:
     assert cache.nbytes == 2**29
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
     assert not any(x[:, slot, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
+
+
+@pytest.mark.parametrize("length", [3, 700, 1030, 1700])
+@pytest.mark.parametrize("back", [0, 1, 150, 600])
+def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> None:
+    """By layers that see all, 20 and 700 positions, whose rings (1024 and 1536) have wrapped or not, and wrap later."""
+    witness = Witness()
+    cache, slot = witness.cache, witness.acquire()
+    grow(witness, slot, length)
+    tree = Draft((1, 2, 3), (0, 0, 1))
+    witness.feed(pack([0], [tree], [slot], [length], CPU), [[1, 3]])
+    saved, goal = cache.save(slot), max(1, cache.lengths[slot] - back)
+    other = witness.acquire()
+    history = {slot: witness.history[slot], other: witness.history[slot]}
+    # Another slot, one that is alone in a cache as new, and what had already been loaded once.
+    for _ in range(3):
+        kept = cache.load(other, saved, goal)
+        assert kept == (goal if saved.holds(goal, 0) else 0)
+        assert saved.holds(goal, 0) or back > 150, "a ring goes back by a block at least"
+        witness.history[other] = [(keys[:kept], values[:kept]) for keys, values in history[other]]
+        for draft in (tree, Draft.chain([1] * 5), tree):
+            kept = cache.lengths[other]
+            witness.feed(pack([0], [draft], [other], [kept], CPU), [[1, 2] if draft is not tree else [2]])
+        grow(witness, other, 700)
+        for used in (slot, other):
+            cache.release(used)
+        other = witness.acquire()
+        if goal <= saved.length and saved.holds(goal, 0):
+            cache.load(other, saved, goal)
+            saved = cache.save(other)
+            assert (saved.length, saved.holds(goal, 0)) == (goal, True)
+            cache.release(other)
+            other = witness.acquire()
+
+
+def grow(witness: Witness, slot: int, count: int) -> None:
+    """A slot's text, prefilled by so many more tokens."""
+    for done in range(0, count, 200):
+        chunk = [0] * min(200, count - done)
+        rows = pack_prefix(chunk, slot, witness.cache.lengths[slot], CPU)
+        witness.feed(rows, [[*range(1, len(chunk))]])
+
+
+def test_what_is_saved_is_a_copy_that_holds_no_more_than_it_needs() -> None:
+    cache, slot = fed([1, 2, 3, 4, 5])
+    saved = cache.save(slot)
+    before = [x.clone() for x in saved.tensors]
+    assert saved.nbytes == TOY.config.cache_bytes(5, 8)
+    cache.truncate(slot, 2)
+    TOY.forward(pack_prefix([7, 8, 9], slot, 2, CPU), cache, Want("none"))
+    cache.release(slot)
+    assert all(map(torch.equal, saved.tensors, before))
 
 
 def test_no_memory_is_a_typed_error() -> None:

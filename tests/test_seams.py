@@ -14,6 +14,7 @@ from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.heard import SavedStates
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -106,16 +107,23 @@ class Uniform(NGram):
         return [Draft.chain([1] * asks[0].budget.depth) for _ in asks]
 
 
+class Amnesiac(Eagle):
+    """Saves what it has heard and loads nothing."""
+
+    def load(self, slot: int, saved: SavedStates, length: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
+        (lambda: Amnesiac(eagle_config(), eagle_tensors(eagle_config()), tiny_target()), "were loaded is drafted for"),
         (Endless, "nodes"),
         (Forgetful, "changes a draft"),
         (Short, "one draft per ask"),
         (Uniform, "deeper than"),
     ],
 )
-def test_the_check_notices_drafters_that_do_not(broken: type[Drafter], said: str) -> None:
+def test_the_check_notices_drafters_that_do_not(broken: Callable[[], Drafter], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_drafter(broken)
 

@@ -11,7 +11,7 @@ import torch
 
 from paceline.protocols import KVCache
 from paceline.testing import ListCache, ToyTarget, check_target
-from paceline.testing.toy import Entry, ListPass
+from paceline.testing.toy import Entry, ListPass, SavedList
 from paceline.types import Forward, Rows, Tree, Want
 
 
@@ -64,6 +64,33 @@ class ForksRows(ListCache):
         new = super().fork(slot)
         self._kept[new] += self._fed[slot][:1]
         return new
+
+
+class SavesFromNowOn(ListCache):
+    """What is saved goes on with the slot."""
+
+    def save(self, slot: int) -> SavedList:
+        return replace(super().save(slot), entries=self._kept[slot])  # type: ignore[arg-type]
+
+    def release(self, slot: int) -> None:
+        if slot not in self._free:
+            self._kept[slot].clear()
+            self._free.append(slot)
+
+
+class LoadsTheEnd(ListCache):
+    def load(self, slot: int, saved: SavedList, length: int) -> int:
+        return super().load(slot, replace(saved, entries=saved.entries[-length:]), length)
+
+
+class LoadsAll(ListCache):
+    def load(self, slot: int, saved: SavedList, length: int) -> int:
+        return super().load(slot, saved, saved.length)
+
+
+class LoadsNothing(ListCache):
+    def load(self, slot: int, saved: SavedList, length: int) -> int:
+        return 0
 
 
 class NeverEmpty(ListCache):
@@ -232,6 +259,10 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], str] = {
     KeepsTheEnd: "after truncation to 12",
     SharesForks: "a fork that went on",
     ForksRows: "a fork of 8 tokens has 9",
+    SavesFromNowOn: "after 10 tokens were loaded",
+    LoadsTheEnd: "after 9 tokens were loaded",
+    LoadsAll: r"holds\(9\) is True, and load gives 10 tokens",
+    LoadsNothing: r"holds\(10\) is True, and load gives 0 tokens",
     NeverEmpty: "a new slot holds 11 tokens",
     ReleasesNeighbours: "a fork whose origin was released",
     SharedByAll: "a new slot holds 8 tokens",

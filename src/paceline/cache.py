@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from paceline.attention import BLOCK, LayerAttention, Plan, SlabPass
 from paceline.errors import OutOfMemory, is_out_of_memory
 from paceline.layout import layout
+from paceline.protocols import Saved
 from paceline.types import Rows, Tree
 
 
@@ -88,6 +90,24 @@ class Slab:
         """Whether row `length` would find all that it sees, in a place where `top` positions have been written."""
         return self.window is None or top <= self.capacity or length - self.window + 1 >= top - self.capacity
 
+    def first(self, top: int) -> int:
+        """The first position that is still there, where `top` have been written."""
+        return 0 if self.window is None else max(0, top - self.capacity)
+
+    def read(self, place: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """A copy of the positions from `first` to `end`: keys and values, each [layers, kv_heads, end - first, D]."""
+        columns = self._columns(first, end)
+        return tuple(slab[:, place].index_select(2, columns) for slab in self.tensors)
+
+    def write(self, place: int, first: int, end: int, tensors: Sequence[Tensor]) -> None:
+        """What `read` gave from the same `first` on, up to `end`."""
+        columns = self._columns(first, end)
+        for slab, x in zip(self.tensors, tensors, strict=True):
+            slab[:, place].index_copy_(2, columns, x[:, :, : end - first])
+
+    def _columns(self, first: int, end: int) -> Tensor:
+        return torch.arange(first, end, device=self.tensors[0].device) % max(1, self.capacity)
+
     def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Entries at positions `source` to positions `target` (disjoint columns or overlapping: all read first)."""
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
@@ -110,6 +130,34 @@ _LINE = 64
 """Bytes of a cache line: vectors that cross one are read twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedSlabs(Saved):
+    """The keys and values of a slot, two tensors [layers, kv_heads, n, D] per slab.
+
+    `top`: the positions that were written. `firsts`: for each slab the position of its first column, and `windows` what
+    a row sees. `choice`: what the model had chosen by the length of the prompt, and `choose` how.
+    """
+
+    top: int
+    firsts: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    choice: Hashable
+    choose: Callable[[int], Hashable]
+
+    def holds(self, length: int, prompt: int) -> bool:
+        """Not where a window's ring cannot go back so far, and not where positions were turned for another length."""
+        seen = zip(self.firsts, self.windows, strict=True)
+        return (
+            length <= self.length
+            and all(window is None or not first or length - window + 1 >= first for first, window in seen)
+            and self.choose(prompt) == self.choice
+        )
+
+
+def _no_choice(prompt: int) -> Hashable:
+    return None
+
+
 class SlabCache:
     """Slots over one slab per kind of attention. Only the length reached is read, whatever the capacity.
 
@@ -128,9 +176,11 @@ class SlabCache:
         limit: int,
         dtype: torch.dtype,
         device: torch.device,
+        choose: Callable[[int], Hashable] = _no_choice,
     ) -> None:
         """`layers`: how each one attends. `limit`: the context length; a slab may pass it by the rows of a draft
-        that is never committed."""
+        that is never committed. `choose`: from a prompt's length to what the model chooses by it (see `prompts`)."""
+        self._choose = choose
         self._layers = tuple(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
@@ -196,6 +246,35 @@ class SlabCache:
         for slab in self.slabs:
             slab.copy(self._places.index(slot), self._places.index(new), self._tops[slot])
         return new
+
+    @torch.inference_mode()
+    def save(self, slot: int) -> SavedSlabs:
+        """See `protocols.KVCache.save`."""
+        length, top, place = self._lengths[slot], self._tops[slot], self._places.index(slot)
+        firsts = tuple(min(slab.first(top), length) for slab in self.slabs)
+        parts = [slab.read(place, first, length) for slab, first in zip(self.slabs, firsts, strict=True)]
+        return SavedSlabs(
+            length,
+            tuple(x for part in parts for x in part),
+            top,
+            firsts,
+            tuple(slab.window for slab in self.slabs),
+            self._choose(self._prompts[slot]),
+            self._choose,
+        )
+
+    @torch.inference_mode()
+    def load(self, slot: int, saved: SavedSlabs, length: int) -> int:
+        """See `protocols.KVCache.load`."""
+        if not saved.holds(length, self._prompts[slot]):
+            return 0
+        # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
+        self._reach([slot], [saved.top if any(saved.firsts) else length])
+        pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
+        for slab, first, pair in zip(self.slabs, saved.firsts, pairs, strict=True):
+            slab.write(self._places.index(slot), first, length, pair)
+        self._lengths[slot] = length
+        return length
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from paceline.accept import RULES
 from paceline.drafting import Group, Pilot, Pilots, Speculation, learn
-from paceline.errors import memory_named
+from paceline.errors import OutOfMemory, memory_named
+from paceline.exact import exactness, seamless
+from paceline.prefix import PrefixCache
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
@@ -102,8 +104,19 @@ class Engine:
         self.target = target
         self.pilots = Pilots(drafter, draft)
         self.cache: KVCache = target.new_cache()
+        self.prefixes: PrefixCache | None = None
+        """Beginnings of texts that may come again; set by `remember`."""
         self._lock, self._deep = RLock(), 0
         self._late: list[Request] = []
+
+    @cached_property
+    def seamless(self) -> bool:
+        """Whether prompts may be cut anywhere and texts go on from each other, bit for bit (`exact.seamless`)."""
+        return seamless(self.target, exactness(self.target))
+
+    def remember(self, limit: int) -> None:
+        """From now on prompts that begin like an earlier text are fed from there. `limit`: bytes of what is kept."""
+        self.prefixes = PrefixCache(limit, self.seamless)
 
     @_alone
     def start(
@@ -154,9 +167,13 @@ class Engine:
 
     @_alone
     def feed(self, request: Request, most: int = CHUNK) -> int:
-        """The next chunk of the prompt, `most` tokens at most. Returns how many it was; 0 where nothing is left."""
+        """The next chunk of the prompt. Returns its tokens; 0 where nothing is left.
+
+        `most`: no more than so many at once, where it makes no difference how a prompt is cut.
+        """
         clock = Clock()
-        done = self.cache.lengths[request.slot]
+        done = self.cache.lengths[request.slot] or self._recall(request)
+        most = CHUNK if most < CHUNK and not self.seamless else most
         chunk = request.text[done : min(done + most, request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
@@ -165,9 +182,33 @@ class Engine:
             if request.pilot:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
                 request.pilot.drafter.feed(request.slot, chunk, taps)
+            if done + len(chunk) == request.position:
+                self._keep(request)
         clock.lap("prefill")
         _charge([request], clock)
         return len(chunk)
+
+    def _recall(self, request: Request) -> int:
+        """Begin with what is known of the prompt. Returns how many of its tokens that is."""
+        if self.prefixes is None:
+            return 0
+        pilot = request.pilot
+        hit = self.prefixes.find(request.text, pilot.name if pilot and pilot.drafter.needs_past else None)
+        if hit is None:
+            return 0
+        request.stats.cached = self.cache.load(request.slot, hit.target, hit.length)
+        if pilot and (saved := hit.drafters.get(pilot.name)):
+            pilot.drafter.load(request.slot, saved, hit.length)
+        return request.stats.cached
+
+    def _keep(self, request: Request) -> None:
+        """What was computed of a text is kept for others, as long as there is memory. What failed is not."""
+        if self.prefixes is None or request.error or request.spoilt:
+            return
+        pilot = request.pilot
+        with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
+            saved = {pilot.name: pilot.drafter.save(request.slot)} if pilot else {}
+            self.prefixes.store(request.text, request.sampler.prompt, self.cache.save(request.slot), saved)
 
     @_alone
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
@@ -206,6 +247,8 @@ class Engine:
     def _leave(self, request: Request) -> None:
         if not request.seated:
             return
+        if self.cache.lengths[request.slot] >= request.position:
+            self._keep(request)
         if request.pilot:
             request.pilot.drafter.release(request.slot)
         self.cache.release(request.slot)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+
 import torch
 from torch import Tensor
 
+from paceline.attention import BLOCK
 from paceline.protocols import KVCache, Target
 from paceline.stats import Exact
-from paceline.tree import beside, pack, pack_prefix
+from paceline.tree import CHUNK, beside, pack, pack_prefix
 from paceline.types import Draft, Tree, Want
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
@@ -37,6 +42,45 @@ def exactness(target: Target) -> Exact:
         if not torch.equal(_logits(target, cache, slot, path[0], draft)[rows], alone):
             return "rounding"
     return "bits" if torch.equal(_shared(target, cache, slot, path, before), alone) else "rounding"
+
+
+def seamless(target: Target, exact: Exact) -> bool:
+    """Whether a token leaves the same keys and values, bit for bit, in whatever pass it is fed: in a prompt's chunks,
+    however they are cut, or as a row of a round. `exact`: what `exactness` says, which rounds must keep to.
+
+    Then any text can go on from any other that begins like it (`prefix.py`). Costs a prompt a little longer than
+    `BLOCK`, since sums are cut there, and as many passes as it has other ways to feed parts of it.
+    """
+    length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
+    if exact != "bits" or length < 2 * _LONGEST:
+        return False
+    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
+    cache = target.new_cache()
+    slot = cache.acquire(length)
+    _feed(target, cache, slot, tokens, (CHUNK,), prompt=True)
+    whole, late = cache.save(slot), length - 2 * _LONGEST
+    ways = ((0, 2 * _LONGEST, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
+    for start, end, sizes, prompt in ways:
+        other, same = cache.acquire(length), cache.acquire(length)
+        if start and cache.load(other, whole, start) != start:
+            return False
+        _feed(target, cache, other, tokens[:end], sizes, prompt)
+        cache.load(same, whole, end)
+        if not all(map(torch.equal, cache.save(other).tensors, cache.save(same).tensors)):
+            return False
+    return True
+
+
+def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
+    """What the slot has not of the tokens: as a prompt in chunks of these sizes in turn, or as chains in rounds."""
+    size = cycle(sizes)
+    while rest := tokens[cache.lengths[slot] :]:
+        length, count = cache.lengths[slot], min(next(size), len(rest))
+        if not prompt:
+            count = 1 + cache.fit(slot, Tree.chain(count - 1)).nodes
+        rows = pack([rest[0]], [Draft.chain(tuple(rest[1:count]))], [slot], [length], target.device)
+        target.forward(replace(rows, prefill=prompt), cache, Want("none"))
+        cache.commit(slot, range(1, count))
 
 
 def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: int) -> Tensor:

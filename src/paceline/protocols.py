@@ -29,6 +29,23 @@ class Pass(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was computed of a text's first `length` tokens, in tensors of its own, for texts that begin alike
+    (`prefix.py`). Those who keep more than this derive from it."""
+
+    length: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.tensors)
+
+    def holds(self, length: int, prompt: int) -> bool:
+        """Whether a request whose prompt has `prompt` tokens can begin with the first `length` of them."""
+        return length <= self.length
+
+
 class KVCache(Protocol):
     """Keys and values of every slot. It owns its layout, growth and lengths.
 
@@ -78,6 +95,18 @@ class KVCache(Protocol):
 
     def fork(self, slot: int) -> int:
         """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
+        ...
+
+    def save(self, slot: int) -> Saved:
+        """A copy of all that the slot has committed. It outlives the slot, and the cache."""
+        ...
+
+    def load(self, slot: int, saved: Any, length: int) -> int:
+        """A fresh slot begins with the first `length` tokens of what a cache of the same target saved.
+
+        Returns how many it holds now: `length`, or 0 where `saved.holds` denies them (a sliding window that has moved
+        on, keys turned for texts of another length). Raises `OutOfMemory`.
+        """
         ...
 
     def release(self, slot: int) -> None:
@@ -188,6 +217,26 @@ class Drafter(ABC):
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
         """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
+
+    @property
+    def needs_past(self) -> bool:
+        """Whether a draft needs the hidden states of all the text before it: by default where there are taps.
+
+        Then a prompt may begin with what is known of another only if `load` brings those states.
+        """
+        return bool(self.taps)
+
+    def save(self, slot: int) -> Saved | None:
+        """A copy of what was computed of the slot's text so far, for texts that begin alike; None: nothing."""
+        return None
+
+    def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
+        """After `admit`: the first `length` tokens of the prompt will not be fed, since a drafter like this one has
+        `saved` them.
+
+        `saved.holds` has said yes. Token `length` is that of the saved text too, and at least one row of the prompt
+        is fed after this. The slot must then be as if it had been fed those tokens.
+        """
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

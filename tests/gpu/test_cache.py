@@ -53,6 +53,14 @@ class Pair:
             for slot, path in zip(of_cache, paths, strict=True):
                 cache.commit(slot, list(path))
 
+    @torch.inference_mode()
+    def load(self, text: int, length: int) -> int:
+        """The number of a new text that begins like another one."""
+        self.slots.append([cache.acquire() for cache in self.caches])
+        for cache, source, slot in zip(self.caches, self.slots[text], self.slots[-1], strict=True):
+            assert cache.load(slot, cache.save(source), length) == length
+        return len(self.slots) - 1
+
     def release(self, text: int) -> None:
         for cache, slot in zip(self.caches, self.slots[text], strict=True):
             cache.release(slot)
@@ -71,6 +79,18 @@ def test_rows_see_what_they_should_however_far_the_text_has_come() -> None:
     assert [slab.capacity for slab in pair.caches[1].slabs] == [
         slab._limit if slab.ring else 4096 for slab in pair.caches[1].slabs
     ]
+
+
+def test_texts_begin_like_others_around_the_wrap_of_rings() -> None:
+    rng, pair = random.Random(2), Pair()
+    for length in (5, 700, 1100, 2045):
+        text = pair.acquire(length)
+        texts = [text, pair.load(text, length), pair.load(text, length - 4)]
+        for _ in range(3):
+            drafts = [random_tree(rng, 6) for _ in texts]
+            pair.verify(texts, drafts, [some_path(rng, draft) for draft in drafts])
+        for used in texts:
+            pair.release(used)
 
 
 def test_texts_of_any_length_share_a_pass_and_leave_in_any_order() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from paceline.protocols import Ask, Drafter
+from paceline.protocols import Ask, Drafter, Saved
 from paceline.types import Draft, Tap, Verdict
 
 
@@ -21,6 +21,16 @@ class Around(Drafter):
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         self.inner.fork(slot, source, prompt)
+
+    @property
+    def needs_past(self) -> bool:
+        return self.inner.needs_past
+
+    def save(self, slot: int) -> Saved | None:
+        return self.inner.save(slot)
+
+    def load(self, slot: int, saved: Saved, length: int) -> None:
+        self.inner.load(slot, saved, length)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self.inner.feed(slot, tokens, taps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.drafters.heard import Heard
+from paceline.drafters.heard import Heard, SavedStates, save_states
 from paceline.drafters.independent import independent
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
@@ -56,6 +56,14 @@ class Block(Drafter):
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         state = self._slots[source]
         self._slots[slot] = _Slot(self._cache.fork(state.own), state.heard.copy())
+
+    def save(self, slot: int) -> SavedStates | None:
+        state = self._slots[slot]
+        return save_states(self._cache, state.own, state.heard)
+
+    def load(self, slot: int, saved: SavedStates, length: int) -> None:
+        state = self._slots[slot]
+        state.heard = saved.load(self._cache, state.own, length)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._hear(self._slots[slot], taps)

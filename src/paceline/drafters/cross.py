@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.growth import Growth
-from paceline.drafters.model import DraftModel
+from paceline.drafters.model import DraftModel, SavedText
 from paceline.drafters.transcript import Reader, Respelled, Transcript, continuation
 from paceline.drafters.words import Words
 from paceline.errors import TokenizerMismatch
@@ -62,6 +62,10 @@ class _Foreign(DraftModel, Generic[R]):
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._unread[slot] += verdict.tokens
+
+    def load(self, slot: int, saved: SavedText, length: int) -> None:
+        """As many of its own tokens as are the same, however many of the target's those are."""
+        super().load(slot, saved, saved.length)
 
     def release(self, slot: int) -> None:
         self._readers.pop(slot, None)

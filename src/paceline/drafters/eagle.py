@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.growth import Growing, Growth, pack_level
-from paceline.drafters.heard import Heard
+from paceline.drafters.heard import Heard, SavedStates, save_states
 from paceline.drafters.model import SHARED
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
@@ -64,6 +64,15 @@ class Eagle(Growing):
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         like = self._slots[source]
         self._slots[slot] = _Slot(self._cache.fork(like.own), list(prompt), like.heard.copy(), like.root)
+
+    def save(self, slot: int) -> SavedStates | None:
+        state = self._slots[slot]
+        return save_states(self._cache, state.own, state.heard)
+
+    def load(self, slot: int, saved: SavedStates, length: int) -> None:
+        """Row i is made of what the target felt at i and of token i + 1. The root's states come with the next row."""
+        state = self._slots[slot]
+        state.heard = saved.load(self._cache, state.own, length)
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)

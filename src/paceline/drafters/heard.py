@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.protocols import KVCache, Saved
 from paceline.tree import CHUNK
 from paceline.types import Tap
 
@@ -24,6 +26,10 @@ class Heard:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(self._parts)
 
     @property
     def full(self) -> bool:
@@ -53,3 +59,32 @@ class Heard:
 
     def copy(self) -> Heard:
         return Heard(self._parts)
+
+    def first(self, count: int) -> Heard:
+        """The first `count` of them. What was heard is never written to, so that both may hold the same."""
+        return Heard([torch.cat(self._parts)[:count]] if count else ())
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStates(Saved):
+    """Of a drafter with a cache of its own: what that holds, and the states that it had yet to read."""
+
+    cache: Saved
+    heard: Heard
+
+    def holds(self, length: int, prompt: int) -> bool:
+        return length <= self.length and self.cache.holds(min(length, self.cache.length), prompt)
+
+    def load(self, cache: KVCache, slot: int, length: int) -> Heard:
+        """The cache's slot begins with the first `length` tokens, or with those of them that had been read. Returns the
+        states of the others."""
+        read = cache.load(slot, self.cache, min(length, self.cache.length))
+        return self.heard.first(length - read)
+
+
+@torch.inference_mode()
+def save_states(cache: KVCache, slot: int, heard: Heard) -> SavedStates | None:
+    """None where nothing has been heard."""
+    kept, waiting = cache.save(slot), heard.first(len(heard))
+    length = kept.length + len(waiting)
+    return SavedStates(length, (*kept.tensors, *waiting.parts), kept, waiting) if length else None

@@ -49,6 +49,11 @@ class Medusa(Drafter):
         if source in self._states:
             self._states[slot] = self._states[source]
 
+    @property
+    def needs_past(self) -> bool:
+        """No: it goes by the last token's state alone, which is fed in any case."""
+        return False
+
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._hear(slot, taps, -1)
 

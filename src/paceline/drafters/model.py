@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.drafters.growth import Growing, Growth, pack_level
-from paceline.protocols import Ask, Target
+from paceline.protocols import Ask, Saved, Target
 from paceline.sampler import Ranked
 from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, Tap, Tree, Verdict, Want
@@ -26,6 +26,14 @@ class _Slot:
 
     own: int
     text: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedText(Saved):
+    """The keys and values of the first `length` of these tokens, which are the draft model's own."""
+
+    tokens: tuple[int, ...]
+    cache: Saved
 
 
 class DraftModel(Growing):
@@ -44,6 +52,19 @@ class DraftModel(Growing):
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._slots[slot].text += verdict.tokens
+
+    def save(self, slot: int) -> SavedText | None:
+        state = self._slots[slot]
+        kept = self._cache.save(state.own)
+        tokens = tuple(state.text[: kept.length])
+        return SavedText(kept.length, kept.tensors, tokens, kept) if tokens else None
+
+    def load(self, slot: int, saved: SavedText, length: int) -> None:
+        """It reads tokens and nothing else, so that its own decide how far the two texts are one."""
+        state = self._slots[slot]
+        most = max(0, min(length, len(saved.tokens), len(state.text) - 1))
+        same = next((i for i in range(most) if saved.tokens[i] != state.text[i]), most)
+        self._cache.load(state.own, saved.cache, same)
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)

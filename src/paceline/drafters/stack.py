@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter
+from paceline.protocols import Ask, Drafter, Saved
 from paceline.types import Draft, Tap, Tree, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStack(Saved):
+    """What each of the drafters saved. `needed`: those who cannot do without."""
+
+    parts: tuple[Saved | None, ...]
+    needed: tuple[Saved, ...]
+
+    def holds(self, length: int, prompt: int) -> bool:
+        return all(part.holds(length, prompt) for part in self.needed)
 
 
 class Stack(Drafter):
@@ -35,6 +46,24 @@ class Stack(Drafter):
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         for drafter in self._drafters:
             drafter.fork(slot, source, prompt)
+
+    @property
+    def needs_past(self) -> bool:
+        return any(drafter.needs_past for drafter in self._drafters)
+
+    def save(self, slot: int) -> SavedStack | None:
+        parts = tuple(drafter.save(slot) for drafter in self._drafters)
+        kept = tuple(part for part in parts if part)
+        needed = tuple(part for part, d in zip(parts, self._drafters, strict=True) if part and d.needs_past)
+        if not kept or len(needed) < sum(d.needs_past for d in self._drafters):
+            return None
+        length = min(part.length for part in needed or kept)
+        return SavedStack(length, tuple(x for part in kept for x in part.tensors), parts, needed)
+
+    def load(self, slot: int, saved: SavedStack, length: int) -> None:
+        for drafter, part in zip(self._drafters, saved.parts, strict=True):
+            if part:
+                drafter.load(slot, part, length)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         for drafter in self._drafters:

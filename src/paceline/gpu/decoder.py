@@ -79,7 +79,8 @@ class DeviceDecoder(Decoder):
 
     def new_cache(self) -> DeviceCache:
         c = self.config
-        return DeviceCache(self._attentions, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
+        sizes = c.kv_heads, c.head_dim, c.context_length
+        return DeviceCache(self._attentions, *sizes, self.dtype, self.device, self._choose)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

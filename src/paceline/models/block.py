@@ -31,7 +31,7 @@ from paceline.models.decoder import make_layer, make_norm, norm_weight
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary, rotate
+from paceline.models.rope import Rope, Rotary, by_prompt, rotate
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
@@ -71,7 +71,8 @@ class BlockNetwork:
     def new_cache(self) -> SlabCache:
         """For the host's context, whatever length the head was trained on."""
         c, host = self.config.layer, self._host
-        return SlabCache(self._how, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+        choose = by_prompt(layer.rope for layer in c.plan)
+        return SlabCache(self._how, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device, choose)
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:

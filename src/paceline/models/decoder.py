@@ -14,7 +14,7 @@ from paceline.cache import SlabCache
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
 from paceline.models.moe import Mixture
-from paceline.models.rope import Rope, Rotary
+from paceline.models.rope import Rope, Rotary, by_prompt
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.native.matrix import NativeLinear
@@ -80,9 +80,14 @@ class Decoder:
         scale = c.query_scale or c.head_dim**-0.5
         return [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
 
+    @property
+    def _choose(self) -> Callable[[int], tuple[int, ...]]:
+        return by_prompt(layer.rope for layer in self.config.plan)
+
     def new_cache(self) -> KVCache:
         c = self.config
-        return SlabCache(self._attentions, c.kv_heads, c.head_dim, c.context_length, self.dtype, self.device)
+        sizes = c.kv_heads, c.head_dim, c.context_length
+        return SlabCache(self._attentions, *sizes, self.dtype, self.device, self._choose)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

@@ -22,7 +22,7 @@ from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary
+from paceline.models.rope import Rope, Rotary, by_prompt
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
@@ -63,7 +63,8 @@ class EagleNetwork:
     def new_cache(self) -> SlabCache:
         """As long as the host's context: what a head's config says of its own is a limit of its training texts."""
         c, host = self._layer, self._host
-        return SlabCache([self._how], c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device)
+        sizes = c.kv_heads, c.head_dim, host.context_length
+        return SlabCache([self._how], *sizes, host.dtype, host.device, by_prompt([c.plan[0].rope]))
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:

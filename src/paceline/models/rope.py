@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,12 @@ def span_of(config: RopeConfig, prompt: int) -> int:
         return 0
     limit = int(dict(config.scaling)["original_max_position_embeddings"])
     return 0 if prompt <= limit else prompt if config.kind == "dynamic" else limit + 1
+
+
+def by_prompt(ropes: Iterable[RopeConfig | None]) -> Callable[[int], tuple[int, ...]]:
+    """From a prompt's length to all that these choose by it: keys of two prompts mix only where it is the same."""
+    kinds = tuple(dict.fromkeys(rope for rope in ropes if rope))
+    return lambda prompt: tuple(span_of(rope, prompt) for rope in kinds)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from paceline.protocols import Saved
 from paceline.types import Rows, Tree
 
 _FIRST = 128
@@ -41,22 +42,26 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self._window = window
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states))
-        if self.keys.shape[0] < self._window.places or self.keys.shape[2] < self._window.end:
-            self.keys, self.values = self.grown(self.keys), self.grown(self.values)
+        self.room(key_states, value_states)
         count = key_states.shape[2]
         for row, (slot, start) in enumerate(zip(self._window.slots, self._window.starts, strict=True)):
             self.keys[slot, :, start : start + count] = key_states[row]
             self.values[slot, :, start : start + count] = value_states[row]
         return self._seen(self.keys), self._seen(self.values)
 
+    def room(self, keys: Tensor, values: Tensor) -> None:
+        """For the slots that exist, up to the window's end. Keys and values: of the sizes that are to come."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (keys, values))
+        if self.keys.shape[0] < self._window.places or self.keys.shape[2] < self._window.end:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+
     def get_seq_length(self) -> int:
         """What models see that place their rows by the cache's length: they are run one slot at a time."""
         return max(self._window.starts, default=0)
 
-    def grown(self, old: Tensor) -> Tensor:
+    def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_FIRST, 2 * capacity, self._window.end)
         # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
@@ -111,12 +116,35 @@ class SlotCache:
         new, length = self.acquire(self.prompts[slot]), self._lengths[slot]
         self._window.places = len(self._lengths)
         for layer in self._layers():
-            if layer.keys.shape[0] <= new:
-                layer.keys, layer.values = layer.grown(layer.keys), layer.grown(layer.values)
+            layer.room(layer.keys, layer.values)
             for side in (layer.keys, layer.values):
                 side[new, :, :length] = side[slot, :, :length]
         self._lengths[new] = length
         return new
+
+    @torch.inference_mode()
+    def save(self, slot: int) -> Saved:
+        """See `protocols.KVCache.save`. Every layer keeps all positions, and none turns them by the prompt's length (a
+        context ends where its model would), so that any beginning can be loaded."""
+        length = self._lengths[slot]
+        sides = [side for layer in self._layers() for side in (layer.keys, layer.values)]
+        return Saved(length, tuple(side[slot, :, :length].clone() for side in sides) if length else ())
+
+    @torch.inference_mode()
+    def load(self, slot: int, saved: Saved, length: int) -> int:
+        """See `protocols.KVCache.load`."""
+        layers = self._model_cache.layers
+        if not saved.holds(length, self.prompts[slot]):
+            return 0
+        self._window.places, self._window.end = len(self._lengths), length
+        layers += [_Layer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]
+        pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
+        for layer, (keys, values) in zip(layers, pairs, strict=True):
+            layer.room(keys[None], values[None])
+            layer.keys[slot, :, :length] = keys[:, :length]
+            layer.values[slot, :, :length] = values[:, :length]
+        self._lengths[slot] = length
+        return length
 
     def release(self, slot: int) -> None:
         if slot not in self._free:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.drafters.around import Around
 from paceline.engine import Engine, Request
-from paceline.protocols import Ask, Drafter, Target
+from paceline.protocols import Ask, Drafter, Saved, Target
 from paceline.sampler import Prefix
 from paceline.sampling import Sampling
 from paceline.stats import Stats
@@ -84,6 +84,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
     _check_company(make(), target, prompt)
     _check_forks(make(), target, prompt)
     _check_lives(make(), target, prompt)
+    _check_saved(make(), target, prompt)
 
 
 def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
@@ -112,6 +113,29 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
         engine.finish(request)
 
 
+def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+    """A prompt that begins like an earlier text is drafted for as if it had been fed whole (`prefix.py`)."""
+    engine = Engine(target, drafter, Tree.chain(4))
+    sampling = Sampling(temperature=0.9, seed=7)
+    plain = _begin(engine, sampling, prompt)
+    expected = drafter.propose([_ask(engine, plain)])
+    for length in (len(prompt) - 2, 2):
+        other = _begin(engine, sampling, [*prompt[: length + 1], *prompt[3::-1]])
+        for _ in range(2):
+            text, saved = engine.cache.save(other.slot), drafter.save(other.slot)
+            engine.step([other])
+            unknown = drafter.needs_past and (saved is None or not saved.holds(length, len(prompt)))
+            if unknown or not text.holds(length, len(prompt)):
+                continue
+            request = _begin(engine, sampling, prompt, saved=(text, saved, length))
+            assert drafter.propose([_ask(engine, request)]) == expected, (
+                f"a prompt whose first {length} tokens were loaded is drafted for in another way than one that was fed"
+            )
+            engine.finish(request)
+        engine.finish(other)
+    engine.finish(plain)
+
+
 def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
     """A processor that looks at the prefix: no token twice in a row."""
     logits[prefix.tokens[-1]] = -torch.inf
@@ -134,10 +158,21 @@ def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     engine.finish(first)
 
 
-def _begin(engine: Engine, sampling: Sampling, prompt: Sequence[int], like: Request | None = None) -> Request:
-    """A request that has been prefilled."""
+def _begin(
+    engine: Engine,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    like: Request | None = None,
+    saved: tuple[Saved, Saved | None, int] | None = None,
+) -> Request:
+    """A request that has been prefilled. `saved`: what target and drafter saved, and how much of it to load."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
     request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
+    if saved and request.pilot:
+        text, states, length = saved
+        engine.cache.load(request.slot, text, length)
+        if states:
+            request.pilot.drafter.load(request.slot, states, length)
     engine.prefill(request)
     return request
 

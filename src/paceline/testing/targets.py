@@ -163,6 +163,28 @@ def _forks(probe: Probe) -> None:
     fork.expect("a fork whose origin was released")
 
 
+def _saves(probe: Probe) -> None:
+    """What was saved of a text can be loaded as far as it says, whatever became of its slot."""
+    text = probe.text(11)
+    text.verify(text.draft(BUSHY))
+    tokens, saved = list(text.tokens), probe.cache.save(text.slot)
+    assert saved.length == text.length, f"of {text.length} tokens {saved.length} are saved"
+    text.add(3, 4)
+    probe.cache.release(text.slot)
+    probe.text(14, seed=2)
+    for cache in (probe.cache, probe.target.new_cache()):
+        for length in (saved.length, saved.length - 1, 5, 1):
+            slot = cache.acquire()
+            kept, said = cache.load(slot, saved, length), saved.holds(length, 0)
+            assert kept == (length if said else 0), f"holds({length}) is {said}, and load gives {kept} tokens"
+            assert cache.lengths[slot] == kept, f"load gives {kept} tokens, and the slot has {cache.lengths[slot]}"
+            loaded = Text(probe, cache, slot, [*tokens[:kept], 5])
+            loaded.expect(f"after {length} tokens were loaded")
+            loaded.add(*probe.tokens(3, seed=length))
+            loaded.expect(f"going on after {length} tokens were loaded")
+    assert not saved.holds(saved.length + 1, 0), "more is held than was saved"
+
+
 def _lives(probe: Probe) -> None:
     """Slots come and go in any order, none disturbs another, and a slot that was used is as new."""
     texts = [probe.text(length, seed) for seed, length in enumerate((12, 5, 8))]
@@ -277,6 +299,7 @@ CLAUSES: tuple[Callable[[Probe], None], ...] = (
     _truncation,
     _forks,
     _lives,
+    _saves,
     _caches,
     _ragged,
     _growing,

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layout import NONE
-from paceline.protocols import KVCache
+from paceline.protocols import KVCache, Saved
 from paceline.types import Forward, Rows, Tap, Tree, Want
 
 Entry = dict[int, tuple[Tensor, Tensor]]
 """What one token left behind: layer -> (key, value), each [kv_heads, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedList(Saved):
+    """The entries of a text, which nothing ever changes."""
+
+    entries: tuple[Entry, ...]
 
 
 class ListCache:
@@ -59,6 +67,15 @@ class ListCache:
         new = self.acquire(self.prompts[slot])
         self._kept[new] = list(self._kept[slot])
         return new
+
+    def save(self, slot: int) -> SavedList:
+        entries = tuple({i: (k.clone(), v.clone()) for i, (k, v) in entry.items()} for entry in self._kept[slot])
+        tensors = tuple(x for entry in entries for pair in entry.values() for x in pair)
+        return SavedList(len(entries), tensors, entries)
+
+    def load(self, slot: int, saved: SavedList, length: int) -> int:
+        self._kept[slot] = list(saved.entries[:length]) if saved.holds(length, self.prompts[slot]) else []
+        return len(self._kept[slot])
 
     def release(self, slot: int) -> None:
         if slot not in self._free:

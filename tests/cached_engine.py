@@ -1,0 +1,45 @@
+"""An engine with a prefix cache of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.engine import Engine, Request
+from paceline.prefix import PrefixCache
+from paceline.protocols import Drafter, Target
+from paceline.sampling import Sampling
+from paceline.stats import Stats
+from paceline.stream import TextStream
+from paceline.types import Tree
+
+
+class CachedEngine(Engine):
+    """Looks prompts up in a cache of the test's own, and notes what was found."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        draft: Tree | None,
+        prefixes: PrefixCache,
+        name: str = "the drafter",
+    ) -> None:
+        super().__init__(target, {name: drafter} if drafter else None, draft)
+        self.prefixes, self.drafter = prefixes, drafter
+        self.cached: list[int] = []
+        """Of each request the tokens that were not fed."""
+
+    def _recall(self, request: Request) -> int:
+        self.cached.append(super()._recall(request))
+        return self.cached[-1]
+
+    def keep(self, request: Request) -> None:
+        self._keep(request)
+
+
+def begun(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Request:
+    """A request that has been prefilled."""
+    stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
+    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"))
+    engine.prefill(request)
+    return request

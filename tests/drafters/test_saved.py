@@ -1,0 +1,196 @@
+"""What a drafter saved of another text is what it would have computed of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from paceline.drafters.around import Around
+from paceline.drafters.block import Block
+from paceline.drafters.cross import Retold, SharedTokens
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.medusa import Medusa
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import Stack
+from paceline.drafters.suffix import Suffix
+from paceline.drafters.words import Words
+from paceline.models.heads import HeadConfig
+from paceline.prefix import PrefixCache
+from paceline.protocols import Ask, Drafter, KVCache
+from paceline.sampling import Sampling
+from paceline.testing import tiny_target
+from paceline.tree import CHUNK
+from paceline.types import Draft, Forward, Rows, Tree, Want
+from tests import random_heads as heads
+from tests.cached_engine import CachedEngine, begun
+from tests.toys import toy_foreigner, toy_model
+
+TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
+FOREIGN = Words(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
+PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * CHUNK + 90)]
+TREE = Tree(8, 3, 2)
+
+
+def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
+    return lambda: kind(config, heads.head_of(config).tensors, TARGET)  # type: ignore[call-arg]
+
+
+EAGLE = head(Eagle, heads.EAGLE3)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "eagle-3": EAGLE,
+    "eagle-1": head(Eagle, heads.EAGLE),
+    "medusa": head(Medusa, heads.MEDUSA),
+    "medusa, shared": head(Medusa, heads.COMPACT),
+    "block": head(Block, heads.BLOCK),
+    "block with a window": head(Block, heads.WINDOWED),
+    "block with a window, mutual": head(Block, heads.MUTUAL),
+    "block, few tokens": head(Block, heads.REDUCED),
+    "early exit": lambda: EarlyExit(heads.EXIT, heads.head_of(heads.EXIT).tensors, TARGET, threshold=0.0),
+    "model": lambda: DraftModel(tiny_target(seed=9, vocab_size=64, context_length=1024), 64),
+    "stack": lambda: Stack([Suffix(floor=0.9), EAGLE(), NGram()]),
+    "stack that needs nothing": lambda: Stack([DraftModel(tiny_target(seed=9, vocab_size=64), 64), NGram()]),
+    "around": lambda: Around(EAGLE()),
+    "ngram": NGram,
+    "suffix": Suffix,
+}
+FOREIGNERS: dict[str, Callable[[], Drafter]] = {
+    "shared tokens": lambda: SharedTokens(FOREIGN),
+    "retold": lambda: Retold(FOREIGN),
+}
+
+
+def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: Tree) -> tuple[list[Draft], list[int]]:
+    """The drafts of the first rounds of a reply, and its text."""
+    sampling = Sampling(temperature=0.9, seed=3, rule=rule, max_new_tokens=12, ignore_eos=True)  # type: ignore[arg-type]
+    request = begun(engine, prompt, sampling)
+    assert engine.drafter is not None
+    drafts = []
+    for _ in range(3):
+        drafts += engine.drafter.propose([Ask(request.slot, tree, request.sampler, engine.cache)])
+        engine.step([request])
+    text = list(request.text)
+    engine.finish(request)
+    return drafts, text
+
+
+def same(ours: Sequence[Draft], theirs: Sequence[Draft], exact: bool) -> None:
+    assert list(ours) == list(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.q.keys() == other.q.keys()
+        for row, q in one.q.items():
+            torch.testing.assert_close(q, other.q[row], rtol=0, atol=0 if exact else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("common", "rule"),
+    [(CHUNK + 1, "match"), (CHUNK + 1, "block"), (2, "block"), (31, "match"), (2 * CHUNK + 60, "block")],
+)
+@pytest.mark.parametrize("name", [*DRAFTERS, *FOREIGNERS])
+def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: int, rule: str) -> None:
+    """Whatever had been read of what was saved: a text that ended, and a prompt that nobody has drafted for."""
+    make = (DRAFTERS | FOREIGNERS)[name]
+    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+    plain, text = rounds(CachedEngine(target, make(), TREE, PrefixCache(0)), PROMPT, rule, TREE)
+    assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
+    other = [*PROMPT[:common], *((t + 1) % 37 for t in PROMPT[common:]), 5, 6, 7]
+    for drafted in (True, False):
+        engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, seamless=True))
+        if drafted:
+            rounds(engine, other, rule, TREE)
+        else:
+            request = begun(engine, other, Sampling())
+            engine.finish(request)
+        drafts, ours = rounds(engine, PROMPT, rule, TREE)
+        assert engine.cached == [0, common - 1]
+        # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
+        same(drafts, plain, exact=common == CHUNK + 1 and name in DRAFTERS)
+        assert ours == text
+
+
+@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
+def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = (DRAFTERS | FOREIGNERS)[name]()
+    assert isinstance(drafter, DraftModel)
+    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+    read: list[int] = []
+    honest = drafter._model.forward
+
+    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        read.append(sum(rows.counts))
+        return honest(rows, cache, want)
+
+    monkeypatch.setattr(drafter._model, "forward", forward)
+    engine = CachedEngine(target, drafter, TREE, PrefixCache(1 << 30, seamless=True))
+    rounds(engine, PROMPT, "match", TREE)
+    first, read[:] = sum(read), []
+    rounds(engine, [*PROMPT, 1, 2, 3], "match", TREE)
+    assert first > len(PROMPT) > 10 * sum(read)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_one_token_too_many_is_noticed(more: int) -> None:
+    """EAGLE has read the token after each state: where that one differs, the row does too."""
+    prompt, other = [*PROMPT[:40], 5, 6, 7], [*PROMPT[:40], 9, 9, 9]
+    engine = CachedEngine(TARGET, EAGLE(), TREE, PrefixCache(0))
+    sampling = Sampling(temperature=0.9, seed=3, rule="block")
+    first = begun(engine, other, sampling)
+    plain = begun(engine, prompt, sampling)
+    request = engine.start(sampling.sampler(prompt), plain.stream, plain.stats)
+    assert engine.drafter is not None
+    engine.drafter.propose([Ask(first.slot, TREE, first.sampler)])
+    # The target's own 40 tokens are the same; the head's row 39 was made with token 40.
+    engine.cache.load(request.slot, engine.cache.save(first.slot), 39 + more)
+    engine.drafter.load(request.slot, engine.drafter.save(first.slot), 39 + more)
+    engine.prefill(request)
+    asks = [Ask(one.slot, TREE, one.sampler) for one in (plain, request)]
+    ours, theirs = (engine.drafter.propose([ask])[0] for ask in asks)
+    assert torch.allclose(ours.q[0], theirs.q[0], rtol=0, atol=1e-9) == (more == 0)
+
+
+def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
+    target = tiny_target(layers=8, vocab_size=64, context_length=2048)
+    drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
+    engine = CachedEngine(target, drafter, Tree.chain(3), PrefixCache(1 << 30, seamless=True))
+    prompt = [i * i % 37 for i in range(1500)]
+    request = begun(engine, prompt, Sampling())
+    drafter.propose([Ask(request.slot, Tree.chain(3), request.sampler)])
+    saved = drafter.save(request.slot)
+    assert saved is not None
+    assert saved.length == 1499
+    assert [saved.holds(length, 40) for length in (5, 400, 1490)] == [False, False, True]
+    engine.finish(request)
+    for prefix in (400, 1490):
+        engine.finish(begun(engine, [*prompt[:prefix], 3, 4, 5], Sampling()))
+    assert engine.cached == [0, 0, 1489]
+    engine.drafter = None
+    engine.finish(begun(engine, [*prompt[:400], 5, 4, 3], Sampling()))
+    assert engine.cached[-1] == 399, "another drafter may use it, and what the short prompt left"
+
+
+def test_nothing_is_saved_of_a_text_that_was_not_heard() -> None:
+    for drafter in (EAGLE(), Stack([NGram(), EAGLE()])):
+        drafter.admit(0, [1, 2, 3])
+        assert drafter.needs_past
+        assert drafter.save(0) is None
+    for drafter in (NGram(), DRAFTERS["medusa"]()):
+        drafter.admit(0, [1, 2, 3])
+        assert not drafter.needs_past
+        assert drafter.save(0) is None
+
+
+def test_what_is_saved_is_a_copy() -> None:
+    drafter = DRAFTERS["stack"]()
+    engine = CachedEngine(TARGET, drafter, TREE, PrefixCache(0))
+    request = begun(engine, PROMPT[:50], Sampling())
+    for _ in range(2):
+        saved = drafter.save(request.slot)
+        assert saved is not None
+        before = [x.clone() for x in saved.tensors]
+        assert saved.nbytes == sum(x.nbytes for x in before) > 0
+        engine.step([request])
+        begun(engine, PROMPT[50:90], Sampling())
+        assert all(map(torch.equal, saved.tensors, before))
