@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,7 +17,7 @@ _DEPTH = 100
 """Lists and objects within each other at most; a chat or a JSON schema of people's has some ten."""
 _SECONDS = 60.0
 """A body that takes longer to arrive is not waited for."""
-_INTEGER = 2**63
+_LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -27,7 +27,7 @@ async def read(request: Request, kind: type[Body], limit: int) -> Body:
     _check_type(request.headers.get("content-type", ""))
     try:
         data = await asyncio.wait_for(_bytes(request, limit), _SECONDS)
-    except asyncio.TimeoutError:  # noqa: UP041  # another class until Python 3.11
+    except asyncio.TimeoutError:  # another class until Python 3.11
         raise ApiError(408, f"the body did not arrive within {_SECONDS:g} seconds", code="timeout") from None
     body = parse(data)
     try:
@@ -120,7 +120,5 @@ def _check_value(value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise bad_request("the body holds a lone surrogate, which is no text") from None
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise bad_request("the body holds a number too large for 64 bits")
-    elif isinstance(value, int) and not -_INTEGER <= value < 2 * _INTEGER:
+    elif isinstance(value, (int, float)) and not -_LARGEST[type(value)] <= value <= _LARGEST[type(value)]:
         raise bad_request("the body holds a number too large for 64 bits")

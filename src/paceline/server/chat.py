@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,20 +11,11 @@ from paceline.llm import LLM
 from paceline.server import options, tools
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
-from paceline.server.running import Round
+from paceline.server.running import Plan, Round
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
-from paceline.server.worker import Job
 from paceline.server.words import Words
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A request, understood: what to write, and what to make of it."""
-
-    jobs: Sequence[Job]
-    choice: Callable[[int], Choice]
 
 
 @dataclass(slots=True)
@@ -54,9 +45,7 @@ class Choice:
         text, calls = self._read(round_)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
-            delta["tool_calls"] = [
-                {"index": len(self.calls) + at, **call.as_dict()} for at, call in enumerate(calls)
-            ]
+            delta["tool_calls"] = [{"index": len(self.calls) + at, **call.as_dict()} for at, call in enumerate(calls)]
         self.text += text
         self.calls += calls
         event = self._event(delta)
@@ -112,7 +101,9 @@ def plan(llm: LLM, settings: Settings, words: Words, body: ChatRequest) -> Plan:
     opener = _opener(llm, family) if offered else None
     lark = family.grammar(forced, opener[0] if opener else None) if forced else None
     if offered and not forced and options.wants_grammar(body):
-        raise bad_request("tools and structured output exclude each other. Send tool_choice none, or one of them", "tools")
+        raise bad_request(
+            "tools and structured output exclude each other. Send tool_choice none, or one of them", "tools"
+        )
     grammar = options.grammar(body, lark)
     tokens = chat_ids(llm, body.messages, body.tools if offered else None, body.chat_template_kwargs or {})
     options.check_length(llm, settings, tokens, "messages")
@@ -156,7 +147,9 @@ def chat_ids(
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     clash = values.keys() & {"messages", "tools", "add_generation_prompt"}
     if clash:
-        raise bad_request(f"chat_template_kwargs holds {clash.pop()!r}, which has a place of its own", "chat_template_kwargs")
+        raise bad_request(
+            f"chat_template_kwargs holds {clash.pop()!r}, which has a place of its own", "chat_template_kwargs"
+        )
     try:
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
             from paceline.chat_template import check_messages

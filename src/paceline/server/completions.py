@@ -9,10 +9,10 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.server import options
-from paceline.server.chat import FINISH, Plan
+from paceline.server.chat import FINISH
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
-from paceline.server.running import Round
+from paceline.server.running import Plan, Round
 from paceline.server.schema import CompletionRequest
 from paceline.server.words import Words
 from paceline.stream import Chunk
@@ -93,8 +93,8 @@ def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]  # a list of ids is one prompt
-    return prompt  # type: ignore[return-value]
+        return [prompt]
+    return prompt
 
 
 def _ids(llm: LLM, prompt: str | list[int], param: str) -> list[int]:

@@ -11,7 +11,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from paceline.errors import InvalidOption, InvalidPrompt, NoTokenLeft, OutOfMemory, PacelineError, PromptTooLong, TimedOut
+from paceline.errors import (
+    InvalidOption,
+    InvalidPrompt,
+    NoTokenLeft,
+    OutOfMemory,
+    PacelineError,
+    PromptTooLong,
+    TimedOut,
+)
 from paceline.server.worker import Busy, Closing
 
 LOG = logging.getLogger("paceline.server")
@@ -64,9 +72,8 @@ def _path(body: Any, location: Sequence[str | int]) -> list[str | int]:
     """Where in the body an error is: pydantic's location without the names of the union members it tried."""
     path: list[str | int] = []
     for at, step in enumerate(location):
-        if isinstance(body, dict) and step in body:
-            path, body = [*path, step], body[step]
-        elif isinstance(body, list) and isinstance(step, int) and step < len(body):
+        inside = isinstance(step, int) and step < len(body) if isinstance(body, list) else False
+        if inside or (isinstance(body, dict) and step in body):
             path, body = [*path, step], body[step]
         elif isinstance(body, dict) and at == len(location) - 1 and isinstance(step, str):
             path = [*path, step]
@@ -78,7 +85,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": _seconds(error.retry_after)})
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": _seconds(error.retry)})
     if isinstance(error, Closing):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
     if isinstance(error, PromptTooLong):

@@ -39,7 +39,7 @@ class EventStream(StreamingResponse):
 
         try:
             await super().__call__(scope, receive, patiently)
-        except asyncio.TimeoutError:  # noqa: UP041  # another class until Python 3.11
+        except asyncio.TimeoutError:  # another class until Python 3.11
             pass
         finally:
             self._close()

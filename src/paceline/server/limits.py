@@ -27,7 +27,6 @@ class Settings:
     """What the server is told about itself.
 
     model: its name in the API; `aliases`: further names that requests may give.
-    drafters: those that are loaded, the default one first. `free_drafters`: what requests can name besides.
     api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
     cors_origins: web origins whose pages may ask ("*": all); none: CORS is off.
     max_body: bytes of a body. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt.
@@ -39,8 +38,6 @@ class Settings:
 
     model: str
     aliases: Sequence[str] = ()
-    drafters: Sequence[str] = ()
-    free_drafters: Sequence[str] = ("suffix", "ngram")
     api_keys: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     max_body: int = 4 * 2**20

@@ -49,7 +49,9 @@ class Metrics:
             registry=self._registry,
         )
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.", _SECONDS)
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        )
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between tokens; a round's share it.", _STEPS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
         self._rounds = self._counter("paceline:rounds", "Rounds of replies, those without a draft included.")
@@ -102,12 +104,10 @@ class _Now:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         load = self._load()
-        used = load.cache_tokens / load.cache_capacity if load.cache_capacity else 0.0
         for name, about, value in (
             ("vllm:num_requests_running", "Replies being written.", load.running),
             ("vllm:num_requests_waiting", "Replies waiting for a slot.", load.waiting),
-            ("vllm:kv_cache_usage_perc", "Part of the cache in use, 1 is all.", used),
-            ("paceline:slots", "Replies that can be written at once.", load.slots),
+            ("vllm:kv_cache_usage_perc", "Part of the cache in use, 1 is all.", load.cache),
         ):
             gauge = GaugeMetricFamily(name, about, labels=(_LABEL,))
             gauge.add_metric((self._model,), value)

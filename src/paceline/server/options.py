@@ -36,7 +36,10 @@ def check_model(settings: Settings, name: str | None) -> None:
     """Raises `ApiError` 404 for a model that is not served here; a request may leave it out."""
     if name is not None and name != settings.model and name not in settings.aliases:
         raise ApiError(
-            404, f"the model {name!r:.200} is not served here, {settings.model!r} is", param="model", code="model_not_found"
+            404,
+            f"the model {name!r:.200} is not served here, {settings.model!r} is",
+            param="model",
+            code="model_not_found",
         )
 
 
@@ -58,18 +61,17 @@ def sampling(llm: LLM, body: Request, length: int, logprobs: int | None, grammar
     return llm.sampling(max_new_tokens=length, logprobs=logprobs, **given).seeded()
 
 
-def speculation(settings: Settings, asked: str | SpeculationOptions | None) -> Speculation | None:
+def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation | None:
     """None leaves it to the server. Raises `ApiError` 400 for a drafter that is not loaded."""
     if asked is None or asked == "auto":
         return None
     if isinstance(asked, str) or asked.max_draft == 0:
         return Speculation(None)
-    names = dict.fromkeys((*settings.drafters, *settings.free_drafters))
-    drafter = asked.drafter or next(iter(settings.drafters), None)
-    if drafter is not None and drafter not in names:
-        raise bad_request(
-            f"the drafter {drafter!r} is not loaded, {', '.join(names) or 'none'} are", "speculation.drafter"
-        )
+    drafter = asked.drafter or llm.engine.pilots.default.drafter
+    try:
+        _ = llm.engine.pilots[drafter]
+    except PacelineError as error:
+        raise bad_request(str(error), "speculation.drafter") from error
     most = None if asked.max_draft is None else Tree(asked.max_draft, asked.max_draft, _WIDEST)
     return Speculation(drafter, most)
 
@@ -130,7 +132,9 @@ def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str
     most = min(context - 1, settings.max_prompt or context)
     if len(tokens) > most:
         raise bad_request(
-            f"the prompt has {len(tokens)} tokens, {most} are possible here. Shorten it", param, "context_length_exceeded"
+            f"the prompt has {len(tokens)} tokens, {most} are possible here. Shorten it",
+            param,
+            "context_length_exceeded",
         )
 
 
@@ -145,7 +149,7 @@ def jobs(
             f"up to {settings.max_n} to one prompt and {settings.max_choices} in all are possible here",
             "n",
         )
-    how = speculation(settings, body.speculation)
+    how = speculation(llm, body.speculation)
     timeout = settings.timeout if body.timeout is None else body.timeout
     made = []
     for tokens in prompts:

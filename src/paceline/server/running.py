@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.server.errors import api_error
 from paceline.server.limits import Gate
@@ -18,7 +18,8 @@ from paceline.stream import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one reply gained in one round. `ms`: since its last one. `drafted`: tokens proposed in it."""
+    """What one reply gained in one round. `ms`: since its last one. `drafted`: tokens proposed in it, as far as the
+    engine is not ahead of its reader."""
 
     index: int
     chunks: Sequence[Chunk]
@@ -34,6 +35,27 @@ class Round:
         return {"drafted": self.drafted, "accepted": self.accepted, "ms": round(self.ms, 3)}
 
 
+class Choice(Protocol):
+    """One reply as a client is to see it, growing round by round."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """The first event of a stream, if there is something to show."""
+
+    def take(self, round_: Round, /) -> dict[str, Any] | None:
+        """Takes a round in. Returns its event, None where there is nothing to show."""
+
+    def whole(self) -> dict[str, Any]:
+        """The reply as it is now, in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request, understood: what to write, and what to make of it."""
+
+    jobs: Sequence[Job]
+    choice: Callable[[int], Choice]
+
+
 @dataclass(slots=True)
 class Progress:
     """One reply, as far as it has been shown."""
@@ -42,9 +64,12 @@ class Progress:
     reply: Reply
     submitted: float
     last: float
+    first: float | None = None
     tokens: int = 0
     drafted: int = 0
     finish: str | None = None
+    outcome: str | None = None
+    """Why it ended, "error", or "abort" where its client left; once it is over."""
 
 
 @dataclass(slots=True)
@@ -79,9 +104,9 @@ class Run:
         self.gate.leave()
         for progress in self.replies:
             progress.reply.cancel()
-            outcome = progress.finish or ("error" if self.error else "abort")
-            self.metrics.finished(outcome, _since(progress.submitted))
-            self.tracer.replied(progress.job, progress.reply, progress.tokens, outcome)
+            progress.outcome = progress.finish or ("error" if self.error else "abort")
+            self.metrics.finished(progress.outcome, time.perf_counter() - progress.submitted)
+            self.tracer.replied(progress.job, progress.reply, progress.first, progress.tokens, progress.outcome)
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Every round of every reply, as they come. The first failure of one ends all, and is raised."""
@@ -110,7 +135,7 @@ class Run:
                 if chunks:
                     await queue.put(self._round(index, chunks))
             if progress.finish is None:
-                raise Closing
+                raise Closing("the server is stopping", "Ask another one, or wait until it is back")
         except Exception as error:
             await queue.put(error)
         else:
@@ -118,19 +143,23 @@ class Run:
 
     def _round(self, index: int, chunks: Sequence[Chunk]) -> Round:
         progress = self.replies[index]
-        now, stats = time.perf_counter(), progress.reply.stats
-        drafted = max(0, stats.drafted - progress.drafted)
-        made = Round(index, chunks, drafted, progress.reply.drafter, 1000 * (now - progress.last))
-        if not progress.tokens:
-            reply = progress.reply
-            self.metrics.first(reply.queued, now - progress.submitted, len(progress.job.tokens), reply.cached)
-        else:
-            self.metrics.later(now - progress.last, len(chunks))
-        self.metrics.round(chunks[0].origin != "plain", drafted, made.accepted, len(chunks))
-        progress.last, progress.drafted = now, stats.drafted
+        now, drafted = time.perf_counter(), progress.reply.stats.drafted
+        made = Round(index, chunks, drafted - progress.drafted, progress.reply.drafter, 1000 * (now - progress.last))
+        self._count(progress, made, now)
+        progress.last, progress.drafted = now, drafted
         progress.tokens += len(chunks)
         progress.finish = chunks[-1].finish_reason
         return made
+
+    def _count(self, progress: Progress, made: Round, now: float) -> None:
+        reply = progress.reply
+        if progress.first is None:
+            progress.first = now - progress.submitted
+            self.metrics.first(reply.queued, progress.first, len(progress.job.tokens), reply.cached)
+        else:
+            self.metrics.later(now - progress.last, len(made.chunks))
+        speculated = made.chunks[0].origin != "plain"
+        self.metrics.round(speculated, made.drafted, made.accepted, len(made.chunks))
 
     @property
     def cached(self) -> int:
@@ -155,7 +184,7 @@ class Run:
     def _speculation(self, written: int) -> dict[str, Any]:
         stats = [progress.reply.stats for progress in self.replies]
         rounds = sum(one.rounds for one in stats)
-        depth = max(len(one.accepted_at) for one in stats)
+        depth = max((len(one.accepted_at) for one in stats), default=0)
         at = [sum(one.accepted_at[d] for one in stats if d < len(one.accepted_at)) for d in range(depth)]
         return {
             "rounds": rounds,
@@ -170,10 +199,6 @@ class Run:
         """The error event of a stream."""
         self.error = error
         return api_error(error).body
-
-
-def _since(moment: float) -> float:
-    return time.perf_counter() - moment
 
 
 async def until_gone(receive: Any) -> None:

@@ -12,8 +12,8 @@ Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
-BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Schema = dict[str, Any]
 Unsupported = Annotated[None, Field(description="Not supported: may be null only.")]
@@ -88,7 +88,7 @@ class TextPart(Strict):
     @classmethod
     def _text_alone(cls, part: Any) -> Any:
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise ValueError(f'this server reads text only, and this part is of type {part["type"]!r:.60}')
+            raise ValueError(f"this server reads text only, and this part is of type {part['type']!r:.60}")
         return part
 
     @model_validator(mode="after")
@@ -220,9 +220,12 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1024)] | Annotated[
-        list[TokenIds], Field(min_length=1, max_length=1024)
-    ]
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None

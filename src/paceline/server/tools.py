@@ -84,7 +84,7 @@ MISTRAL = Family("mistral", "[TOOL_CALLS]", "", id_length=9)
 
 
 def family(template: str | None) -> Family:
-    """The family of a chat template; Hermes' form where it knows no calls at all (`with_tools` then tells the model)."""
+    """The family of a chat template; Hermes' form where it knows no calls (`with_tools` then tells the model)."""
     template = template or ""
     if HERMES.opens in template:
         return HERMES
@@ -202,7 +202,9 @@ class Reader:
         if found:
             self._held, self._inside, self._began = after, True, True
             return before
-        keep = next((n for n in range(min(len(held), len(family.opens) - 1), 0, -1) if family.opens.startswith(held[-n:])), 0)
+        keep = next(
+            (n for n in range(min(len(held), len(family.opens) - 1), 0, -1) if family.opens.startswith(held[-n:])), 0
+        )
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep] or None
 
@@ -256,7 +258,9 @@ def _mistral(text: str, key: str) -> Found:
         return _objects(_json(text), key)
     found: Found = []
     for part in filter(None, text.split(MISTRAL.opens)):
-        hit = re.fullmatch(r"\s*([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
+        hit = re.fullmatch(
+            r"\s*([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL
+        )
         given = _json(hit[2]) if hit else None
         if not hit or not isinstance(given, dict):
             return []

@@ -17,8 +17,8 @@ class Tracer:
         """For one request: its spans belong to the trace that its `traceparent` header names."""
         return self
 
-    def replied(self, job: Job, reply: Reply, tokens: int, outcome: str) -> None:
-        """A reply is over."""
+    def replied(self, job: Job, reply: Reply, first: float | None, tokens: int, outcome: str) -> None:
+        """A reply is over. `first`: seconds from its submission to its first token, if one came."""
 
     def close(self) -> None:
         """Send what has not been sent."""
@@ -39,38 +39,39 @@ class Spans(Tracer):
         parent = TraceContextTextMapPropagator().extract(dict(headers))
         return Spans(self._model, self._provider, parent, time.time_ns())
 
-    def replied(self, job: Job, reply: Reply, tokens: int, outcome: str) -> None:
+    def replied(self, job: Job, reply: Reply, first: float | None, tokens: int, outcome: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         tracer, end = self._provider.get_tracer("paceline"), time.time_ns()
-        span = tracer.start_span(
-            f"chat {self._model}", self._parent, start_time=self._began, attributes=self._about(job, reply, tokens, outcome)
-        )
-        inside = set_span_in_context(span, self._parent)
-        queued = min(end, self._began + int(1e9 * reply.queued))
-        first = end if reply.first is None else min(end, self._began + int(1e9 * reply.first))
-        for name, start, stop in (("queue", self._began, queued), ("prefill", queued, first), ("decode", first, end)):
-            tracer.start_span(name, inside, start_time=start).end(stop)
-        span.end(end)
 
-    def _about(self, job: Job, reply: Reply, tokens: int, outcome: str) -> dict[str, Any]:
-        return {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": "paceline",
-            "gen_ai.request.model": self._model,
-            "gen_ai.request.temperature": job.sampling.temperature,
-            "gen_ai.request.top_p": job.sampling.top_p,
-            "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
-            "gen_ai.usage.input_tokens": len(job.tokens),
-            "gen_ai.usage.output_tokens": tokens,
-            "gen_ai.response.finish_reasons": (outcome,),
-            "paceline.speculation.rounds": reply.stats.rounds,
-            "paceline.speculation.drafted": reply.stats.drafted,
-            "paceline.speculation.accepted": reply.stats.accepted,
-        }
+        def at(seconds: float | None) -> int:
+            return end if seconds is None else min(end, self._began + int(1e9 * seconds))
+
+        about = _about(job, reply, tokens, outcome) | {"gen_ai.request.model": self._model}
+        span = tracer.start_span(f"chat {self._model}", self._parent, start_time=self._began, attributes=about)
+        inside = set_span_in_context(span, self._parent)
+        marks = (self._began, at(reply.queued), at(first), end)
+        for name, start, stop in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
+            tracer.start_span(name, inside, start_time=min(start, stop)).end(stop)
+        span.end(end)
 
     def close(self) -> None:
         self._provider.shutdown()
+
+
+def _about(job: Job, reply: Reply, tokens: int, outcome: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "paceline",
+        "gen_ai.request.temperature": job.sampling.temperature,
+        "gen_ai.request.top_p": job.sampling.top_p,
+        "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
+        "gen_ai.usage.input_tokens": len(job.tokens),
+        "gen_ai.usage.output_tokens": tokens,
+        "gen_ai.response.finish_reasons": (outcome,),
+    }
+    named = ("rounds", "drafted", "accepted")
+    return found | {f"paceline.speculation.{name}": getattr(reply.stats, name) for name in named}
 
 
 def tracer(model: str, endpoint: str | None) -> Tracer:
