@@ -50,7 +50,7 @@ class Serving:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             load = self.worker.load
-            if not load.running and not load.waiting and len(self.llm.engine.cache.lengths) <= 1:
+            if not load.running and not load.waiting:
                 return True
             time.sleep(0.02)
         return False

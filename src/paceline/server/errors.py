@@ -64,8 +64,12 @@ def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     paths = [_path(body, error["loc"]) for error in errors]
     deepest = max(range(len(paths)), key=lambda i: (errors[i]["type"] == _UNKNOWN, len(paths[i])))
     error, param = errors[deepest], ".".join(map(str, paths[deepest]))
-    said = "there is no such parameter" if error["type"] == _UNKNOWN else error["msg"]
-    return bad_request(f"{param}: {said}" if param else said, param or None)
+    said = "there is no such parameter" if error["type"] == _UNKNOWN else error["msg"].removeprefix("Value error, ")
+    if not param:
+        # What concerns several parameters begins with the name of one.
+        first = said.partition(" ")[0]
+        return bad_request(said, first if isinstance(body, dict) and first in body else None)
+    return bad_request(f"{param}: {said}", param)
 
 
 def _path(body: Any, location: Sequence[str | int]) -> list[str | int]:

@@ -28,7 +28,7 @@ def model_entry(service: Service, name: str) -> dict[str, Any]:
     llm = service.llm
     about = {
         "drafters": [pilot.name for pilot in llm.engine.pilots],
-        "default": llm.engine.pilots.default.drafter,
+        "default": service.worker.default.drafter,
         "exact": llm.exact,
         "context_length": llm.model.target.context_length,
         "sampling": _defaults(service),
