@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from paceline.llm import LLM
 from paceline.sampling import Sampling
 from tests.server.running import Serving
 
-CHAT: Any = [{"role": "user", "content": "hello hello hello"}]
+CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 
 
 def alone(plain: LLM, **changes: Any) -> Any:
@@ -122,7 +124,9 @@ def test_logprobs_of_a_stream(served: Serving) -> None:
     whole = served.openai.chat.completions.create(**how)
     events = list(served.openai.chat.completions.create(**how, stream=True))
     pieces = [entry for e in events if e.choices[0].logprobs for entry in e.choices[0].logprobs.content]
-    assert pieces == whole.choices[0].logprobs.content
+    content = whole.choices[0].logprobs.content
+    assert [entry.token for entry in pieces] == [entry.token for entry in content]
+    assert [entry.logprob for entry in pieces] == pytest.approx([entry.logprob for entry in content])
     assert all(entry.top_logprobs == [] for entry in pieces)
 
 
@@ -144,9 +148,13 @@ def test_speculation_can_be_chosen_and_leaves_the_text_alone(served: Serving, pl
 
 
 def test_a_trace_says_how_each_token_came_about(served: Serving, plain: LLM) -> None:
-    body = {"messages": CHAT, "max_tokens": 40, "trace": True, "stream": True, "stream_options": {"include_usage": True}}
-    import json
-
+    body = {
+        "messages": CHAT,
+        "max_tokens": 40,
+        "trace": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     lines = served.post("/v1/chat/completions", body).text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [event["choices"][0] for event in events if event["choices"]]
@@ -155,8 +163,6 @@ def test_a_trace_says_how_each_token_came_about(served: Serving, plain: LLM) -> 
     whole = alone(plain, max_new_tokens=40, logprobs=0)
     assert [token["id"] for token in tokens] == whole.token_ids
     assert "".join(token["text"] for token in tokens) == whole.text
-    import math
-
     assert [token["p"] for token in tokens] == pytest.approx(
         [math.exp(said.chosen) for said in whole.logprobs], abs=1e-5
     )

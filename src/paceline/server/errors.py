@@ -61,7 +61,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     """The error of a body that pydantic refuses: the one of its errors that reaches deepest."""
-    paths = [_path(body, error["loc"]) for error in errors]
+    paths = [_path(body, error["loc"], error["type"] == "missing") for error in errors]
     deepest = max(range(len(paths)), key=lambda i: (errors[i]["type"] == _UNKNOWN, len(paths[i])))
     error, param = errors[deepest], ".".join(map(str, paths[deepest]))
     said = "there is no such parameter" if error["type"] == _UNKNOWN else error["msg"].removeprefix("Value error, ")
@@ -72,14 +72,17 @@ def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     return bad_request(f"{param}: {said}", param)
 
 
-def _path(body: Any, location: Sequence[str | int]) -> list[str | int]:
-    """Where in the body an error is: pydantic's location without the names of the union members it tried."""
+def _path(body: Any, location: Sequence[str | int], missing: bool) -> list[str | int]:
+    """Where in the body an error is: pydantic's location without the names of the union members it tried.
+
+    `missing`: its last step is a key that should be there.
+    """
     path: list[str | int] = []
     for at, step in enumerate(location):
         inside = isinstance(step, int) and step < len(body) if isinstance(body, list) else False
         if inside or (isinstance(body, dict) and step in body):
             path, body = [*path, step], body[step]
-        elif isinstance(body, dict) and at == len(location) - 1 and isinstance(step, str):
+        elif missing and at == len(location) - 1:
             path = [*path, step]
     return path
 
