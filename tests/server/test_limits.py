@@ -250,5 +250,5 @@ def connect(it: Serving, receive: int | None = None) -> socket.socket:
 
 
 def request(body: bytes) -> bytes:
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return f"{head}\r\n\r\n".encode() + body
+    head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
