@@ -16,7 +16,11 @@ from paceline.errors import InvalidPrompt
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages as plain dicts. Raises `InvalidPrompt` for anything but a list of {"role": str, "content": str}."""
+    """The messages as templates expect them: dicts whose content is a string.
+
+    Content may come as a list of {"type": "text", "text": str}, whose texts become lines, or be null beside
+    `tool_calls`; the arguments of those may come as JSON text. Raises `InvalidPrompt` for whatever is no message.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPrompt(
             "chat messages must be a list with at least one message",
@@ -30,11 +34,44 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
         raise InvalidPrompt(
             f"message {index} is a {type(message).__name__}", 'A message is {"role": ..., "content": ...}'
         )
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    elif isinstance(content, list):
+        content = "\n".join(_part(index, part) for part in content)
+    for key, value in (("role", message.get("role")), ("content", content)):
+        if not isinstance(value, str):
             what = f"has {key} {message[key]!r:.60}" if key in message else f"lacks {key!r}"
             raise InvalidPrompt(f"message {index} {what}", f"Its {key} must be a string")
-    return dict(message)
+    checked = {**message, "content": content}
+    return {**checked, "tool_calls": _calls(index, calls)} if calls else checked
+
+
+def _part(index: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"message {index} holds something that is no text", "Its parts must be of type text")
+    return text
+
+
+def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    """Templates write arguments as JSON themselves, so they want them as objects."""
+    try:
+        return [{**call, "function": _function(call["function"])} for call in calls]
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        raise InvalidPrompt(
+            f"message {index} has a tool call that is none",
+            'A call is {"function": {"name": ..., "arguments": a JSON object}}',
+        ) from error
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function["arguments"]
+    given = json.loads(given or "{}") if isinstance(given, str) else given
+    if not isinstance(given, Mapping) or not isinstance(function["name"], str):
+        raise ValueError("no call")
+    return {**function, "arguments": given}
 
 
 def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:

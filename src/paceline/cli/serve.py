@@ -115,8 +115,6 @@ def serve(
     seats = Seats(slots, queue, _positions(llm, cache_memory), prefixes=int(prefix_memory * 2**30))
     settings = Settings(
         model=name or Path(model.model).name,
-        drafters=tuple(names),
-        default=default.drafter,
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors or ()),
         max_body=max_body,

@@ -207,12 +207,12 @@ class Worker:
 
         return begin
 
-    def _deliver(self, events: Sequence[Event]) -> None:
-        for task, chunks in events:
+    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], bool]]) -> None:
+        for task, chunks, over in events:
             reply = self._replies[task]
-            if task.done:
+            if over:
                 del self._replies[task]
-            reply.push(chunks, task.done)
+            reply.push(chunks, over)
 
     # The engine's thread
 
@@ -237,7 +237,9 @@ class Worker:
 
     def _hand_over(self, events: Sequence[Event]) -> None:
         if events and self._loop and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, events)
+            # Whether it is over now: by the time that the loop looks, the engine may be further.
+            news = [(task, chunks, task.done) for task, chunks in events]
+            self._loop.call_soon_threadsafe(self._deliver, news)
 
     def _start_over(self, error: Exception) -> list[Event]:
         events = self._scheduler.close()

@@ -1,0 +1,68 @@
+"""Small answers: which model is served, what its tokens are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import Request
+
+from paceline.server import bodies, options
+from paceline.server.chat import chat_ids
+from paceline.server.errors import bad_request
+from paceline.server.schema import DetokenizeRequest, TokenizeRequest
+from paceline.server.serving import Service
+
+_BEGAN = int(time.time())
+
+
+def list_models(service: Service) -> dict[str, Any]:
+    names = (service.settings.model, *service.settings.aliases)
+    return {"object": "list", "data": [model_entry(service, name) for name in names]}
+
+
+def model_entry(service: Service, name: str) -> dict[str, Any]:
+    """Raises `ApiError` 404."""
+    options.check_model(service.settings, name)
+    llm = service.llm
+    about = {
+        "drafters": [pilot.name for pilot in llm.engine.pilots],
+        "default": service.worker.default.drafter,
+        "exact": llm.exact,
+        "context_length": llm.model.target.context_length,
+        "sampling": _defaults(service),
+    }
+    return {"id": name, "object": "model", "created": _BEGAN, "owned_by": "paceline", "paceline": about}
+
+
+def _defaults(service: Service) -> dict[str, Any]:
+    """How a reply is sampled whose request says nothing."""
+    own = service.llm.sampling()
+    return {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+
+
+async def tokenize(service: Service, request: Request) -> dict[str, Any]:
+    body = await bodies.read(request, TokenizeRequest, service.settings.max_body)
+    options.check_model(service.settings, body.model)
+    tokens = await asyncio.to_thread(_ids, service, body)
+    most = service.llm.model.target.context_length
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+
+def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.messages is None:
+        return service.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    generation = body.add_generation_prompt is not False
+    return chat_ids(service.llm, body.messages, body.tools, {}, generation=generation)
+
+
+async def detokenize(service: Service, request: Request) -> dict[str, Any]:
+    body = await bodies.read(request, DetokenizeRequest, service.settings.max_body)
+    options.check_model(service.settings, body.model)
+    size = service.llm.model.target.vocab_size
+    for at, token in enumerate(body.tokens):
+        if token >= size:
+            raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
+    text = await asyncio.to_thread(service.llm.tokenizer.decode, body.tokens, False)
+    return {"prompt": text}

@@ -1,0 +1,83 @@
+"""A real server on 127.0.0.1, in a thread of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
+import uvicorn
+from openai import AsyncOpenAI, OpenAI
+
+from paceline.llm import LLM
+from paceline.server.app import create_app
+from paceline.server.limits import Settings
+from paceline.server.worker import Seats, Worker
+
+
+@dataclass
+class Serving:
+    """A server that runs, and clients for it."""
+
+    llm: LLM
+    worker: Worker
+    address: str
+    key: str = "none"
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.address}/v1", api_key=self.key, max_retries=0)
+
+    @property
+    def openai_async(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.address}/v1", api_key=self.key, max_retries=0)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.address + path, timeout=60, **more)
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        sent = {"json": body} if body is not None else {}
+        return httpx.post(self.address + path, timeout=60, **sent, **more)
+
+    def idle(self, seconds: float = 20) -> bool:
+        """Whether nothing runs or waits, soon."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            load = self.worker.load
+            if not load.running and not load.waiting:
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@contextmanager
+def serving(llm: LLM, seats: Seats | None = None, **settings: Any) -> Iterator[Serving]:
+    """Serves until the block is left."""
+    worker = Worker(llm, seats)
+    app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def main() -> None:
+        worker.start()
+        await server.serve([listener])
+        await worker.stop(1)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    port = listener.getsockname()[1]
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        yield Serving(llm, worker, f"http://127.0.0.1:{port}", *settings.get("api_keys", ())[:1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()

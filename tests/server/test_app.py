@@ -1,0 +1,132 @@
+"""The small routes, the page, the description of the API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from paceline.errors import PacelineError
+from paceline.server import errors
+from paceline.server.pages import POLICY, add_page
+from paceline.server.worker import Busy, Closing
+from tests.server.running import Serving
+
+BODIES = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
+
+
+def test_health(served: Serving) -> None:
+    assert served.idle()
+    assert served.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def test_models(served: Serving) -> None:
+    models = served.openai.models.list().data
+    assert [model.id for model in models] == ["toy", "other/name"]
+    about = models[0].model_dump()["paceline"]
+    assert about["drafters"] == ["suffix", "ngram"]
+    assert about["default"] == "suffix"
+    assert about["context_length"] == 256
+    assert about["exact"] in ("bits", "rounding")
+    assert served.openai.models.retrieve("other/name").id == "other/name"
+    assert served.get("/v1/models/none").status_code == 404
+    assert served.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
+
+
+def test_tokens_there_and_back(served: Serving) -> None:
+    made = served.post("/tokenize", {"prompt": "hello", "model": "toy"}).json()
+    assert made == {"tokens": [7, 4, 11, 11, 14], "count": 5, "max_model_len": 256}
+    assert served.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "hello"}
+    chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert served.post("/detokenize", {"tokens": chat["tokens"]}).json() == {"prompt": "<user:hi><a:"}
+    bare = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    assert served.post("/tokenize", bare).json()["count"] == chat["count"] - 3
+    assert served.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a", "model": "x"}),
+        ("/detokenize", {"tokens": [37]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {}),
+    ):
+        answer = served.post(path, body)
+        assert answer.status_code == (404 if "model" in body else 400)
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path", ["/nope", "/v1", "/v1/", "/v1/chat/completions/", "/docs", "/../etc/passwd", "/%2e%2e/x"]
+)
+def test_paths_that_are_none(served: Serving, path: str) -> None:
+    answer = served.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
+
+
+def test_methods_that_are_none(served: Serving) -> None:
+    answer = served.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_the_api_describes_itself(served: Serving) -> None:
+    told = served.get("/openapi.json").json()
+    schemas = told["components"]["schemas"]
+    for path, name in BODIES.items():
+        post = told["paths"][path]["post"]
+        assert post["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert {"200", "400", "401", "404", "413", "429", "503"} <= set(post["responses"])
+        assert post["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+        assert schemas[name]["additionalProperties"] is False
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert set(references(told)) <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [ref for value in node.values() for ref in references(value)]
+    return [ref for value in node for ref in references(value)] if isinstance(node, list) else []
+
+
+def test_the_page_is_served_strictly(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    (tmp_path / "index.html").write_text("<!doctype html>")
+    (tmp_path / "js").mkdir()
+    (tmp_path / "js" / "app.js").write_text("1")
+    app = FastAPI()
+    add_page(app, tmp_path)
+    client = TestClient(app)
+    page = client.get("/")
+    assert page.text == "<!doctype html>"
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"] == POLICY
+    assert "default-src 'none'" in POLICY
+    assert "unsafe" not in POLICY
+    script = client.get("/js/app.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert script.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/js/app.js", headers={"If-None-Match": script.headers["etag"]}).status_code == 304
+    assert client.get("/js").status_code == 404
+    assert client.get("/js/../../etc/passwd").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Busy("full", "Wait"), 429, "rate_limit_error"),
+        (Closing("closing", "Wait"), 503, "server_error"),
+        (PacelineError("odd"), 500, "server_error"),
+        (ZeroDivisionError("private"), 500, "server_error"),
+    ],
+)
+def test_errors_have_a_status(error: Exception, status: int, kind: str) -> None:
+    told = errors.api_error(error)
+    assert (told.status, told.kind) == (status, kind)
+    assert ("retry-after" in {name.lower() for name in told.headers}) == (status in (429, 503))
+    assert "private" not in told.message

@@ -1,0 +1,254 @@
+"""Keys, sizes, queues, ids, origins; clients that leave or stall."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from paceline.drafters.suffix import Suffix
+from paceline.errors import OutOfMemory
+from paceline.llm import LLM
+from paceline.server.errors import ApiError
+from paceline.server.limits import check_key
+from paceline.server.worker import Seats
+from tests.server.running import Serving, serving
+from tests.toys import toy_llm, toy_model
+
+CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
+ENDLESS: dict[str, Any] = {"messages": CHAT, "ignore_eos": True, "max_tokens": 100_000, "stream": True}
+
+
+def began(stream: Any) -> None:
+    """Reads up to the first text of a stream."""
+    while not next(stream).choices[0].delta.content:
+        pass
+
+
+def slow_llm(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01, context_length: int = 4096) -> LLM:
+    """A toy whose replies take long."""
+    llm = LLM(toy_model(context_length=context_length), Suffix())
+    honest = llm.model.target.forward
+
+    def forward(*args: Any) -> Any:
+        time.sleep(seconds)
+        return honest(*args)
+
+    monkeypatch.setattr(llm.model.target, "forward", forward)
+    return llm
+
+
+def test_keys() -> None:
+    with serving(toy_llm(), api_keys=("right", "other")) as it:
+        body = {"messages": CHAT, "max_tokens": 2}
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"Authorization": "Bearer"}):
+            for answer in (
+                it.post("/v1/chat/completions", body, headers=header),
+                it.get("/v1/models", headers=header),
+                it.get("/metrics", headers=header),
+                it.post("/tokenize", {"prompt": "a"}, headers=header),
+            ):
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("right", "other"):
+            answer = it.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert it.get("/health").status_code == 200
+        assert it.openai.models.list().data[0].id == "toy"
+
+
+def test_a_key_may_be_any_text() -> None:
+    check_key(["schlüssel"], "Bearer schlüssel")
+    check_key([], "")
+    for given in ("", "Bearer ", "Basic schlüssel", "Bearer schlüsse", "Bearer schlüssel2"):
+        with pytest.raises(ApiError):
+            check_key(["schlüssel"], given)
+
+
+def test_bodies_that_are_too_large() -> None:
+    with serving(toy_llm(), max_body=1000) as it:
+        small = {"messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 2}
+        large = {"messages": [{"role": "user", "content": "a" * 1000}], "max_tokens": 2}
+        assert it.post("/v1/chat/completions", small).status_code == 200
+        answer = it.post("/v1/chat/completions", large)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+        def chunked() -> Any:
+            for _ in range(100):
+                yield b" " * 100
+
+        answer = it.post("/v1/chat/completions", content=chunked(), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413
+        assert it.post("/v1/chat/completions", small).status_code == 200
+
+
+def test_prompts_that_are_too_long() -> None:
+    with serving(toy_llm(), max_prompt=20) as it:
+        assert it.post("/v1/completions", {"prompt": "a" * 20}).status_code == 200
+        answer = it.post("/v1/completions", {"prompt": "a" * 21})
+        assert answer.status_code == 400
+        assert "20 are possible" in answer.json()["error"]["message"]
+
+
+def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch), Seats(slots=1, queue=1)) as it:
+        with it.openai.chat.completions.create(model="toy", extra_body=ENDLESS, messages=CHAT, stream=True) as first:
+            began(first)
+            with it.openai.chat.completions.create(model="toy", extra_body=ENDLESS, messages=CHAT, stream=True):
+                answer = it.post("/v1/chat/completions", {"messages": CHAT})
+                assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["code"] == "queue_full"
+                # n samples are all let in or none
+                assert it.post("/v1/chat/completions", {"messages": CHAT, "n": 2}).status_code == 429
+                assert it.get("/health").json() == {"status": "ok", "running": 1, "waiting": 1}
+        assert it.idle()
+        assert it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}).status_code == 200
+
+
+def test_too_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch), max_requests=1) as it:
+        with it.openai.chat.completions.create(model="toy", extra_body=ENDLESS, messages=CHAT, stream=True) as first:
+            began(first)
+            answer = it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_requests")
+        assert it.idle()
+        assert it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}).status_code == 200
+
+
+def test_a_client_that_leaves_its_stream_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch)) as it:
+        stream = it.openai.chat.completions.create(
+            model="toy", extra_body={**ENDLESS, "n": 3}, messages=CHAT, stream=True
+        )
+        began(stream)
+        assert it.worker.load.running == 3
+        stream.close()
+        assert it.idle()
+        assert 'vllm:request_success_total{finished_reason="abort",model_name="toy"} 3.0' in it.get("/metrics").text
+
+
+def test_a_client_that_leaves_before_its_reply_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch)) as it:
+        body = json.dumps({**ENDLESS, "stream": False}).encode()
+        with connect(it) as client:
+            client.sendall(request(body))
+            until = time.monotonic() + 20
+            while not it.worker.load.running and time.monotonic() < until:
+                time.sleep(0.01)
+            assert it.worker.load.running == 1
+        assert it.idle()
+
+
+def test_a_client_that_does_not_read_is_given_up() -> None:
+    llm = LLM(toy_model(context_length=200_000))
+    with serving(llm, stall=0.5) as it, connect(it, receive=2048) as client:
+        client.sendall(request(json.dumps({**ENDLESS, "trace": True, "logprobs": True, "n": 4}).encode()))
+        assert client.recv(10).startswith(b"HTTP/1.1")
+        until = time.monotonic() + 60
+        while it.worker.load.running and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not it.worker.load.running
+        assert it.worker.alive
+
+
+def test_a_timeout_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch), timeout=30.0) as it:
+        answer = it.post("/v1/chat/completions", {**ENDLESS, "stream": False, "timeout": 0.2})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        text = it.post("/v1/chat/completions", {**ENDLESS, "timeout": 0.3}).text
+        *pieces, last, rest = text.split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert len(pieces) > 1
+        assert rest == ""
+        assert it.idle()
+
+
+def test_a_reply_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(toy_model())
+    with serving(llm) as it:
+        good = it.post("/v1/completions", {"prompt": "hello"}).json()["choices"]
+        banned = {str(token): -100 for token in range(37)}
+        honest = llm.start
+
+        def start(tokens: Any, *args: Any) -> Any:
+            if list(tokens) == [1, 2, 3]:
+                raise OutOfMemory("no memory for this one", "Ask for less")
+            return honest(tokens, *args)
+
+        monkeypatch.setattr(llm, "start", start)
+        answer = it.post("/v1/completions", {"prompt": [1, 2, 3]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
+        text = it.post("/v1/completions", {"prompt": [1, 2, 3], "stream": True}).text
+        assert json.loads(text.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert it.post("/v1/completions", {"prompt": "hello", "logit_bias": banned}).status_code == 200
+        assert it.post("/v1/completions", {"prompt": "hello"}).json()["choices"] == good
+
+
+def test_an_unexpected_error_tells_nothing(monkeypatch: pytest.MonkeyPatch, served: Serving) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(served.worker, "submit", broken)
+    answer = served.post("/v1/completions", {"prompt": "hello"}, headers={"x-request-id": "abc-1"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert answer.headers["x-request-id"] == "abc-1"
+
+
+def test_request_ids(served: Serving) -> None:
+    assert served.get("/health", headers={"x-request-id": "my.id_1"}).headers["x-request-id"] == "my.id_1"
+    for bad in ("a b", "x" * 129, "a;b", "ü".encode()):
+        made = served.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert made.isalnum()
+        assert len(made) == 32
+    assert served.get("/nope").headers["x-request-id"]
+
+
+def test_logs_name_requests_and_hold_no_prompt(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "paceline"):
+        body = {"messages": [{"role": "user", "content": "private words"}], "max_tokens": 2}
+        served.post("/v1/chat/completions", body, headers={"x-request-id": "id-7"})
+        served.post("/v1/chat/completions", {**body, "temperature": 9}, headers={"x-request-id": "id-8"})
+        served.post("/v1/chat/completions?prompt=%0Aforged", body, headers={"x-request-id": "id-9"})
+    said = [record.getMessage() for record in caplog.records if record.name == "paceline.server"]
+    assert sum(line.startswith("id-7 ") for line in said) == 2
+    assert any(line.startswith("id-8 POST /v1/chat/completions 400") for line in said)
+    assert not any("private" in line or "\n" in line for line in said)
+
+
+def test_prompts_are_logged_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(toy_llm(), log_prompts=True) as it, caplog.at_level(logging.INFO, "paceline"):
+        it.post("/v1/completions", {"prompt": "private words", "max_tokens": 2})
+    assert any("private words" in record.getMessage() for record in caplog.records)
+
+
+def test_other_origins_are_let_in_only_if_named() -> None:
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serving(toy_llm()) as it:
+        assert "access-control-allow-origin" not in it.get("/v1/models", headers=asked).headers
+    with serving(toy_llm(), cors_origins=("https://a.example",)) as it:
+        answer = it.get("/v1/models", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        other = it.get("/v1/models", headers={**asked, "Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def connect(it: Serving, receive: int | None = None) -> socket.socket:
+    host, port = it.address.removeprefix("http://").split(":")
+    client = socket.socket()
+    if receive:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    client.connect((host, int(port)))
+    return client
+
+
+def request(body: bytes) -> bytes:
+    head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body

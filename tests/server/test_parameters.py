@@ -1,0 +1,249 @@
+"""Every parameter is honoured, and refused by name where it is out of range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.llm import LLM
+from paceline.sampling import Sampling
+from tests.server.running import Serving
+from tests.toys import toy_model
+
+CHAT: Any = [{"role": "user", "content": "go on"}]
+BASE: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+
+HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0.5}, {"temperature": 0.5}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_k": 3}, {"top_k": 3}),
+    ({"min_p": 0.3}, {"min_p": 0.3}),
+    ({"typical_p": 0.3}, {"typical_p": 0.3}),
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
+    ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+    ({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 1}),
+    ({"logit_bias": {"5": 8, "6": -100}}, {"logit_bias": {5: 8.0, 6: -100.0}}),
+    ({"seed": 4}, {"seed": 4}),
+    ({"stop": "d"}, {"stop": "d"}),
+    ({"stop": ["zz", "hw"]}, {"stop": ["zz", "hw"]}),
+    ({"stop_token_ids": [3]}, {"stop_token_ids": [3]}),
+    ({"max_tokens": 5}, {"max_new_tokens": 5}),
+    ({"top_k": 3, "ignore_eos": True}, {"top_k": 3, "ignore_eos": True}),
+    ({"top_k": 3, "min_tokens": 30}, {"top_k": 3, "min_new_tokens": 30}),
+]
+
+
+@pytest.mark.parametrize(("asked", "meant"), HONOURED, ids=lambda value: ",".join(value))
+def test_honoured(served: Serving, plain: LLM, asked: dict[str, Any], meant: dict[str, Any]) -> None:
+    body = {"max_tokens": 40, **BASE, **asked}
+    chat = served.post("/v1/chat/completions", {"messages": CHAT, **body}).json()
+    wanted = plain.generate(CHAT, Sampling(**{"max_new_tokens": 40, **BASE, **meant}))
+    assert chat["choices"][0]["message"]["content"] == wanted.text
+    unasked = plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE))
+    assert wanted.text != unasked.text  # or this would say nothing
+    text = served.post("/v1/completions", {"prompt": "<user:go on><a:", **body}).json()
+    assert text["choices"][0]["text"] == wanted.text
+
+
+def test_no_top_k_is_spelled_in_two_ways(served: Serving) -> None:
+    def ask(**more: Any) -> Any:
+        body = {"messages": CHAT, "max_tokens": 20, **BASE, **more}
+        return served.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+
+    assert ask() == ask(top_k=-1) == ask(top_k=0) != ask(top_k=3)
+
+
+def test_the_newer_name_of_max_tokens(served: Serving) -> None:
+    for body in ({"max_completion_tokens": 7}, {"max_completion_tokens": 7, "max_tokens": 7}):
+        made = served.post("/v1/chat/completions", {"messages": CHAT, **body}).json()
+        assert made["usage"]["completion_tokens"] == 7
+        assert made["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_reply_without_a_limit_goes_to_the_end_of_the_context(served: Serving) -> None:
+    made = served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True}).json()
+    assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
+    assert made["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_default_is_what_the_model_recommends(served: Serving) -> None:
+    from tests.server.running import serving
+
+    generation = {"do_sample": True, "temperature": 0.6, "top_k": 5}
+    with serving(LLM(toy_model(generation))) as it:
+        entry = it.get("/v1/models").json()["data"][0]["paceline"]
+        assert (entry["sampling"]["temperature"], entry["sampling"]["top_k"]) == (0.6, 5)
+        how = {"messages": CHAT, "max_tokens": 20, "seed": 3}
+        made = it.post("/v1/chat/completions", how).json()["choices"][0]["message"]["content"]
+        wanted = LLM(toy_model()).generate(CHAT, Sampling(temperature=0.6, top_k=5, seed=3, max_new_tokens=20))
+        assert made == wanted.text
+        greedy = it.post("/v1/chat/completions", {**how, "temperature": 0}).json()["choices"][0]["message"]["content"]
+        assert greedy != made
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"nonsense": None}, "nonsense"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": 0.0001}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"typical_p": 0}, "typical_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 2.01}, "presence_penalty"),
+    ({"frequency_penalty": -2.01}, "frequency_penalty"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.0}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [1]}, "stop.0"),
+    ({"stop_token_ids": [37]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"logit_bias": {"37": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"01": 1}}, "logit_bias.01"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"speculation": "on"}, "speculation"),
+    ({"speculation": {"drafter": "eagle9"}}, "speculation.drafter"),
+    ({"speculation": {"max_draft": -1}}, "speculation.max_draft"),
+    ({"speculation": {"depth": 1}}, "speculation.depth"),
+    ({"timeout": 0}, "timeout"),
+    ({"trace": 1}, "trace"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_grammar": "start: ("}, "guided_grammar"),
+    ({"guided_json": {"type": "nonsense"}}, "guided_json"),
+    ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "guided_json"),
+]
+
+CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+    ({"functions": []}, "functions"),
+    ({"audio": {}}, "audio"),
+    ({"modalities": ["audio"]}, "modalities.0"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
+]
+
+TEXT_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt.0"),
+    ({"prompt": [37]}, "prompt"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [1, "a"]}, "prompt.1"),
+    ({"prompt": ["a", ""]}, "prompt.1"),
+    ({"prompt": "a" * 256}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 3}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"messages": CHAT}, "messages"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": ["a"] * 65}, "n"),
+]
+
+
+def refused(served: Serving, path: str, body: dict[str, Any], param: str) -> None:
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert error["message"]
+
+
+def named(case: Any) -> str | None:
+    return str(case)[:60] if isinstance(case, dict) else None
+
+
+@pytest.mark.parametrize(("body", "param"), [*REFUSED, *CHAT_REFUSED], ids=named)
+def test_chats_refuse(served: Serving, body: dict[str, Any], param: str) -> None:
+    refused(served, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 4, **body}, param)
+
+
+@pytest.mark.parametrize(("body", "param"), [*REFUSED, *TEXT_REFUSED], ids=named)
+def test_completions_refuse(served: Serving, body: dict[str, Any], param: str) -> None:
+    refused(served, "/v1/completions", {"prompt": "hello", "max_tokens": 4, **body}, param)
+
+
+def test_a_missing_prompt_is_named(served: Serving) -> None:
+    refused(served, "/v1/chat/completions", {}, "messages")
+    refused(served, "/v1/completions", {}, "prompt")
+
+
+def test_a_prompt_that_is_too_long_says_so(served: Serving) -> None:
+    answer = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 300}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
+        {"prompt_cache_key": "k", "modalities": ["text"], "parallel_tool_calls": True, "logprobs": None},
+        {"functions": None, "audio": None, "stop": None, "tools": None, "n": 1, "response_format": {"type": "text"}},
+    ],
+)
+def test_what_means_nothing_here_does_nothing(served: Serving, more: dict[str, Any]) -> None:
+    body = {"messages": CHAT, "max_tokens": 8}
+    bare, full = (served.post("/v1/chat/completions", {**body, **extra}).json() for extra in ({}, more))
+    assert full["choices"] == bare["choices"]
+
+
+def test_models_that_are_not_served(served: Serving) -> None:
+    body = {"messages": CHAT, "max_tokens": 2}
+    for name in ("toy", "other/name"):
+        assert served.post("/v1/chat/completions", {**body, "model": name}).status_code == 200
+    answer = served.post("/v1/chat/completions", {**body, "model": "gpt-9"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["param"] == "model"

@@ -1,0 +1,213 @@
+"""Tool calls: how each family writes them, read from recorded replies, whole and piece by piece."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.chat_template import check_messages, render
+from paceline.errors import InvalidPrompt
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, Call, Family, Reader, family, knows_tools, with_tools
+
+NAMES = ("get_weather", "add")
+
+# As the models write them: Qwen2.5 and Hermes, Qwen3 with its reasoning, SmolLM2 with a list, Llama 3.1 and 3.2,
+# Mistral's older and newer forms.
+RECORDED: list[tuple[str, Family, str, str, list[tuple[str, Any]]]] = [
+    (
+        "qwen2.5",
+        HERMES,
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        "",
+        [("get_weather", {"city": "Paris"})],
+    ),
+    (
+        "qwen2.5 with two",
+        HERMES,
+        'I will look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>',
+        "I will look.",
+        [("get_weather", {"city": "Paris"}), ("add", {"a": 1, "b": [2]})],
+    ),
+    (
+        "qwen3",
+        HERMES,
+        "<think>\nThe user wants weather.\n</think>\n\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
+        "<think>\nThe user wants weather.\n</think>",
+        [("get_weather", {"city": "Zürich"})],
+    ),
+    (
+        "smollm2",
+        HERMES,
+        '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]</tool_call>',
+        "",
+        [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    (
+        "hermes without an end",
+        HERMES,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}',
+        "",
+        [("add", {"a": 1})],
+    ),
+    ("llama 3.1", LLAMA, '{"name": "add", "parameters": {"a": "1"}}', "", [("add", {"a": "1"})]),
+    ("llama 3.1 marked", LLAMA, '<|python_tag|>{"name": "add", "parameters": {}}', "", [("add", {})]),
+    (
+        "llama 3.2 with two",
+        LLAMA,
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {"city": "Oslo"}}',
+        "",
+        [("add", {"a": 1}), ("get_weather", {"city": "Oslo"})],
+    ),
+    (
+        "mistral v3",
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": {"city": "x"}}]',
+        "",
+        [("add", {"a": 1}), ("get_weather", {"city": "x"})],
+    ),
+    (
+        "mistral v11",
+        MISTRAL,
+        'Let me see.[TOOL_CALLS]get_weather[ARGS]{"city": "x"}[TOOL_CALLS]add{"a": {"b": 1}}',
+        "Let me see.",
+        [("get_weather", {"city": "x"}), ("add", {"a": {"b": 1}})],
+    ),
+]
+
+NO_CALLS: list[tuple[Family, str]] = [
+    (HERMES, "just text"),
+    (HERMES, "a < b and <tool_cal is no tag"),
+    (HERMES, "<tool_call>\nnot json\n</tool_call> and more"),
+    (HERMES, '<tool_call>{"name": "add"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {'),
+    (HERMES, "text that ends in white space \n"),
+    (LLAMA, '{"city": "Paris"}'),
+    (LLAMA, '{"name": "add", "parameters": {}} and text'),
+    (LLAMA, 'text, then {"name": "add", "parameters": {}}'),
+    (LLAMA, '<|python_tag|>print("hi")'),
+    (MISTRAL, "[TOOL_CALLS] nothing"),
+    (MISTRAL, "[TOOL_CALLS]" + "[" * 5000),
+]
+
+
+def read(family: Family, text: str, step: int, **how: Any) -> tuple[str, list[Call]]:
+    reader, shown, calls = Reader(family, NAMES, **how), "", []
+    for at in range(0, len(text), step):
+        piece, found = reader.push(text[at : at + step])
+        shown, calls = shown + piece, calls + found
+    rest, last = reader.flush()
+    return shown + rest, calls + last
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case[0])
+def test_recorded_replies(case: Any, step: int) -> None:
+    _, family, text, shown, wanted = case
+    found_text, calls = read(family, text, step)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == wanted
+    assert found_text == shown
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(len(call.id) == (9 if family is MISTRAL else 29) for call in calls)
+
+
+@pytest.mark.parametrize("step", [1, 4, 10_000])
+@pytest.mark.parametrize(("family", "text"), NO_CALLS)
+def test_what_is_no_call_stays_text(family: Family, text: str, step: int) -> None:
+    assert read(family, text, step) == (text, [])
+
+
+def test_text_is_not_held_back_longer_than_it_must() -> None:
+    reader = Reader(HERMES, NAMES)
+    assert reader.push("a <")[0] == "a"
+    assert reader.push("b> c")[0] == " <b> c"
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case[0])
+def test_one_call_only(case: Any) -> None:
+    _, family, text, shown, wanted = case
+    for step in (1, 1000):
+        found_text, calls = read(family, text, step, single=True)
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == wanted[:1]
+        assert found_text == shown
+
+
+# The parts of real templates that tell families apart.
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ('{%- if tools %}...<tools>...{{- \'<tool_call>\\n{"name": "\' }}{% endif %}', HERMES),
+        ("{%- if tools is not none %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{- '[TOOL_CALLS] [' }}", MISTRAL),
+        ("{{- '<|start_header_id|>ipython<|end_header_id|>' }}{{- '<|python_tag|>' }}{% if tools %}", LLAMA),
+        ("{{- '<|start_header_id|>' }}{{- 'Environment: ipython' }}{% if custom_tools %}", LLAMA),
+        ("{{ messages }}", HERMES),
+        (None, HERMES),
+    ],
+)
+def test_families_are_told_by_their_templates(template: str | None, wanted: Family) -> None:
+    assert family(template) is wanted
+
+
+def test_templates_that_know_no_tools_are_told_in_the_system_message() -> None:
+    assert not knows_tools("{{ messages }}")
+    assert knows_tools("{% if tools %}")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+    ]
+    told = with_tools(chat, [tool])
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
+    assert json.dumps(tool) in told[0]["content"]
+    assert read(HERMES, told[2]["content"], 5)[1][0].arguments == '{"a": 1}'
+    assert told[3]["content"] == "<tool_response>\n2\n</tool_response>"
+    assert with_tools([{"role": "system", "content": "Be."}, *chat], [tool])[0]["content"].startswith("Be.\n\n")
+
+
+def test_templates_get_calls_as_they_expect_them() -> None:
+    calls = "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}|" + calls + "{% endfor %}"
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": "é"}'}}
+    text = render(template, [{"role": "assistant", "content": None, "tool_calls": [call]}], {})
+    assert text == '|{"name": "add", "arguments": {"a": "é"}}'
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "one\ntwo"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": [{}]},
+        {"role": "assistant", "content": None, "tool_calls": 5},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 5, "arguments": "{}"}}]},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [5]},
+        {"role": "user", "content": [{"type": "text"}]},
+    ],
+)
+def test_messages_that_are_none(message: Any) -> None:
+    with pytest.raises(InvalidPrompt, match="message 0"):
+        check_messages([message])
+
+
+@pytest.mark.parametrize("marker", [None, 5])
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_grammar_of_a_forced_call_is_one(form: Family, marker: int | None, count: int) -> None:
+    from paceline.grammar import Grammar
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = form.grammar([("add", schema), ("get_weather", None)][:count], marker)
+    assert Grammar.lark(grammar)
+    assert ("<[5]>" in grammar) == (marker is not None and form is not LLAMA)
