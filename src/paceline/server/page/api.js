@@ -9,8 +9,8 @@ export class ServerError extends Error {
 }
 
 // Of this tab only, and gone with it.
-export const keepKey = (key) => sessionStorage.setItem("key", key);
-const key = () => sessionStorage.getItem("key");
+export const keepKey = (key) => sessionStorage.setItem("api-key", key);
+const key = () => sessionStorage.getItem("api-key");
 
 async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json" };

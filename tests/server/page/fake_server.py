@@ -1,6 +1,6 @@
 """The page's test double: the endpoints that the page calls, with recorded replies instead of a model.
 
-To look at the page by hand: `python -m tests.server.fake_page_server`, then http://127.0.0.1:8017/.
+To look at the page by hand: `python -m tests.server.page.fake_server`, then http://127.0.0.1:8017/.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ SKY = [
     (5, [" reaches", " us", " is", " mostly"]),
     (4, [" red", " and", " orange", "", "."]),
 ]
-MARKUP = [(3, ["<img src=x", " onerror=", '"document.title=', "1\">"]), (2, ["<script>document.title=2</script>", "</p>", "&amp;"])]
+MARKUP = [
+    (3, ["<img src=x", " onerror=", '"document.title=', '1">']),
+    (2, ["<script>document.title=2</script>", "</p>", "&amp;"]),
+]
 
 
 @dataclass
@@ -47,10 +50,12 @@ class Fake:
     """What the server is told to do, and what it was asked."""
 
     pause: float = 0.0
-    """Seconds between two rounds with drafts; without speculation each token takes as long."""
+    """Seconds that each round takes."""
     key: str | None = None
     fail: tuple[int, str] | None = None
     """Answers every chat request with this status and message."""
+    hold_at: int | None = None
+    """Every reply waits before this round, until it is None again."""
     break_after: int | None = None
     """An error event after so many rounds."""
     differ_at: int | None = None
@@ -59,8 +64,8 @@ class Fake:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     """When each streamed reply began and ended."""
-    left: int = 0
-    """Replies that the client did not wait for."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set once a client has left before the end of its reply."""
 
     def app(self) -> Starlette:
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -72,8 +77,15 @@ class Fake:
         return None
 
     async def models(self, request: Request) -> Response:
-        paceline = {"drafters": ["suffix", "ngram", "eagle3"], "default": "suffix", "exact": self.exact, "context_length": 8192}
-        return self.refuse(request) or JSONResponse({"data": [{"id": "SmolLM2-360M-Instruct", "object": "model", "paceline": paceline}]})
+        paceline = {
+            "drafters": ["suffix", "ngram", "eagle3"],
+            "default": "suffix",
+            "exact": self.exact,
+            "context_length": 8192,
+        }
+        return self.refuse(request) or JSONResponse(
+            {"data": [{"id": "SmolLM2-360M-Instruct", "object": "model", "paceline": paceline}]}
+        )
 
     async def chat(self, request: Request) -> Response:
         if refused := self.refuse(request):
@@ -95,8 +107,12 @@ class Fake:
             yield ": a comment, as servers send them to keep a connection\n\n"
             for number, event in enumerate(events):
                 if number == self.break_after:
-                    yield line({"error": {"message": "Non-finite logits: the reply was ended.", "type": "server_error"}})
+                    yield line(
+                        {"error": {"message": "Non-finite logits: the reply was ended.", "type": "server_error"}}
+                    )
                     return
+                while number == self.hold_at:
+                    await asyncio.sleep(0.01)
                 await asyncio.sleep(self.pause)
                 yield line({"choices": [{"index": 0, "finish_reason": None, **event}]})
             yield line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -104,7 +120,8 @@ class Fake:
             yield "data: [DONE]\n\n"
             done = True
         finally:
-            self.left += not done and self.break_after is None
+            if not done and self.break_after is None:
+                self.gone.set()
             self.times.append((began, time.monotonic()))
 
 
@@ -127,7 +144,11 @@ def token(text: str, origin: str, drafter: str | None) -> dict[str, Any]:
 
 def event(tokens: list[dict[str, Any]], drafted: int, accepted: int) -> dict[str, Any]:
     content = "".join(token["text"] for token in tokens)
-    return {"delta": {"content": content}, "trace": tokens, "round": {"drafted": drafted, "accepted": accepted, "ms": 31.25}}
+    return {
+        "delta": {"content": content},
+        "trace": tokens,
+        "round": {"drafted": drafted, "accepted": accepted, "ms": 31.25},
+    }
 
 
 def drafted_rounds(rounds: list[tuple[int, list[str]]], drafter: str) -> list[dict[str, Any]]:
@@ -150,14 +171,21 @@ def plain_rounds(rounds: list[tuple[int, list[str]]], differ_at: int | None) -> 
 def usage(events: list[dict[str, Any]]) -> dict[str, Any]:
     count = sum(len(event["trace"]) for event in events)
     drafted, accepted = (sum(event["round"][name] for event in events) for name in ("drafted", "accepted"))
-    speculation = {"rounds": len(events), "drafted": drafted, "accepted": accepted, "tokens_per_round": count / len(events)}
+    speculation = {
+        "rounds": len(events),
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_round": count / len(events),
+    }
     return {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count, "speculation": speculation}
 
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Serves an ASGI application on a free port of the loopback; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
