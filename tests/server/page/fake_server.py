@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from paceline.server.page import page_routes
+import paceline
 
 # (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
 SKY = [
@@ -69,7 +69,7 @@ class Fake:
 
     def app(self) -> Starlette:
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        return Starlette(routes=[Route("/v1/models", self.models), chat, *page_routes()])
+        return Starlette(routes=[Route("/v1/models", self.models), chat, *page_files()])
 
     def refuse(self, request: Request) -> Response | None:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -123,6 +123,11 @@ class Fake:
             if not done and self.break_after is None:
                 self.gone.set()
             self.times.append((began, time.monotonic()))
+
+
+def page_files() -> list[Route]:
+    """The page as the server sends it."""
+    return []
 
 
 def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

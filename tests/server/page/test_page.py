@@ -139,7 +139,7 @@ def test_off_beside_off_is_not_offered(tab: Tab, fake: Fake) -> None:
         ("off", "", "off"),
         ("eagle3", "", {"drafter": "eagle3"}),
         ("ngram", "5", {"drafter": "ngram", "max_draft": 5}),
-        ("auto", "3", {"drafter": "suffix", "max_draft": 3}),
+        ("auto", "3", {"max_draft": 3}),
     ],
 )
 def test_settings_reach_the_request(tab: Tab, fake: Fake, drafter: str, length: str, speculation: Any) -> None:

@@ -58,15 +58,16 @@ function history(turn) {
 }
 
 async function answer(turn) {
-  const chosen = settings.read(model);
+  const chosen = settings.read();
   const body = { model: model.id, messages: history(turn), ...chosen.sampling };
   busy(new AbortController());
   turn.replies.replaceChildren();
   turn.replies.classList.toggle("pair", chosen.compare);
-  const name = chosen.speculation.drafter ?? chosen.speculation;
+  const { speculation } = chosen;
+  const name = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
   const scale = { most: 8 };
   const on = column(turn, chosen.compare ? `Speculation: ${name}` : "Reply", scale);
-  const first = stream(on, { ...body, speculation: chosen.speculation }, turn, new Speaker());
+  const first = stream(on, { ...body, speculation }, turn, new Speaker());
   if (chosen.compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, chosen.parallel);
   else await first;
   turn.text = on.content;

@@ -7,23 +7,22 @@ const button = $("#settings-button");
 const wide = matchMedia("(min-width: 60rem)");
 
 /** What the form says now: {sampling, speculation, compare, parallel}. */
-export function read(model) {
+export function read() {
   const fields = form.elements;
   const sampling = {};
   for (const name of ["temperature", "top_p", "seed", "max_tokens"]) sampling[name] = fields[name].valueAsNumber;
   return {
     sampling,
-    speculation: speculation(fields.drafter.value, fields.max_draft.valueAsNumber, model),
+    speculation: speculation(fields.drafter.value, fields.max_draft.valueAsNumber),
     compare: fields.compare.checked,
     parallel: fields.order.value === "parallel",
   };
 }
 
-/** A draft length needs a drafter's name, so "auto" with a length means the server's default drafter. */
-function speculation(drafter, length, model) {
+/** A length without a drafter's name is one for the server's default drafter. */
+function speculation(drafter, length) {
   if (drafter === "off" || (drafter === "auto" && !length)) return drafter;
-  const name = drafter === "auto" ? model.paceline.default : drafter;
-  return length ? { drafter: name, max_draft: length } : { drafter: name };
+  return { ...(drafter !== "auto" && { drafter }), ...(length && { max_draft: length }) };
 }
 
 /** Shows the first field that is out of its range, if there is one. */
@@ -33,8 +32,13 @@ export function valid() {
   return form.reportValidity();
 }
 
-/** Offers the drafters that the server knows. */
-export function offer({ id, paceline: { drafters = [], exact, context_length: room } = {} }) {
+/** Offers the drafters that the server knows, and begins with what the model recommends. */
+export function offer({ id, paceline: { drafters = [], exact, context_length: room, sampling = {} } = {} }) {
+  for (const name of ["temperature", "top_p"]) {
+    const input = form.elements[name];
+    // Where nobody has changed it yet.
+    if (name in sampling && input.value === input.defaultValue) input.value = sampling[name];
+  }
   const off = form.elements.drafter.querySelector("[value=off]");
   for (const option of [...form.elements.drafter.options]) if (!["auto", "off"].includes(option.value)) option.remove();
   off.before(...drafters.map((name) => make("option", "", name)));
