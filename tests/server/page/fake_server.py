@@ -12,15 +12,18 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import paceline
+
+PAGE = Path(paceline.__file__).parent / "server" / "page"
 
 # (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
 SKY = [
@@ -126,8 +129,16 @@ class Fake:
 
 
 def page_files() -> list[Route]:
-    """The page as the server sends it."""
-    return []
+    """The page's files, under the policy that the server sends them with."""
+    policy = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
+
+    def route(path: Path) -> Route:
+        async def send(_: Request) -> Response:
+            return FileResponse(path, headers=policy)
+
+        return Route("/" if path.name == "index.html" else f"/{path.name}", send)
+
+    return [route(path) for path in PAGE.iterdir() if path.is_file()]
 
 
 def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

@@ -86,17 +86,11 @@ def test_a_reply_is_read_out_by_sentences(tab: Tab) -> None:
     assert tab.page.locator(".text[aria-live]").count() == 0
 
 
-def test_headers_allow_this_server_only(open_tab: Open, address: str) -> None:
+def test_nothing_inline_and_no_other_host(open_tab: Open, address: str) -> None:
     with open_tab(address) as tab:
-        for path in ("", "page/app.js", "page/style.css"):
-            answer = tab.page.request.get(address + path)
-            assert answer.headers["content-security-policy"].startswith("default-src 'self';")
-            assert answer.headers["x-content-type-options"] == "nosniff"
         html = tab.page.request.get(address).text()
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script>|https?://", html)
-        for path in ("page/__init__.py", "page/..%2f__init__.py", "page/nothing.js"):
-            assert tab.page.request.get(address + path).status == 404
-        # The policy is in force, not only sent.
+        # A test of the tests: the policy is in force while they run.
         tab.page.evaluate(
             "() => document.body.insertAdjacentHTML('beforeend', '<i onclick=\"document.title=4\" id=i></i>')"
         )
