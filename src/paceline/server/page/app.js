@@ -65,7 +65,7 @@ async function answer(turn) {
   turn.replies.classList.toggle("pair", chosen.compare);
   const { speculation } = chosen;
   const name = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
-  const scale = { most: 8 };
+  const scale = { most: 4 };
   const on = column(turn, chosen.compare ? `Speculation: ${name}` : "Reply", scale);
   const first = stream(on, { ...body, speculation }, turn, new Speaker());
   if (chosen.compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, chosen.parallel);
