@@ -1,0 +1,88 @@
+// What the page asks of the server. Addresses are relative, so that it also works under a proxy's path.
+
+/** An answer that is not what was asked for; `message` is the server's own where it gave one. */
+export class ServerError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// Of this tab only, and gone with it.
+export const keepKey = (key) => sessionStorage.setItem("api-key", key);
+const key = () => sessionStorage.getItem("api-key");
+
+async function ask(path, options = {}) {
+  const headers = { "Content-Type": "application/json" };
+  if (key()) headers.Authorization = `Bearer ${key()}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server cannot be reached. Is it still running?");
+  }
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+async function failure(response) {
+  const body = await response.json().catch(() => null);
+  let message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`;
+  const wait = response.headers.get("Retry-After");
+  if (wait) message += ` (free again in about ${wait} s)`;
+  return new ServerError(message, response.status);
+}
+
+/** The model that the server holds: {id, paceline: {drafters, default, exact, context_length}}. */
+export async function model() {
+  const { data } = await (await ask("v1/models")).json();
+  return data[0];
+}
+
+/** Yields {tokens, round, content, finish} for each round of the reply, and {usage} at its end. */
+export async function* chat(body, signal) {
+  const asked = { ...body, stream: true, stream_options: { include_usage: true }, trace: true };
+  const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
+  for await (const event of events(response.body)) {
+    if (event.error) throw new ServerError(event.error.message);
+    const choice = event.choices?.[0];
+    const content = choice?.delta?.content ?? "";
+    if (choice) {
+      yield { tokens: choice.trace ?? untraced(content), round: choice.round, content, finish: choice.finish_reason };
+    }
+    if (event.usage) yield { usage: event.usage };
+  }
+}
+
+// A server that sends no trace still gets its text shown.
+const untraced = (content) => (content ? [{ text: content, origin: "plain" }] : []);
+
+/** The events of a stream of `data:` lines, parsed, up to `[DONE]`. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    yield* parsed(reader);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function* parsed(reader) {
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      throw new ServerError("The connection broke before the reply was complete.");
+    });
+    if (done) throw new ServerError("The connection ended before the reply was complete.");
+    const lines = (rest + value).split(/\r?\n/);
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}

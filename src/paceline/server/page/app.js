@@ -1,0 +1,192 @@
+// The conversation: sends, shows, stops, tries again.
+import { ServerError, chat, keepKey, model as askModel } from "./api.js";
+import { verdict } from "./compare.js";
+import { $, make } from "./dom.js";
+import { watch } from "./inspect.js";
+import { Reply } from "./reply.js";
+import * as settings from "./settings.js";
+import { Speaker } from "./speaker.js";
+
+const field = $("#prompt");
+const keyForm = $("#key-form");
+let turns = [];
+let model = null;
+let running = null; // The AbortController of the turn that is being answered.
+
+async function connect() {
+  try {
+    model = await askModel();
+    $("#model").textContent = model.id;
+    settings.offer(model);
+    keyForm.hidden = true;
+    return true;
+  } catch (error) {
+    if (error.status === 401) askKey(error);
+    else $("#model").textContent = error.message;
+    return false;
+  }
+}
+
+function askKey(error) {
+  // Before any key was tried there is nothing wrong yet.
+  $("#key-error").textContent = keyForm.hidden ? "" : error.message;
+  keyForm.hidden = false;
+  $("#key").focus();
+}
+
+async function send() {
+  const prompt = field.value.trim();
+  if (!prompt || running || !settings.valid()) return;
+  if (!model && !(await connect())) return;
+  field.value = "";
+  const said = make("div", "said", make("h3", "hidden", "You"), make("p", "", prompt));
+  const turn = { prompt, text: "", replies: make("div", "replies") };
+  turn.element = make("section", "turn", said, turn.replies);
+  turns.push(turn);
+  $("#turns").append(turn.element);
+  $("#intro").hidden = true;
+  atEnd = true;
+  follow();
+  await answer(turn);
+}
+
+/** The messages up to a turn; one that failed before it said anything is left out. */
+function history(turn) {
+  const before = turns.slice(0, turns.indexOf(turn)).filter((other) => other.text);
+  const said = before.flatMap(({ prompt, text }) => [["user", prompt], ["assistant", text]]);
+  return [...said, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
+}
+
+async function answer(turn) {
+  const chosen = settings.read();
+  const body = { model: model.id, messages: history(turn), ...chosen.sampling };
+  busy(new AbortController());
+  turn.replies.replaceChildren();
+  turn.replies.classList.toggle("pair", chosen.compare);
+  const { speculation } = chosen;
+  const name = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
+  const scale = { most: 4 };
+  const on = column(turn, chosen.compare ? `Speculation: ${name}` : "Reply", scale);
+  const first = stream(on, { ...body, speculation }, turn, new Speaker());
+  if (chosen.compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, chosen.parallel);
+  else await first;
+  turn.text = on.content;
+  busy(null);
+}
+
+function column(turn, title, scale) {
+  const reply = new Reply(title, scale);
+  turn.replies.append(reply.element);
+  return reply;
+}
+
+/** The same request without speculation, in a second column, and whether both are equal. */
+async function beside(turn, on, off, first, body, parallel) {
+  // The speculating one goes first: what a drafter could have learned from the other reply would be unfair, and the
+  // prompt that the second need not compute again is not counted in its rate.
+  if (!parallel) {
+    const waits = off.say("Waits for its turn, so that each has the machine to itself.");
+    const fine = await first;
+    waits.remove();
+    if (!fine || running.signal.aborted) return void off.say("Not begun: the other reply did not end.");
+  }
+  const done = await Promise.all([first, stream(off, { ...body, speculation: "off" }, turn)]);
+  if (!done.every(Boolean)) return;
+  const { same, at, head, rest } = verdict(on, off, { fair: !parallel, exact: model.paceline.exact });
+  turn.replies.append(make("p", same ? "verdict same" : "verdict differs", make("strong", "", head), ` ${rest}`));
+  if (!same) for (const reply of [on, off]) reply.mark(at);
+  new Speaker().say(`${head} ${rest}`);
+  follow();
+}
+
+/** Fills a reply from the server; false where it failed. */
+async function stream(reply, body, turn, speaker = null) {
+  reply.element.classList.add("running");
+  try {
+    for await (const event of chat(body, running.signal)) {
+      reply.take(event);
+      speaker?.hear(event.content ?? "");
+      follow();
+    }
+    if (reply.finish === "length") reply.say("Ended at the token limit.");
+    speaker?.end();
+    return true;
+  } catch (error) {
+    if (error.name === "AbortError") reply.say("Stopped.");
+    else fail(reply, turn, error);
+    return error.name === "AbortError";
+  } finally {
+    reply.element.classList.remove("running");
+    reply.paint(true);
+    follow();
+  }
+}
+
+function fail(reply, turn, error) {
+  if (error.status === 401) askKey(error);
+  const line = reply.say(error instanceof ServerError ? error.message : `The page failed: ${error.message}`, "problem");
+  line.setAttribute("role", "alert");
+  const again = make("button", "", "Try again");
+  again.addEventListener("click", () => running || !settings.valid() || answer(turn));
+  line.after(again);
+}
+
+function busy(controller) {
+  running = controller;
+  $("#send").hidden = Boolean(controller);
+  $("#stop").hidden = !controller;
+}
+
+// The end of the page stays in sight while a reply grows, unless the reader has scrolled away from it.
+let atEnd = true;
+let height = 0;
+addEventListener("scroll", () => {
+  // Text that has grown since the last scroll is no reason to stay behind; only a move upwards is the reader's.
+  const near = scrollY + innerHeight > document.documentElement.scrollHeight - 60;
+  atEnd = near || (atEnd && scrollY >= height);
+  height = scrollY;
+}, { passive: true });
+const follow = () => atEnd && scrollTo(0, document.documentElement.scrollHeight);
+
+function stop() {
+  running?.abort();
+  field.focus();
+}
+
+function newChat() {
+  running?.abort();
+  turns = [];
+  $("#turns").replaceChildren();
+  $("#intro").hidden = false;
+  field.focus();
+}
+
+$("#composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+field.addEventListener("keydown", (event) => {
+  // A key that completes a character of an input method is not meant for us.
+  if (event.isComposing) return;
+  if (event.key === "Escape") stop();
+  if (event.key !== "Enter" || event.shiftKey) return;
+  event.preventDefault();
+  send();
+});
+$("#stop").addEventListener("click", stop);
+$("#new").addEventListener("click", newChat);
+$("#intro .examples").addEventListener("click", ({ target }) => {
+  if (!target.matches("button")) return;
+  field.value = target.textContent;
+  field.focus();
+});
+keyForm.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  keepKey($("#key").value);
+  $("#key").value = "";
+  if (await connect()) field.focus();
+});
+
+settings.start();
+watch($("#turns"));
+connect();

@@ -1,0 +1,30 @@
+// Whether two replies are the same, and what that took.
+
+/** {same, head, rest} in words, and where they part {at}, for two finished replies: with speculation, and without. */
+export function verdict(on, off, { fair, exact }) {
+  const at = firstDifference(on, off);
+  const shorter = Math.min(on.tokens.length, off.tokens.length);
+  if (at === shorter && on.tokens.length === off.tokens.length) {
+    return { same: true, head: "Same text, token for token.", rest: `${count(at)}. ${speed(on, off, fair)}` };
+  }
+  if (at === shorter && !(on.finish && off.finish)) {
+    return { same: true, head: "Same text as far as both go.", rest: `${count(at)}, then one was stopped.` };
+  }
+  const reason = exact === "bits" ? "This should not happen: please report it." : "This model is exact up to rounding here.";
+  return { same: false, at, head: `The texts differ from token ${at + 1} on.`, rest: reason };
+}
+
+function firstDifference(on, off) {
+  const same = (a, b) => a && b && a.id === b.id && a.text === b.text;
+  let at = 0;
+  while (same(on.tokens[at], off.tokens[at])) at += 1;
+  return at;
+}
+
+const count = (n) => (n === 1 ? "1 token" : `${n} tokens`);
+
+function speed(on, off, fair) {
+  if (!on.rate || !off.rate) return "";
+  const times = `With speculation ${(on.rate / off.rate).toFixed(2)} times the tokens per second`;
+  return fair ? `${times}.` : `${times}, but they shared the machine: for a fair timing let them run one after the other.`;
+}

@@ -1,0 +1,100 @@
+"""A page that is open in headless Chromium, for the tests beside this file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="the page is tested with playwright: pip install -e '.[dev]'")
+
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from tests.server.page.fake_server import Fake, serving
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+# Long enough for a busy machine of two cores; nothing waits that long unless it fails.
+expect.set_options(timeout=30_000)
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    # Of this folder only: while it lives, playwright's event loop is the running one of this thread.
+    if not CHROMIUM:
+        if os.environ.get("CI"):
+            pytest.fail("chromium is missing: apt-get install chromium")
+        pytest.skip("chromium is missing: apt-get install chromium, or name one in CHROMIUM")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Tab:
+    """A page that is open, and what it did unseen."""
+
+    page: Page
+    url: str
+    complaints: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def send(self, text: str = "Why is the sky blue?", turns: int = 1) -> Locator:
+        """Sends a message and waits for its reply; `turns`: how many there are then. The reply's text."""
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+        expect(self.page.locator(".turn")).to_have_count(turns)
+        expect(self.page.locator("#send")).to_be_visible()
+        return self.page.locator(".turn").last.locator(".text")
+
+    def focused(self, selector: str) -> bool:
+        return bool(self.page.evaluate("s => document.activeElement.matches(s)", selector))
+
+    def no_sideways_scroll(self) -> bool:
+        return bool(self.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"))
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_tab(browser: Browser) -> Open:
+    @contextmanager
+    def open_at(url: str, **options: Any) -> Iterator[Tab]:
+        """Whatever the test is about: no error on the console beside refused requests, and no other host asked."""
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context.set_default_timeout(30_000)
+        tab = Tab(context.new_page(), url)
+        tab.page.on("pageerror", lambda error: tab.complaints.append(str(error)))
+        tab.page.on("console", lambda said: said.type == "error" and tab.complaints.append(said.text))
+        tab.page.on("request", lambda asked: tab.hosts.add(asked.url.split("/")[2]))
+        tab.page.goto(url)
+        yield tab
+        context.close()
+        assert [line for line in tab.complaints if not line.startswith("Failed to load resource")] == []
+        assert tab.hosts == {url.split("/")[2]}
+
+    return open_at
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def address(fake: Fake) -> Iterator[str]:
+    with serving(fake.app()) as url:
+        yield url
+
+
+@pytest.fixture
+def tab(open_tab: Open, address: str) -> Iterator[Tab]:
+    with open_tab(address) as tab:
+        expect(tab.page.locator("#model")).to_have_text("SmolLM2-360M-Instruct")
+        yield tab

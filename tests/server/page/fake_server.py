@@ -1,0 +1,219 @@
+"""The page's test double: the endpoints that the page calls, with recorded replies instead of a model.
+
+To look at the page by hand: `python -m tests.server.page.fake_server`, then http://127.0.0.1:8017/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import paceline
+
+PAGE = Path(paceline.__file__).parent / "server" / "page"
+
+# (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
+SKY = [
+    (4, ["The", " sky", " looks"]),
+    (5, [" blue", " because", " sunlight", " is", " scattered", " by"]),
+    (4, [" the", " air", ":", " short"]),
+    (0, [" wavelengths"]),
+    (6, [",", " like", " blue", ",", " are", " scattered", " more"]),
+    (3, [" than", " long", " ones", "."]),
+    (5, ["\n\n", "-", " blue", ":", " 450"]),
+    (2, [" nm", "\n"]),
+    (6, ["-", " red", ":", " 700", " nm", "\n", "\n"]),
+    (4, ["At", " sunset", " the"]),
+    (0, [" light"]),
+    (7, [" travels", " further", " through", " the", " air", ",", " so", " what"]),
+    (5, [" reaches", " us", " is", " mostly"]),
+    (4, [" red", " and", " orange", "", "."]),
+]
+MARKUP = [
+    (3, ["<img src=x", " onerror=", '"document.title=', '1">']),
+    (2, ["<script>document.title=2</script>", "</p>", "&amp;"]),
+]
+
+
+@dataclass
+class Fake:
+    """What the server is told to do, and what it was asked."""
+
+    pause: float = 0.0
+    """Seconds that each round takes."""
+    key: str | None = None
+    fail: tuple[int, str] | None = None
+    """Answers every chat request with this status and message."""
+    hold_at: int | None = None
+    """Every reply waits before this round, until it is None again."""
+    break_after: int | None = None
+    """An error event after so many rounds."""
+    differ_at: int | None = None
+    """The reply without speculation has another token here."""
+    exact: str = "bits"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """When each streamed reply began and ended."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set once a client has left before the end of its reply."""
+
+    def app(self) -> Starlette:
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        return Starlette(routes=[Route("/v1/models", self.models), chat, *page_files()])
+
+    def refuse(self, request: Request) -> Response | None:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return error(401, "The API key is missing or wrong.")
+        return None
+
+    async def models(self, request: Request) -> Response:
+        paceline = {
+            "drafters": ["suffix", "ngram", "eagle3"],
+            "default": "suffix",
+            "exact": self.exact,
+            "context_length": 8192,
+        }
+        return self.refuse(request) or JSONResponse(
+            {"data": [{"id": "SmolLM2-360M-Instruct", "object": "model", "paceline": paceline}]}
+        )
+
+    async def chat(self, request: Request) -> Response:
+        if refused := self.refuse(request):
+            return refused
+        body = await request.json()
+        self.bodies.append(body)
+        if self.fail:
+            headers = {"Retry-After": "3"} if self.fail[0] == 429 else None
+            return error(*self.fail, headers)
+        return StreamingResponse(self.stream(body), media_type="text/event-stream")
+
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        asked, done = body.get("speculation", "auto"), False
+        began = time.monotonic()
+        rounds = MARKUP if "markup" in body["messages"][-1]["content"] else SKY
+        events = plain_rounds(rounds, self.differ_at) if asked == "off" else drafted_rounds(rounds, drafter_of(asked))
+        events = events[: body["max_tokens"]]
+        try:
+            yield ": a comment, as servers send them to keep a connection\n\n"
+            for number, event in enumerate(events):
+                if number == self.break_after:
+                    yield line(
+                        {"error": {"message": "Non-finite logits: the reply was ended.", "type": "server_error"}}
+                    )
+                    return
+                while number == self.hold_at:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(self.pause)
+                yield line({"choices": [{"index": 0, "finish_reason": None, **event}]})
+            yield line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            yield line({"choices": [], "usage": usage(events)})
+            yield "data: [DONE]\n\n"
+            done = True
+        finally:
+            if not done and self.break_after is None:
+                self.gone.set()
+            self.times.append((began, time.monotonic()))
+
+
+def page_files() -> list[Route]:
+    """The page's files, under the policy that the server sends them with."""
+    policy = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
+
+    def route(path: Path) -> Route:
+        async def send(_: Request) -> Response:
+            return FileResponse(path, headers=policy)
+
+        return Route("/" if path.name == "index.html" else f"/{path.name}", send)
+
+    return [route(path) for path in PAGE.iterdir() if path.is_file()]
+
+
+def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "x", "param": None, "code": None}}, status, headers)
+
+
+def line(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def drafter_of(asked: str | dict[str, Any]) -> str:
+    return "suffix" if isinstance(asked, str) else str(asked["drafter"])
+
+
+def token(text: str, origin: str, drafter: str | None) -> dict[str, Any]:
+    ident = sum(ord(char) * 31**i for i, char in enumerate(text)) % 49152
+    return {"text": text, "id": ident, "origin": origin, "p": 0.05 + (ident % 95) / 100, "drafter": drafter}
+
+
+def event(tokens: list[dict[str, Any]], drafted: int, accepted: int) -> dict[str, Any]:
+    content = "".join(token["text"] for token in tokens)
+    return {
+        "delta": {"content": content},
+        "trace": tokens,
+        "round": {"drafted": drafted, "accepted": accepted, "ms": 31.25},
+    }
+
+
+def drafted_rounds(rounds: list[tuple[int, list[str]]], drafter: str) -> list[dict[str, Any]]:
+    events = []
+    for drafted, texts in rounds:
+        accepted = len(texts) - 1
+        own = "plain" if not drafted else "bonus" if accepted == drafted else "correction"
+        tokens = [token(text, "draft", drafter) for text in texts[:-1]] + [token(texts[-1], own, None)]
+        events.append(event(tokens, drafted, accepted))
+    return events
+
+
+def plain_rounds(rounds: list[tuple[int, list[str]]], differ_at: int | None) -> list[dict[str, Any]]:
+    texts = [text for _, texts in rounds for text in texts]
+    if differ_at is not None:
+        texts[differ_at] = " different"
+    return [event([token(text, "plain", None)], 0, 0) for text in texts]
+
+
+def usage(events: list[dict[str, Any]]) -> dict[str, Any]:
+    count = sum(len(event["trace"]) for event in events)
+    drafted, accepted = (sum(event["round"][name] for event in events) for name in ("drafted", "accepted"))
+    speculation = {
+        "rounds": len(events),
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_round": count / len(events),
+    }
+    return {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count, "speculation": speculation}
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serves an ASGI application on a free port of the loopback; yields its address."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RuntimeError("the server did not start; its log says why")
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+if __name__ == "__main__":
+    uvicorn.run(Fake(pause=0.1).app(), host="127.0.0.1", port=8017)
