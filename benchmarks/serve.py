@@ -9,6 +9,7 @@ with speculation off. Exit code 1 unless all goals hold.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,8 +49,8 @@ def main() -> None:
 
 def _systems(args: argparse.Namespace, stack: ExitStack) -> list[System]:
     """Paceline's server with speculation off and on, first; then other programs."""
-    words = f"--model {args.model} {args.serve}".strip()
-    server = stack.enter_context(Server("paceline serve", ours(words)))
+    command = shlex.split(args.command or "") or ours(f"--model {args.model} {args.serve}")
+    server = stack.enter_context(Server("paceline serve", command))
     found: list[System] = [Http(name, server, {"speculation": name}) for name in (OFF, AUTO)]
     if "llama.cpp" in args.against:
         command = llama_command(args.llama_server, resolve(args.model), args.threads, max(args.clients), args.context)
@@ -133,7 +134,8 @@ def _conclude(
 
 
 def _lines(turns: Sequence[Turn], systems: Sequence[System], args: argparse.Namespace) -> Iterator[str]:
-    yield f"`paceline serve --model {args.model} {args.serve}`; {args.tokens[0]} to {args.tokens[1]} new tokens"
+    command = args.command or f"paceline serve --model {args.model} {args.serve}"
+    yield f"`{command}`; {args.tokens[0]} to {args.tokens[1]} new tokens"
     yield f"clients begin {args.spacing:g} s after each other; latencies count all requests, those of that time too"
     for name, version in _versions(systems, args).items():
         yield f"{name}: {version}"
@@ -157,6 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--serve", default="--quantize int8", help="further words for `paceline serve`")
+    parser.add_argument("--command", help="another server's command instead")
     parser.add_argument("--questions", type=Path, default=PROMPTS)
     parser.add_argument("--prompts", type=int, default=48, help="different questions")
     parser.add_argument("--longest", type=int, default=4000, help="characters of a question, at most")

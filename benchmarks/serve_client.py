@@ -70,17 +70,26 @@ class Client:
         return found
 
     async def _exchange(self, request: bytes, found: Exchange, watch: Watch | None) -> None:
-        if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(HOST, self._port)
-        reader, writer = self._reader, self._writer
-        assert reader is not None
-        writer.write(request)
-        found.status, found.headers = await read_head(reader)
+        kept = self._writer is not None
+        try:
+            reader = await self._send(request, found)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            if not kept or getattr(error, "partial", b""):
+                raise
+            self.close()  # the server had hung up since the last request, as it may
+            reader = await self._send(request, found)
         async for data in read_body(reader, found.headers):
             found.parts.append((time.perf_counter(), data))
             if watch is not None and await watch(found):
                 found.left = True
                 return
+
+    async def _send(self, request: bytes, found: Exchange) -> asyncio.StreamReader:
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(HOST, self._port)
+        self._writer.write(request)
+        found.status, found.headers = await read_head(self._reader)
+        return self._reader
 
     def close(self) -> None:
         """Hang up, whatever is under way."""

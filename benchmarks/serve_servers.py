@@ -99,9 +99,13 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
 
     def stop(self, deadline: float = 60.0) -> int | None:
-        """SIGTERM; the exit code, None if it had to be killed after `deadline` seconds."""
+        """SIGTERM, then `wait`."""
         if self.process.poll() is None:
             self.terminate()
+        return self.wait(deadline)
+
+    def wait(self, deadline: float) -> int | None:
+        """The exit code; None if it had to be killed after `deadline` seconds."""
         try:
             code = self.process.wait(deadline)
         except subprocess.TimeoutExpired:

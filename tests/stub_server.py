@@ -82,7 +82,7 @@ def out_of_range(body: dict[str, Any]) -> str | None:
     speculation = body.get("speculation", "auto")
     good = {
         "max_tokens": isinstance(body.get("max_tokens", 1), int),
-        "temperature": 0 <= body.get("temperature", 0.0) <= 2,
+        "temperature": body.get("temperature", 0.0) in (0.0, 0.7, 0.8, 0.9, 1.0),
         "messages": isinstance(body.get("messages", []), list),
         "prompt": isinstance(body.get("prompt", ""), str),
         "stop": isinstance(body.get("stop", []), list),
