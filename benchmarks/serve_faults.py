@@ -308,7 +308,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--serve", default="--quantize int8", help="further words for `paceline serve`")
     parser.add_argument("--command", help="another server's command instead")
-    parser.add_argument("--hurry", default="--deadline 1", help="words that give it a second to stop in")
+    parser.add_argument("--hurry", default="--grace 1", help="words that give it a second to stop in")
     parser.add_argument("--slow", type=float, default=60.0, help="seconds within which what must come has to come")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()

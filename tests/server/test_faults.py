@@ -38,4 +38,4 @@ def test_sigterm_lets_streams_finish():
 
 
 def test_sigterm_ends_streams_within_its_deadline():
-    faults.terminated([*COMMAND, "--deadline", "1"], 2000, 60.0)
+    faults.terminated([*COMMAND, "--grace", "1"], 2000, 60.0)
