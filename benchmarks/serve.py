@@ -158,7 +158,9 @@ def _versions(systems: Sequence[System], args: argparse.Namespace) -> dict[str, 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--serve", default="--quantize int8 --slots 48 --prefix-memory 0", help="further words for `paceline serve`")
+    parser.add_argument(
+        "--serve", default="--quantize int8 --slots 48 --prefix-memory 0", help="further words for `paceline serve`"
+    )
     parser.add_argument("--command", help="another server's command instead")
     parser.add_argument("--questions", type=Path, default=PROMPTS)
     parser.add_argument("--prompts", type=int, default=48, help="different questions")

@@ -51,6 +51,8 @@ class Site:
         """Of a request that is written on for a long time, if it may be."""
         messages = [{"role": "user", "content": "Count from one to five hundred, in words, one number per line."}]
         fields = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0.0, "stream": stream}
+        if stream:
+            fields["stream_options"] = {"include_usage": True}
         return json.dumps(fields | more).encode()
 
     async def probe(self) -> None:

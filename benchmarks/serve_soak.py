@@ -280,7 +280,9 @@ def _memory(soak: Soak) -> Grid:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--serve", default="--quantize int8 --prefix-memory 0.05", help="further words for `paceline serve`")
+    parser.add_argument(
+        "--serve", default="--quantize int8 --prefix-memory 0.05", help="further words for `paceline serve`"
+    )
     parser.add_argument("--command", help="another server's command instead")
     parser.add_argument("--questions", type=Path, default=PROMPTS)
     parser.add_argument("--minutes", type=float, default=30.0)
