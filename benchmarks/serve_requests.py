@@ -64,7 +64,7 @@ class Wishes:
         common: dict[str, Any] = {"model": self._model, "max_tokens": dice.randint(4, self._tokens)}
         common |= {"temperature": dice.choice((0.0, 0.0, 0.7, 1.0)), "seed": dice.randrange(2**31)}
         common["speculation"] = dice.choice(("auto", "auto", "off", *self._named()))
-        if dice.random() < 0.7:
+        if fields.get("stream", dice.random() < 0.7):
             common |= {"stream": True, "stream_options": {"include_usage": True}}
         if not {"messages", "prompt"} & set(fields):
             common["messages"] = [{"role": "user", "content": dice.choice(self._questions)}]

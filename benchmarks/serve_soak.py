@@ -231,7 +231,7 @@ def _goals(
         key: count for key, count in soak.done.items() if key[1] in ("failed", "not refused", "429 without Retry-After")
     }
     stuck = sum(count for (_, outcome), count in soak.done.items() if outcome == "stuck")
-    early, late = _resident(soak, args.warm)
+    early, late = _resident(soak, args.warm, 60 * args.minutes)
     left_over = f"{left[RUNNING]:.0f} running, {left[WAITING]:.0f} waiting"
     return [
         (
@@ -252,11 +252,11 @@ def _goals(
     ]
 
 
-def _resident(soak: Soak, warm: float) -> tuple[float, float]:
-    """Bytes held in the tenth of the time after the warm-up, and in the last tenth, medians."""
-    last = soak.samples[-1]["age"]
+def _resident(soak: Soak, warm: float, last: float) -> tuple[float, float]:
+    """Bytes held in the tenth of the load after the warm-up, and in the last tenth of it, medians: what is idle
+    holds less."""
     early = [s["resident"] for s in soak.samples if warm * last <= s["age"] <= (warm + 0.1) * last]
-    late = [s["resident"] for s in soak.samples if s["age"] >= 0.9 * last]
+    late = [s["resident"] for s in soak.samples if 0.9 * last <= s["age"] <= last]
     return median(early), median(late)
 
 
