@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+LONGEST, LONG, MOST = 6000, 200, 4
+"""Characters of a prompt, tokens of a reply, samples of a request, at most."""
+
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 SCHEMA = {
@@ -80,14 +83,14 @@ class Wishes:
         return self._wish("chat")
 
     def long(self) -> Wish:
-        text = "\n\n".join(self._dice.sample(self._questions, min(12, len(self._questions))))[:6000]
+        text = "\n\n".join(self._dice.sample(self._questions, min(12, len(self._questions))))[:LONGEST]
         return self._wish("long prompt", messages=[{"role": "user", "content": text}])
 
     def completion(self) -> Wish:
         return self._wish("completion", path=COMPLETION, prompt=self._dice.choice(self._questions)[:200])
 
     def leave(self) -> Wish:
-        return self._wish("client leaves", "leave", self._dice.randint(0, 12), stream=True, max_tokens=200)
+        return self._wish("client leaves", "leave", self._dice.randint(0, 12), stream=True, max_tokens=LONG)
 
     def stall(self) -> Wish:
         return self._wish("client stalls", "stall", self._dice.randint(5, 40), stream=True, max_tokens=self._tokens)
@@ -99,7 +102,7 @@ class Wishes:
         return self._wish("JSON schema", messages=messages, response_format=FORMAT, max_tokens=96)
 
     def samples(self) -> Wish:
-        return self._wish("n > 1", n=self._dice.randint(2, 4), temperature=0.9)
+        return self._wish("n > 1", n=self._dice.randint(2, MOST), temperature=0.9)
 
     def logprobs(self) -> Wish:
         return self._wish("logprobs", logprobs=True, top_logprobs=self._dice.randint(0, 5))
@@ -112,6 +115,14 @@ class Wishes:
         path = self._dice.choice((CHAT, COMPLETION))
         what, body = spoil(self._dice, self._body())
         return Wish(f"garbage: {what}", path, body, good=False)
+
+
+def largest(model: str, questions: Sequence[str], seed: int) -> Wish:
+    """A prompt as long as any of the `Wishes` has, and as many samples."""
+    text = ("\n\n".join(questions) * 2)[seed:][:LONGEST]
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 64}
+    more = {"n": MOST, "temperature": 1.0, "seed": seed}
+    return Wish("full house", CHAT, json.dumps(body | more).encode())
 
 
 def spoil(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:

@@ -23,7 +23,7 @@ from typing import Any
 from common import PROMPTS, RESULTS, Grid, load_prompts, median, pick, provenance, report, write
 from serve_client import Client, Exchange, read
 from serve_figures import goal_grid
-from serve_requests import Wish, Wishes, probes
+from serve_requests import Wish, Wishes, largest, probes
 from serve_servers import Server, ours
 from serve_systems import model_name
 
@@ -34,12 +34,14 @@ FLAT = 1.02
 
 @dataclass(slots=True)
 class Soak:
-    """What happened. `done`: requests by kind and outcome. `samples`: of memory and gauges over time."""
+    """What happened. `done`: requests by kind and outcome. `samples`: of memory and gauges over time. `quiet`: of
+    memory in the breaks, when nothing runs."""
 
     server: Server
     done: Counter[tuple[str, str]] = field(default_factory=Counter)
     odd: list[str] = field(default_factory=list)
     samples: list[dict[str, float]] = field(default_factory=list)
+    quiet: list[dict[str, float]] = field(default_factory=list)
     first: dict[str, Any] = field(default_factory=dict)
     probed: int = 0
     differ: list[str] = field(default_factory=list)
@@ -72,7 +74,7 @@ def main() -> None:
     result: dict[str, Any] = {"provenance": provenance(**settings)}
     result |= {"goals": [{"goal": g, "found": f, "held": h} for g, f, h in asked]}
     result |= {"requests": [[*key, count] for key, count in sorted(soak.done.items())]}
-    result |= {"odd": soak.odd, "differ": soak.differ, "samples": soak.samples}
+    result |= {"odd": soak.odd, "differ": soak.differ, "samples": soak.samples, "quiet": soak.quiet}
     write("serve-soak", result, grids, soak.odd, args.out)
     sys.exit(not all(held for _, _, held in asked))
 
@@ -86,17 +88,31 @@ async def _soak(
     model = await asyncio.to_thread(model_name, port)
     fixed = probes(model, questions, args.drafters)
     await _probe(soak, fixed, args.patience)
-    end = soak.began + 60 * args.minutes
     wishes = [Wishes(model, questions, args.drafters, args.tokens, args.seed + i) for i in range(args.clients)]
     sampler = asyncio.create_task(_sample(soak, args.every))
-    work = [_work(soak, drawn, end, args.patience) for drawn in wishes]
-    await asyncio.gather(*work, _probes(soak, fixed, end, args))
-    left = await _settle(port, args.patience)
-    await _probe(soak, fixed, args.patience)
+    await _full_house(soak, model, questions, args)
+    start = time.monotonic()
+    for leg in range(args.legs):
+        end = start + 60 * args.minutes * (leg + 1) / args.legs
+        work = [_work(soak, drawn, end, args.patience) for drawn in wishes]
+        await asyncio.gather(*work, _probes(soak, fixed, end, args))
+        left = await _settle(port, args.patience)
+        await _probe(soak, fixed, args.patience)
+        await asyncio.sleep(1)
+        soak.quiet.append({"age": soak.age, "resident": float(soak.server.resident)})
     most = int(max(s[RUNNING] for s in soak.samples))
     seats = await _seats(port, model, most)
     sampler.cancel()
     return left, (most, seats)
+
+
+async def _full_house(soak: Soak, model: str, questions: Sequence[str], args: argparse.Namespace) -> None:
+    """The most that the load may ask for at once, first: what the server holds must not wait for chance to come up."""
+    wishes = [largest(model, questions, i) for i in range(args.clients)]
+    clients = [Client(soak.server.port, 5 * args.patience) for _ in wishes]
+    await asyncio.gather(*(_carry_out(soak, w, c) for w, c in zip(wishes, clients, strict=True)))
+    for client in clients:
+        client.close()
 
 
 async def _work(soak: Soak, wishes: Wishes, end: float, patience: float) -> None:
@@ -231,7 +247,7 @@ def _goals(
         key: count for key, count in soak.done.items() if key[1] in ("failed", "not refused", "429 without Retry-After")
     }
     stuck = sum(count for (_, outcome), count in soak.done.items() if outcome == "stuck")
-    early, late = _resident(soak, args.warm, 60 * args.minutes)
+    early, late = (soak.quiet[i]["resident"] for i in (args.warm - 1, -1))
     left_over = f"{left[RUNNING]:.0f} running, {left[WAITING]:.0f} waiting"
     return [
         (
@@ -245,19 +261,15 @@ def _goals(
             f"{len(soak.differ)} of {soak.probed} differ",
             not soak.differ,
         ),
-        ("memory grows less than 2 % after the warm-up", f"{100 * (late / early - 1):+.2f} %", late < FLAT * early),
+        (
+            "memory at rest grows less than 2 % after the warm-up",
+            f"{100 * (late / early - 1):+.2f} %",
+            late < FLAT * early,
+        ),
         ("nothing is left running or waiting", left_over, not left[RUNNING] + left[WAITING]),
         ("no slot is lost", f"{seats[1]} run at once, {seats[0]} under load", seats[1] >= seats[0] > 0),
         ("SIGTERM ends it with code 0", f"code {code}", code == 0),
     ]
-
-
-def _resident(soak: Soak, warm: float, last: float) -> tuple[float, float]:
-    """Bytes held in the tenth of the load after the warm-up, and in the last tenth of it, medians: what is idle
-    holds less."""
-    early = [s["resident"] for s in soak.samples if warm * last <= s["age"] <= (warm + 0.1) * last]
-    late = [s["resident"] for s in soak.samples if 0.9 * last <= s["age"] <= last]
-    return median(early), median(late)
 
 
 def _requests(soak: Soak) -> Grid:
@@ -268,13 +280,26 @@ def _requests(soak: Soak) -> Grid:
 
 
 def _memory(soak: Soak) -> Grid:
-    """Eleven samples, evenly over the time."""
-    picked = [soak.samples[i * (len(soak.samples) - 1) // 10] for i in range(11)]
-    rows = []
-    for s in picked:
-        own = [f"{s['age'] / 60:.1f}", f"{s['resident'] / 2**20:.1f}", f"{s['descriptors']:.0f}"]
-        rows.append([*own, f"{s[RUNNING]:.0f}", f"{s[WAITING]:.0f}", f"{100 * s[CACHE]:.0f} %"])
-    return Grid("Over time", ["minutes", "resident, MiB", "descriptors", "running", "waiting", "cache used"], rows)
+    """By leg: memory in the break after it, and under its load."""
+    rows, begin = [], 0.0
+    for leg, quiet in enumerate(soak.quiet, 1):
+        load = [x for x in soak.samples if begin <= x["age"] < quiet["age"]]
+        begin = quiet["age"]
+        held = [x["resident"] / 2**20 for x in load]
+        most = [f"{max(x[key] for x in load):.0f}" for key in ("descriptors", RUNNING, WAITING)]
+        memory = [f"{quiet['resident'] / 2**20:.1f}", f"{median(held):.0f}", f"{max(held):.0f}"]
+        rows.append([f"{leg}, {begin / 60:.1f} min", *memory, *most, f"{100 * max(x[CACHE] for x in load):.0f} %"])
+    columns = [
+        "leg",
+        "MiB after it",
+        "median under load",
+        "most",
+        "descriptors, most",
+        "running",
+        "waiting",
+        "cache used",
+    ]
+    return Grid("Memory", columns, rows)
 
 
 def _arguments() -> argparse.Namespace:
@@ -292,7 +317,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=120.0, help="seconds after which a request counts as stuck")
     parser.add_argument("--probe-every", type=float, default=20.0, help="seconds between two rounds of fixed requests")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two samples of memory")
-    parser.add_argument("--warm", type=float, default=0.2, help="share of the time that is warm-up")
+    parser.add_argument("--legs", type=int, default=10, help="parts of the time, with a break after each")
+    parser.add_argument("--warm", type=int, default=2, help="legs that are warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
