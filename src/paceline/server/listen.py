@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -34,6 +35,8 @@ async def _serve(
         app, host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace + _MARGIN))
     )
     server = _Server(config, worker, grace, ready)
+    # uvicorn raises the signal that stopped it once more when it is done: by default, that would kill.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     worker.start()
     try:
         await server.serve()

@@ -1,0 +1,188 @@
+"""How much does the server write for many users at once, how soon, and is every text still the right one?
+
+Clients that each ask again as soon as they are answered put Spec-Bench questions to one server, with speculation and
+without, next to each other, and to other programs where they are given. Tokens are those of `usage`; throughput is
+taken while all clients are at work. Every reply is compared with what a single client got for the same question
+with speculation off. Exit code 1 unless all goals hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import PROMPTS, RESULTS, Question, load_prompts, pick, progress, provenance, report, write
+from serve_client import Load
+from serve_figures import Table, Text, Turn, goal_grid, goals, summarise, told
+from serve_servers import Server, ours
+from serve_systems import AUTO, LLAMA, LLAMA_EXTRA, OFF, Ask, Http, OpenVino, System, llama_command
+
+from paceline.models.files import resolve
+
+PEER_PYTHON = Path("/tmp/peers/bin/python")
+LLAMA_SERVER = Path("/tmp/llama-build/bin/llama-server")
+
+
+def main() -> None:
+    args = _arguments()
+    questions = [q for q in load_prompts(args.questions) if len(q.text) <= args.longest]
+    questions = pick(questions, args.prompts)
+    turns: list[Turn] = []
+    alone: dict[tuple[str | int, float], Text] = {}
+    with ExitStack() as stack:
+        systems = _systems(args, stack)
+        _warm(systems, questions, args)
+        try:
+            for temperature in args.temperatures:
+                alone |= _alone(systems[0], questions, temperature, args)
+                turns += _turns(systems, questions, temperature, args)
+        finally:
+            failed = _conclude(turns, alone, systems, args) if turns else True
+    sys.exit(failed)
+
+
+def _systems(args: argparse.Namespace, stack: ExitStack) -> list[System]:
+    """Paceline's server with speculation off and on, first; then other programs."""
+    command = shlex.split(args.command or "") or ours(f"--model {args.model} {args.serve}")
+    server = stack.enter_context(Server("paceline serve", command))
+    found: list[System] = [Http(name, server, {"speculation": name}) for name in (OFF, AUTO)]
+    if "llama.cpp" in args.against:
+        command = llama_command(args.llama_server, resolve(args.model), args.threads, max(args.clients), args.context)
+        found.append(Http(LLAMA, stack.enter_context(Server(LLAMA, command)), LLAMA_EXTRA))
+    if "openvino" in args.against:
+        found.append(stack.enter_context(_openvino(args)))
+    return found
+
+
+@contextmanager
+def _openvino(args: argparse.Namespace) -> Iterator[OpenVino]:
+    peer = OpenVino(args.peer_python, resolve(args.model), args.threads)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _asks(
+    questions: Sequence[Question], count: int, start: int, temperature: float, args: argparse.Namespace
+) -> list[Ask]:
+    """`count` requests over the questions in turn. Their limits differ, so that clients do not go in step."""
+    low, high = args.tokens
+    places = [(start + i) % len(questions) for i in range(count)]
+    return [Ask(questions[p].id, questions[p].text, low + p * 7 % (high - low + 1), temperature, p) for p in places]
+
+
+def _warm(systems: Sequence[System], questions: Sequence[Question], args: argparse.Namespace) -> None:
+    for system in systems:
+        for clients in sorted({1, *args.clients}):
+            asks = _asks(questions, clients, clients, max(args.temperatures), args)
+            system.answer([Ask(a.question, a.text, 24, a.temperature, a.seed) for a in asks], clients, 0.0)
+
+
+def _alone(
+    system: System, questions: Sequence[Question], temperature: float, args: argparse.Namespace
+) -> dict[tuple[str | int, float], Text]:
+    """What a single client gets for each question with speculation off."""
+    asks = _asks(questions, len(questions), 0, temperature, args)
+    replies = system.answer(asks, 1, 0.0).replies
+    return {(a.question, temperature): told(r) for a, r in zip(asks, replies, strict=True)}
+
+
+def _turns(
+    systems: Sequence[System], questions: Sequence[Question], temperature: float, args: argparse.Namespace
+) -> Iterator[Turn]:
+    """All numbers of clients in every turn; for each the systems one after the other, in an order that rotates."""
+    cells = [(number, clients) for number in range(args.turns) for clients in args.clients]
+    for place, (number, clients) in enumerate(progress(cells, f"T={temperature:g}")):
+        count = max(args.least, args.each * clients)
+        asks = _asks(questions, count, place * 5, temperature, args)
+        for index in range(len(systems)):
+            system = systems[(index + number) % len(systems)]
+            before = system.processor_seconds()
+            load: Load = system.answer(asks, clients, args.spacing)
+            spent = system.processor_seconds() - before
+            yield Turn(system.name, temperature, clients, number, asks, load, spent)
+
+
+def _conclude(
+    turns: Sequence[Turn],
+    alone: dict[tuple[str | int, float], Text],
+    systems: Sequence[System],
+    args: argparse.Namespace,
+) -> bool:
+    """Tables, files; whether a goal was missed."""
+    cells = {(t.temperature, t.clients, s.name): [] for t in turns for s in systems}
+    for turn in turns:
+        cells[turn.temperature, turn.clients, turn.system].append(turn)
+    table = Table([summarise(found, alone) for found in cells.values() if found])
+    asked = goals(table, args.temperatures, args.clients)
+    grids = [goal_grid(asked), *(table.grid(t) for t in dict.fromkeys(t.temperature for t in turns))]
+    lines = list(_lines(turns, systems, args))
+    report(grids, lines)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    result: dict[str, Any] = {"provenance": provenance(**settings), "peers": _versions(systems, args)}
+    result |= {"goals": [{"goal": g, "found": f, "held": h} for g, f, h in asked]}
+    result |= {"summaries": table.rows, "turns": [t.as_dict() for t in turns]}
+    write("serve", result, grids, lines, args.out)
+    return not all(held for _, _, held in asked)
+
+
+def _lines(turns: Sequence[Turn], systems: Sequence[System], args: argparse.Namespace) -> Iterator[str]:
+    command = args.command or f"paceline serve --model {args.model} {args.serve}"
+    yield f"`{command}`; {args.tokens[0]} to {args.tokens[1]} new tokens"
+    yield f"clients begin {args.spacing:g} s after each other; latencies count all requests, those of that time too"
+    for name, version in _versions(systems, args).items():
+        yield f"{name}: {version}"
+    errors = {r.error: t.system for t in turns for r in t.load.replies if r.error}
+    yield from (f"{system} failed: {error}" for error, system in list(errors.items())[:10])
+
+
+def _versions(systems: Sequence[System], args: argparse.Namespace) -> dict[str, str]:
+    found = {
+        s.name: f"{s.version}, continuous batching in its own process, no HTTP"
+        for s in systems
+        if isinstance(s, OpenVino)
+    }
+    if any(s.name == LLAMA for s in systems):
+        said = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True)
+        found[LLAMA] = (said.stdout + said.stderr).strip().splitlines()[0] + ", llama-server over HTTP"
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--serve", default="--quantize int8 --slots 48 --prefix-memory 0", help="further words for `paceline serve`"
+    )
+    parser.add_argument("--command", help="another server's command instead")
+    parser.add_argument("--questions", type=Path, default=PROMPTS)
+    parser.add_argument("--prompts", type=int, default=48, help="different questions")
+    parser.add_argument("--longest", type=int, default=4000, help="characters of a question, at most")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[96, 128], help="limits of replies, from and to")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 32, 48])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--each", type=int, default=3, help="requests per client in a turn")
+    parser.add_argument("--least", type=int, default=8, help="requests in a turn, at least")
+    parser.add_argument("--spacing", type=float, default=0.1, help="seconds between the clients' beginnings")
+    parser.add_argument("--against", nargs="*", choices=["openvino", "llama.cpp"], default=[])
+    parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help="a Python that has openvino-genai")
+    parser.add_argument("--llama-server", type=Path, default=LLAMA_SERVER, help="llama.cpp's program")
+    parser.add_argument("--context", type=int, default=2048, help="positions of a sequence of llama.cpp")
+    parser.add_argument("--threads", type=int, default=2, help="of the other programs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.each < 2:
+        parser.error("--each must be 2 or more: throughput is taken while all clients are at work")
+    return args
+
+
+if __name__ == "__main__":
+    main()

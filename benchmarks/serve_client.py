@@ -1,0 +1,270 @@
+"""A lean HTTP client for an OpenAI-compatible server, and clients that each ask again as soon as they are answered.
+
+It shares the machine with the server that it measures, so while replies come it keeps bytes and times; they are read
+once all have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+HOST = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request's answer as it came. Times are `time.perf_counter`'s. `status`: 0 where none came. `left`: the client
+    hung up before its end."""
+
+    began: float
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+    ended: float = 0.0
+    error: str = ""
+    left: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(data for _, data in self.parts)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+Watch = Callable[[Exchange], Awaitable[bool]]
+
+
+class Client:
+    """One connection, kept alive; one request at a time."""
+
+    def __init__(self, port: int, timeout: float = 600.0) -> None:
+        """`timeout`: seconds that one request may take."""
+        self._port, self._timeout = port, timeout
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, path: str, body: bytes | None = None, watch: Watch | None = None) -> Exchange:
+        """POST of a JSON body, GET without one. Never raises for what the server does: see `Exchange.error`.
+
+        `watch` is awaited after each part that came; if it says so, the client hangs up.
+        """
+        found = Exchange(time.perf_counter())
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {HOST}:{self._port}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n\r\n"
+        try:
+            await asyncio.wait_for(self._exchange(head.encode() + (body or b""), found, watch), self._timeout)
+        except asyncio.TimeoutError:
+            found.error = f"no end within {self._timeout:g} s"
+        except (OSError, EOFError, ValueError) as error:
+            found.error = f"{type(error).__name__}: {error}"
+        found.ended = time.perf_counter()
+        if found.error or found.left or found.headers.get("connection") == "close":
+            self.close()
+        return found
+
+    async def _exchange(self, request: bytes, found: Exchange, watch: Watch | None) -> None:
+        kept = self._writer is not None
+        try:
+            reader = await self._send(request, found)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            if not kept or getattr(error, "partial", b""):
+                raise
+            self.close()  # the server had hung up since the last request, as it may
+            reader = await self._send(request, found)
+        async for data in read_body(reader, found.headers):
+            found.parts.append((time.perf_counter(), data))
+            if watch is not None and await watch(found):
+                found.left = True
+                return
+
+    async def _send(self, request: bytes, found: Exchange) -> asyncio.StreamReader:
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(HOST, self._port)
+        self._writer.write(request)
+        found.status, found.headers = await read_head(self._reader)
+        return self._reader
+
+    def close(self) -> None:
+        """Hang up, whatever is under way."""
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers, their names in lower case. Raises `EOFError`, `ValueError`."""
+    line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    pairs = (text.partition(":") for text in lines if text)
+    return int(line.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises `EOFError` if it breaks off, `ValueError`."""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int(await reader.readline() or _broken(), 16):
+            data = await reader.readexactly(size + 2)
+            yield data[:-2]
+        await reader.readexactly(2)
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while data := await reader.read(65536):
+            yield data
+
+
+def _broken() -> bytes:
+    raise EOFError("the stream broke off")
+
+
+@dataclass(slots=True)
+class Reply:
+    """What an exchange says. `texts`: times at which text came. `error`: why it is no reply; "" if it is one.
+
+    `logprobs` and the like are left out. `speculation`: the server's account of it, in `usage`.
+    """
+
+    began: float
+    ended: float
+    texts: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached: int = 0
+    speculation: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first text."""
+        return self.texts[0] - self.began
+
+    @property
+    def per_token(self) -> float:
+        """Seconds per token after the first."""
+        return (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between texts."""
+        return [b - a for a, b in zip(self.texts, self.texts[1:], strict=False)]
+
+    def within(self, begin: float, end: float) -> float:
+        """Its tokens between two times, taken to be spread evenly over its texts."""
+        return self.tokens * sum(begin <= t < end for t in self.texts) / len(self.texts) if self.texts else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The data of server-sent events, each with the time at which its last byte came."""
+    kept = b""
+    for when, data in parts:
+        *whole, kept = (kept + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    yield when, line[5:].strip()
+
+
+def read(found: Exchange) -> Reply:
+    """The reply to a chat or completion request, streamed or whole, of one choice."""
+    reply = Reply(found.began, found.ended, error=found.error)
+    if found.status != 200:
+        reply.error = reply.error or f"status {found.status}: {found.body[:300]!r}"
+    elif "event-stream" in found.headers.get("content-type", ""):
+        _read_stream(found, reply)
+    else:
+        try:
+            _take(reply, found.json(), found.ended)
+        except ValueError as error:
+            reply.error = reply.error or f"no JSON: {error}"
+    if not reply.error and not (reply.finish and reply.tokens):
+        reply.error = f"incomplete: finish {reply.finish!r}, {reply.tokens} tokens"
+    return reply
+
+
+def _read_stream(found: Exchange, reply: Reply) -> None:
+    done = False
+    for when, data in events(found.parts):
+        if data == b"[DONE]":
+            done = True
+        else:
+            try:
+                _take(reply, json.loads(data), when)
+            except ValueError as error:
+                reply.error = reply.error or f"an event is no JSON: {error}"
+    if not done and not reply.error:
+        reply.error = "the stream ended without [DONE]"
+
+
+def _take(reply: Reply, said: dict[str, Any], when: float) -> None:
+    if "error" in said:
+        reply.error = reply.error or f"error event: {said['error']}"
+    for choice in said.get("choices") or ():
+        part = choice.get("delta") or choice.get("message") or choice
+        if text := part.get("content") or part.get("text"):
+            reply.text += text
+            reply.texts.append(when)
+        reply.finish = choice.get("finish_reason") or reply.finish
+    if usage := said.get("usage"):
+        reply.tokens, reply.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+        reply.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        reply.speculation = usage.get("speculation") or {}
+
+
+@dataclass(slots=True)
+class Load:
+    """What clients that each ask again as soon as they are answered got. `replies`: in the requests' order.
+
+    `full`: when the last client had asked first. `dry`: when a client first found nothing left to ask; between the two
+    all clients were at work. `client_seconds`: CPU time that the clients took. `wall`: seconds from first to last.
+    """
+
+    replies: list[Reply]
+    full: float
+    dry: float
+    wall: float
+    client_seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second while all clients were at work; NaN if they never were."""
+        if self.dry <= self.full:
+            return math.nan
+        return sum(r.within(self.full, self.dry) for r in self.replies) / (self.dry - self.full)
+
+
+async def closed_loop(
+    port: int, path: str, bodies: Sequence[bytes], clients: int, spacing: float = 0.0, timeout: float = 600.0
+) -> Load:
+    """Have `clients` clients ask all `bodies`, each the next one that nobody has asked yet.
+
+    `spacing`: seconds by which each begins after the one before it.
+    """
+    exchanges: list[Exchange | None] = [None] * len(bodies)
+    waiting = iter(enumerate(bodies))
+    full = dry = 0.0
+
+    async def work(index: int) -> None:
+        nonlocal full, dry
+        await asyncio.sleep(index * spacing)
+        full = max(full, time.perf_counter())
+        client = Client(port, timeout)
+        for i, body in waiting:
+            exchanges[i] = await client.ask(path, body)
+        dry = dry or time.perf_counter()
+        client.close()
+
+    began, spent = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work(i) for i in range(clients)))
+    wall, spent = time.perf_counter() - began, time.process_time() - spent
+    return Load([read(e) for e in exchanges if e is not None], full, dry, wall, spent)

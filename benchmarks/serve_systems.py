@@ -1,0 +1,149 @@
+"""What serve.py measures: Paceline's server by setting, llama.cpp's server, OpenVINO GenAI in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+from common import fail
+from serve_client import Client, Load, Reply, closed_loop
+from serve_servers import Server
+
+from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+
+OFF, AUTO, LLAMA, OPENVINO = "off", "auto", "llama.cpp", "openvino"
+OURS = (OFF, AUTO)
+"""Paceline's server, by the requests' field `speculation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request. `tokens`: of the reply at most. `seed`: always the same for a question, so that its text is too."""
+
+    question: str | int
+    text: str
+    tokens: int
+    temperature: float
+    seed: int
+
+
+class System(Protocol):
+    """Something that answers many at once."""
+
+    name: str
+
+    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load: ...
+
+    def processor_seconds(self) -> float:
+        """CPU time that what answers took so far."""
+        ...
+
+
+class Http:
+    """A server, and what all requests to it carry besides the question."""
+
+    def __init__(self, name: str, server: Server, extra: Mapping[str, Any]) -> None:
+        self.name, self._server = name, server
+        self._extra = {"model": model_name(server.port), **extra}
+
+    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load:
+        bodies = [self.body(ask) for ask in asks]
+        return asyncio.run(closed_loop(self._server.port, "/v1/chat/completions", bodies, clients, spacing))
+
+    def body(self, ask: Ask) -> bytes:
+        said = {
+            "messages": [{"role": "user", "content": ask.text}],
+            "max_tokens": ask.tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(said | self._extra).encode()
+
+    def processor_seconds(self) -> float:
+        return self._server.processor_seconds
+
+
+def model_name(port: int) -> str:
+    """The first model that a server names."""
+
+    async def ask() -> str:
+        client = Client(port, timeout=10.0)
+        try:
+            found = await client.ask("/v1/models")
+        finally:
+            client.close()
+        if found.status != 200:
+            fail(f"/v1/models answered {found.status} {found.body[:200]!r} {found.error}")
+        return str(found.json()["data"][0]["id"])
+
+    return asyncio.run(ask())
+
+
+LLAMA_EXTRA = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
+"""Temperature as the only sampling parameter, and nothing kept of an earlier prompt."""
+
+
+def llama_command(program: Path, gguf: Path, threads: int, slots: int, context: int) -> list[str]:
+    """llama.cpp's own server (llama-server), continuous batching on `slots` sequences of `context` positions each."""
+    many = ["-np", str(slots), "-c", str(slots * context), "-cb"]
+    return [str(program), "-m", str(gguf), "-t", str(threads), "-tb", str(threads), *many, "--cache-ram", "0"]
+
+
+class OpenVino:
+    """See serve_openvino.py. It gets prompts as Paceline renders them, so that nobody's chat template differs."""
+
+    name = OPENVINO
+
+    def __init__(self, python: Path, gguf: Path, threads: int) -> None:
+        checkpoint = open_checkpoint(gguf)
+        self._tokenizer = checkpoint.tokenizer
+        self._eos = list(eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer))
+        script = Path(__file__).with_name("serve_openvino.py")
+        self._process = subprocess.Popen(
+            [str(python), str(script), str(gguf), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        self._ps = psutil.Process(self._process.pid)
+        self.version = str(self._hear()["ready"])
+
+    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load:
+        before = [{"prompt": self._render(a.text), "tokens": a.tokens} for a in asks]
+        how = [{"temperature": a.temperature, "seed": a.seed} for a in asks]
+        job = {"clients": clients, "spacing": spacing, "eos": self._eos}
+        job["asks"] = [p | h for p, h in zip(before, how, strict=True)]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        said = self._hear()
+        replies = [Reply(**reply) for reply in said.pop("replies")]
+        for reply in replies:
+            reply.error = "" if reply.finish == "finished" and reply.tokens else f"status {reply.finish}"
+        return Load(replies, client_seconds=0.0, **said)
+
+    def _render(self, text: str) -> str:
+        return self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            fail(f"OpenVINO's process ended with code {self._process.wait()}")
+        return dict(json.loads(line))
+
+    def processor_seconds(self) -> float:
+        times = self._ps.cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()

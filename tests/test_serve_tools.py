@@ -1,0 +1,194 @@
+"""The load, soak and fault tools of the server: what they must notice, on a server without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+client, faults, figures = import_module("serve_client"), import_module("serve_faults"), import_module("serve_figures")
+requests, servers, systems = (
+    import_module("serve_requests"),
+    import_module("serve_servers"),
+    import_module("serve_systems"),
+)
+
+STREAM = b"""data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\r\n\r\n\
+data: {"choices": [{"delta": {"content": "one "}, "finish_reason": null}]}\n\n\
+: a comment\n\n\
+data: {"choices": [{"delta": {"content": "two"}, "finish_reason": "stop"}]}\n\n\
+data: {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 9, \
+"prompt_tokens_details": {"cached_tokens": 4}}}\n\n\
+data: [DONE]\n\n"""
+
+
+def exchange(*parts: bytes, kind: str = "text/event-stream", status: int = 200) -> object:
+    found = client.Exchange(10.0, status, {"content-type": kind}, list(enumerate(parts, 11)))
+    found.ended = 20.0
+    return found
+
+
+@pytest.mark.parametrize("cut", range(0, len(STREAM), 7))
+def test_a_stream_is_read_wherever_it_is_cut(cut):
+    reply = client.read(exchange(STREAM[:cut], STREAM[cut:]))
+    assert (reply.text, reply.finish, reply.tokens, reply.prompt_tokens, reply.cached) == ("one two", "stop", 3, 9, 4)
+    assert reply.error == ""
+    assert len(reply.texts) == 2
+
+
+def test_a_time_is_that_of_the_part_that_ends_the_event():
+    at = STREAM.index(b'one "') + 2
+    reply = client.read(exchange(STREAM[:at], STREAM[at:]))
+    assert reply.texts[0] == 12
+    assert reply.first == 2.0
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        (STREAM.replace(b"data: [DONE]", b""), "without [DONE]"),
+        (
+            STREAM[: STREAM.index(b"data: [DONE]")] + b'data: {"error": {"message": "oh"}}\n\ndata: [DONE]\n\n',
+            "error event",
+        ),
+        (b"data: {oh\n\ndata: [DONE]\n\n", "no JSON"),
+        (b"data: [DONE]\n\n", "incomplete"),
+    ],
+)
+def test_a_stream_that_is_no_reply_is_told(parts, error):
+    assert error in client.read(exchange(parts)).error
+
+
+def test_another_status_is_told():
+    assert "status 429" in client.read(exchange(b"{}", kind="application/json", status=429)).error
+
+
+def test_tokens_are_spread_over_their_texts():
+    reply = client.Reply(0.0, 9.0, texts=[1.0, 2.0, 3.0, 4.0], tokens=8)
+    assert reply.within(2.0, 4.0) == 4.0
+    assert reply.per_token == pytest.approx(3 / 7)
+
+
+def test_percentile_is_a_value_that_occurred():
+    assert figures.percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+    assert figures.percentile(range(1, 101), 0.99) == 99
+    assert figures.percentile([5.0], 0.5) == 5.0
+
+
+@contextmanager
+def stub(*words: str) -> Iterator[object]:
+    with servers.Server("stub", [sys.executable, str(HERE / "stub_server.py"), *words]) as server:
+        yield server
+
+
+def measured(server, clients: int = 4) -> dict[str, object]:
+    """Figures of forty requests, beside what single clients would have got."""
+    asks = [systems.Ask(i % 7, f"question {i % 7}", 12, 0.0, i % 7) for i in range(40)]
+    system = systems.Http("auto", server, {"speculation": "auto"})
+    right = {(i, 0.0): figures.told(r) for i, r in enumerate(system.answer(asks[:7], 1, 0.0).replies)}
+    load = system.answer(asks, clients, 0.01)
+    return figures.summarise([figures.Turn("auto", 0.0, clients, 0, asks, load, 1.0)], right)
+
+
+def test_all_is_well_with_a_good_server():
+    with stub() as server:
+        found = measured(server)
+        assert (found["requests"], found["failed"], found["differ"]) == (40, 0, 0)
+        assert found["tokens_per_second"] > 0
+        assert found["tokens_per_round"] == 2.0
+        assert found["first"]["median"] <= found["first"]["p99"]
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(("words", "key"), [(("--wrong", "9"), "differ"), (("--broken", "9"), "failed")])
+def test_wrong_texts_and_broken_streams_are_counted(words, key):
+    with stub(*words) as server:
+        assert 0 < measured(server)[key] < 40
+
+
+def summary(system: str, clients: int, speeds: list[float], **more: object) -> dict[str, object]:
+    latency = {"median": 1.0, "p99": 2.0}
+    found = {"system": system, "temperature": 0.0, "clients": clients, "requests": 9, "failed": 0, "differ": 0}
+    return found | {"speeds": speeds, "tokens_per_second": speeds[0], "first": latency} | more
+
+
+def good() -> list[dict[str, object]]:
+    small = [summary("off", 1, [50.0, 50.0]), summary("off", 16, [140.0, 150.0]), summary("auto", 16, [160.0, 170.0])]
+    return [*small, summary("auto", 48, [500.0, 510.0]), summary("openvino", 48, [490.0, 480.0], differ=None)]
+
+
+def missed(summaries: list[dict[str, object]]) -> list[str]:
+    return [goal for goal, _, held in figures.goals(figures.Table(summaries), [0.0], [1, 16, 48]) if not held]
+
+
+def test_goals_hold_where_they_do():
+    assert missed(good()) == []
+    assert len(figures.goals(figures.Table(good()), [0.0], [1, 16, 48])) == 6
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "goal"),
+    [
+        (0, {"failed": 1}, "no request fails"),
+        (2, {"differ": 1}, "every reply"),
+        (2, {"speeds": [140.0, 149.0]}, "3 times"),
+        (1, {"speeds": [170.0, 180.0]}, "not below"),
+        (2, {"first": {"median": 1.0, "p99": 4.5}}, "p99"),
+        (4, {"speeds": [501.0, 520.0]}, "OpenVINO"),
+    ],
+)
+def test_goals_are_missed_where_they_are(at, change, goal):
+    summaries = good()
+    summaries[at] |= change
+    found = missed(summaries)
+    assert len(found) == 1
+    assert goal in found[0]
+
+
+def test_every_wish_is_whole_and_every_spoilt_body_is_not_it():
+    wishes = requests.Wishes("stub", ["one", "two", "three"], ["suffix"], 20, 1)
+    drawn = [wishes.draw() for _ in range(300)]
+    assert {w.kind.partition(":")[0] for w in drawn} >= {"chat", "long prompt", "client leaves", "garbage", "n > 1"}
+    whole = {"model": "stub", "prompt": "x"}
+    assert all(requests.spoil(Random(i), whole)[1] != b'{"model": "stub", "prompt": "x"}' for i in range(100))
+
+
+def act(server, fault) -> str:
+    return asyncio.run(faults.misbehave(faults.Site(server.port, "stub", slow=2.0), fault))
+
+
+def test_faults_that_a_server_bears_are_passed():
+    with stub("--delay", "0.01") as server:
+        for fault in faults.CLIENTS:
+            if fault is not faults.stall:
+                act(server, fault)
+
+
+def test_what_runs_on_after_its_client_left_is_noticed():
+    with stub("--leak") as server, pytest.raises(faults.Wrong, match="still"):
+        act(server, faults.vanish)
+
+
+def test_another_reply_than_before_is_noticed():
+    async def twice() -> None:
+        site = faults.Site(server.port, "stub", slow=2.0)
+        await site.probe()
+        await site.probe()
+
+    with stub("--wrong", "2") as server, pytest.raises(faults.Wrong, match="instead of"):
+        asyncio.run(twice())
+
+
+def test_a_stream_that_sigterm_breaks_off_is_noticed():
+    command = [sys.executable, str(HERE / "stub_server.py"), "--delay", "0.1"]
+    with pytest.raises(faults.Wrong, match="a stream ended as"):
+        faults.terminated(command, 2000, 20.0, slow=20.0)
+    assert "4 of 4" in faults.terminated(command[:2], 60, 20.0, slow=20.0)
