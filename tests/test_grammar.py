@@ -108,6 +108,24 @@ def test_forced_tokens_are_those_that_rows_leave() -> None:
     assert rows.forced(Prefix(forced[:4], (), 0), 99) == forced[4:]
 
 
+def test_forced_text_in_another_spelling_is_forbidden() -> None:
+    """The bytes are right, but no row would have chosen them."""
+    rows = matcher(GRAMMARS["literal"][0])
+    first = rows.forced(Prefix([], (), 0), 2)
+    letters = [WORDS.vocabulary[letter] for letter in "The"]
+    assert first[0] not in letters
+    assert allowed(rows, [], letters[:1]) == set()
+    assert allowed(rows, [], letters) == set()
+    assert allowed(rows, [], first[:1]) == {first[1]}
+
+
+def test_an_end_that_is_spelled_like_text_is_an_end_alone() -> None:
+    x, y = WORDS.vocabulary["x"], WORDS.vocabulary["y"]
+    rows = Grammar.regex("x?y").matcher(WORDS, SIZE, [x, END])
+    assert allowed(rows, []) == {y}
+    assert allowed(rows, [y]) == {x, END}
+
+
 def test_nothing_is_forced_where_the_text_may_end_or_has_ended() -> None:
     rows = matcher(Grammar.regex("ab(cd)?"))
     ab, cd = WORDS.spell("ab"), WORDS.spell("cd")
@@ -192,42 +210,53 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == 2
 
 
-def test_a_row_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = matcher(GRAMMARS["schema"][0])
-    text = follow(matcher(GRAMMARS["schema"][0]), 40, random.Random(3))
-    take, left = Matcher._take, 5
+class Wrapped:
+    """A matcher of llguidance, of which one can change what one likes."""
 
-    def failing(self: Matcher, token: int) -> bool:
-        nonlocal left
-        left -= 1
-        if not left:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def deep_copy(self) -> Wrapped:
+        return type(self)(self._inner.deep_copy())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Failing(Wrapped):
+    """Fails once, when it has done what it was asked."""
+
+    left = 5
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        Failing.left -= 1
+        done: int = self._inner.try_consume_tokens(tokens)
+        if not Failing.left:
             raise MemoryError
-        return take(self, token)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "_take", failing)
-        with pytest.raises(MemoryError):
-            allowed(rows, text[:20], text[20:30])
-    for done in (20, 25):
-        assert allowed(rows, text[:done], text[done:32]) == allowed(matcher(GRAMMARS["schema"][0]), text[:32])
+        return done
 
 
-def test_a_library_that_cannot_roll_back_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an error of its own, or beyond some limit."""
+class Stiff(Wrapped):
+    """Cannot roll back, as after an error of its own or beyond some limit."""
 
-    class Stiff:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
+    def rollback(self, count: int) -> bool:
+        return False
 
-        def deep_copy(self) -> Stiff:
-            return Stiff(self._inner.deep_copy())
 
-        def rollback(self, count: int) -> bool:
-            return False
+def test_a_row_that_fails_leaves_nothing_behind() -> None:
+    grammar = GRAMMARS["digits"][0]
+    text = follow(matcher(grammar), 40, random.Random(3))
+    Failing.left = len(text) - 1
+    inner = module._compiled(grammar, WORDS, SIZE, frozenset({END}))
+    rows = Matcher(Failing(inner), frozenset({END}))  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        allowed(rows, text[:1], text[1:])
+    assert Failing.left == 0
+    for done in range(1, len(text)):
+        assert allowed(rows, text[:1], text[1:done]) == allowed(matcher(grammar), text[:done])
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
 
+def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
     grammar = GRAMMARS["nested"][0]
     inner = module._compiled(grammar, WORDS, SIZE, frozenset({END}))
     rows = Matcher(Stiff(inner), frozenset({END}))  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ class Matcher(Forcing):
         """Read one token more, if the grammar allows it."""
         run = self._run()
         if token in self._ends:
-            if run or not self._now.is_accepting():
+            if not self._now.is_accepting():
                 return False
         elif (run and token != run.next) or not self._now.try_consume_tokens([token]):
             self._check()
