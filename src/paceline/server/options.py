@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.drafting import Speculation
+from paceline.drafting import OFF, Speculation
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.sampling import Sampling
@@ -66,7 +66,7 @@ def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation
     if asked is None or asked == "auto":
         return None
     if isinstance(asked, str) or asked.max_draft == 0:
-        return Speculation(None)
+        return OFF
     drafter = asked.drafter or llm.engine.pilots.default.drafter
     try:
         _ = llm.engine.pilots[drafter]

@@ -147,6 +147,8 @@ class Worker:
         """`default`: how replies are drafted for that do not say it; None: by the engine's own first drafter."""
         self.llm, self.seats = llm, seats or Seats()
         self.default = default or llm.engine.pilots.default
+        if self.seats.prefixes:
+            llm.engine.remember(self.seats.prefixes)
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
         self._replies: dict[Task, Reply] = {}
