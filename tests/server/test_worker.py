@@ -1,0 +1,215 @@
+"""The engine's thread: many replies at once, each the one its prompt gets alone; and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from paceline.drafters.around import Around
+from paceline.drafters.suffix import Suffix
+from paceline.drafting import OFF, Speculation
+from paceline.llm import LLM, load
+from paceline.protocols import Ask
+from paceline.sampling import Sampling
+from paceline.scheduler import Scheduler
+from paceline.server.worker import Busy, Closing, Job, Reply, Seats, Worker
+from paceline.types import Draft, Tree
+from tests.conftest import packaged_model
+from tests.toys import toy_llm, toy_model
+
+T = TypeVar("T")
+SUFFIX = Speculation("suffix")
+
+
+def toy(**changes: int) -> LLM:
+    return LLM(toy_model(**changes), {"suffix": Suffix()})
+
+
+def job(llm: LLM, prompt: str, how: Sampling, speculation: Speculation | None = None, **more: Any) -> Job:
+    return Job(llm.prompt_ids(prompt), how.seeded(), speculation=speculation, **more)
+
+
+async def read(reply: Reply) -> list[int]:
+    return [chunk.token_id async for chunks in reply for chunk in chunks]
+
+
+def run(worker: Worker, work: Coroutine[Any, Any, T], grace: float = 5.0) -> T:
+    async def main() -> T:
+        worker.start()
+        try:
+            return await asyncio.wait_for(work, 120)
+        finally:
+            await worker.stop(grace)
+
+    return asyncio.run(main())
+
+
+def test_replies_at_once_are_those_of_each_alone() -> None:
+    llm, plain = toy(), toy_llm()
+    samplings = [Sampling(max_new_tokens=5 + i, temperature=0.3 * (i % 3), seed=i) for i in range(9)]
+    prompts = [f"number {'abcdefghi'[i]}, please" for i in range(9)]
+    worker = Worker(llm, Seats(slots=4, quota=8, prefixes=1 << 20))
+
+    async def work() -> list[list[int]]:
+        replies = [
+            worker.submit(job(llm, prompt, how, OFF if i % 3 == 0 else None))
+            for i, (prompt, how) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        return await asyncio.gather(*map(read, replies))
+
+    assert run(worker, work()) == [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
+
+
+def test_so_many_and_no_more() -> None:
+    llm = toy()
+    worker = Worker(llm, Seats(slots=1, queue=2))
+
+    async def work() -> None:
+        how = Sampling(max_new_tokens=30, ignore_eos=True)
+        replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
+        with pytest.raises(Busy, match="3 replies run or wait"):
+            worker.submit(job(llm, "abc", how))
+        assert len({tuple(await read(reply)) for reply in replies}) == 1
+        assert len(await read(worker.submit(job(llm, "abc", how)))) == 30
+
+    run(worker, work())
+    assert worker.load.running == worker.load.waiting == 0
+    assert worker.load.cache == 0.0
+
+
+def test_a_client_that_leaves_gives_its_slot_back() -> None:
+    llm = toy()
+    worker = Worker(llm, Seats(slots=1))
+
+    async def work() -> None:
+        endless = Sampling(max_new_tokens=100, ignore_eos=True)
+        leaving = worker.submit(job(llm, "abc", endless))
+        async for _ in leaving:
+            break
+        leaving.cancel()
+        assert len(await read(worker.submit(job(llm, "abc", endless)))) == 100
+
+    run(worker, work())
+    assert not any(llm.engine.cache.lengths)
+
+
+@pytest.mark.parametrize("grace", [0.0, 30.0])
+def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
+    """With time to spare they are written to their end; without, they are told that there is no more."""
+    llm = toy()
+    worker = Worker(llm, Seats(slots=2))
+
+    async def work() -> tuple[list[int], Exception | None]:
+        reply = worker.submit(job(llm, "abc", Sampling(max_new_tokens=100, ignore_eos=True)))
+        rounds = aiter(reply)
+        first = await anext(rounds)
+        worker.drain(grace)
+        with pytest.raises(Closing):
+            worker.submit(job(llm, "abc", Sampling()))
+        rest = [chunk.token_id async for chunks in rounds for chunk in chunks]
+        return [first[0].token_id, *rest], reply.error
+
+    tokens, error = run(worker, work(), grace)
+    assert (len(tokens) >= 100) == (grace > 0)
+    assert error is None
+
+
+def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a request's failure but the scheduler's own: nothing of it may be left, and the next request is as any."""
+    llm = toy()
+    worker = Worker(llm)
+    honest, broken = Scheduler.turn, [True]
+
+    def turn(self: Scheduler) -> Any:
+        events = honest(self)
+        if broken and any(chunks for _, chunks in events):
+            broken.clear()
+            raise RuntimeError("lost")
+        return events
+
+    monkeypatch.setattr(Scheduler, "turn", turn)
+
+    async def work() -> list[int]:
+        how = Sampling(max_new_tokens=5, ignore_eos=True)
+        with pytest.raises(RuntimeError, match="lost"):
+            await read(worker.submit(job(llm, "abc", how)))
+        return await read(worker.submit(job(llm, "abc", how)))
+
+    assert len(run(worker, work())) == 5
+    assert not any(llm.engine.cache.lengths)
+
+
+class Fails(Around):
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        raise ValueError("a drafter that fails")
+
+
+def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
+    llm = LLM(toy_model(), {"suffix": Suffix(), "fails": Fails(Suffix())}, Tree.chain(3))
+    worker = Worker(llm)
+    how = Sampling(max_new_tokens=12, ignore_eos=True)
+
+    async def work() -> list[Any]:
+        jobs = [job(llm, "abc", how, Speculation(name)) for name in ("suffix", "fails", "suffix")]
+        return await asyncio.gather(*(read(worker.submit(one)) for one in jobs), return_exceptions=True)
+
+    first, error, last = run(worker, work())
+    assert first == last == toy_llm().generate("abc", how).token_ids
+    assert isinstance(error, ValueError)
+
+
+def test_a_name_that_is_not_loaded_is_refused_at_once() -> None:
+    llm = toy()
+    worker = Worker(llm)
+    with pytest.raises(ValueError, match="no drafter 'nobody' is loaded"):
+        worker.submit(job(llm, "abc", Sampling(), Speculation("nobody")))
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[LLM]:
+    with packaged_model("demo"):
+        yield load(
+            "demo", quantize="int8", drafter=["suffix", "ngram", "eagle3", "medusa", "early-exit:10", "suffix+eagle3"]
+        )
+
+
+@pytest.mark.model
+def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) -> None:
+    """Random arrivals, mixed parameters, every drafter, a prefix cache; the same ids where the self-check promises
+    the same bits."""
+    chance = random.Random(7)
+    topics = ["tides", "bread", "a lost key", "prime numbers", "rain", "chess", "tea", "the moon"]
+    prompts = [f"Tell me about {topics[i % 8]}. Then say it again, word for word." for i in range(12)]
+    samplings = [
+        Sampling(
+            max_new_tokens=16,
+            temperature=chance.choice([0.0, 0.0, 0.8]),
+            top_p=chance.choice([1.0, 0.9]),
+            presence_penalty=chance.choice([0.0, 0.5]),
+            seed=i,
+        )
+        for i in range(12)
+    ]
+    names = [pilot.name for pilot in real.engine.pilots]
+    hows = [Speculation(names[i % len(names)], chance.choice([None, Tree.chain(3), Tree(9, 3, 3)])) for i in range(12)]
+    plain = LLM(real.model)
+    alone = [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
+    worker = Worker(real, Seats(slots=5, quota=32, prefixes=64 << 20))
+
+    async def one(i: int) -> list[int]:
+        await asyncio.sleep(chance.random())
+        return await read(worker.submit(job(real, prompts[i], samplings[i], hows[i])))
+
+    async def work() -> list[list[int]]:
+        return await asyncio.gather(*map(one, range(12)))
+
+    together = run(worker, work())
+    if plain.exact == "bits":
+        assert together == alone
+    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 10
+    assert real.engine.prefixes is not None
+    assert real.engine.prefixes.hits > 0
