@@ -24,6 +24,8 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.words import Words
+from paceline.engine import Request
+from paceline.errors import NonFiniteLogits
 from paceline.exact import exactness, seamless
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
@@ -32,6 +34,7 @@ from paceline.models.loader import Loaded
 from paceline.native.build import library
 from paceline.prefix import PrefixCache
 from paceline.protocols import Drafter, KVCache, Saved
+from paceline.sampler import Prefix
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import TextStream
@@ -45,6 +48,7 @@ from paceline.testing import (
     medusa_tensors,
     random_tensors,
     run,
+    run_together,
     tiny_target,
 )
 from paceline.tree import CHUNK, pack
@@ -134,6 +138,35 @@ def test_a_chat_goes_on_where_it_ended(name: str) -> None:
     assert len(prefixes) == 1, "a text that goes on takes the place of its beginning"
     assert prefixes.hits == sum(engine.cached)
     assert prefixes.queries == 13 + 36 + 59 + 82
+
+
+class Early(CachedEngine):
+    """Keeps a prompt as soon as it has been fed, for those who come while it is answered."""
+
+    def prefill(self, request: Request) -> None:
+        super().prefill(request)
+        self.keep(request)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_requests_that_run_together_share_their_beginning(name: str) -> None:
+    engine = Early(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, seamless=True), name)
+    system = [i * i % 37 for i in range(50)]
+    prompts = [[*system, *end] for end in ([1, 2], [3], [1, 2, 4, 4], [9, 9, 9], [1, 2])]
+    samplings = [Sampling(max_new_tokens=9 + 4 * i, temperature=0.8, seed=i) for i in range(len(prompts))]
+    together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
+    assert together == [plain(prompt, how) for prompt, how in zip(prompts, samplings, strict=True)]
+    assert engine.cached == [0, 49, 51, 49, 50]
+
+
+def test_a_request_that_failed_leaves_nothing() -> None:
+    def fails(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
+        return logits * torch.nan
+
+    engine = CachedEngine(TOY, None, None, PrefixCache(PLENTY, seamless=True))
+    with pytest.raises(NonFiniteLogits):
+        run(TOY, [1, 2, 3, 4], Sampling(processors=[fails]), engine=engine)
+    assert len(engine.prefixes) == 0
 
 
 def saved(length: int, nbytes: int = 8) -> Saved:
