@@ -1,4 +1,4 @@
-"""An engine with a prefix cache of the test's own."""
+"""An engine with a prefix cache that notes what it was spared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from paceline.types import Tree
 
 
 class CachedEngine(Engine):
-    """Looks prompts up in a cache of the test's own, and notes what was found."""
-
     def __init__(
         self,
         target: Target,
@@ -25,16 +23,13 @@ class CachedEngine(Engine):
         name: str = "the drafter",
     ) -> None:
         super().__init__(target, {name: drafter} if drafter else None, draft)
-        self.prefixes, self.drafter = prefixes, drafter
+        self.drafter, self.prefixes = drafter, prefixes
         self.cached: list[int] = []
         """Of each request the tokens that were not fed."""
 
     def _recall(self, request: Request) -> int:
         self.cached.append(super()._recall(request))
         return self.cached[-1]
-
-    def keep(self, request: Request) -> None:
-        self._keep(request)
 
 
 def begun(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Request:

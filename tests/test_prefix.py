@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import runner
 from paceline.attention import LayerAttention
 from paceline.cache import SlabCache
 from paceline.drafters.block import Block
@@ -23,13 +24,16 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.words import Words
+from paceline.errors import NonFiniteLogits
 from paceline.exact import exactness, seamless
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.loader import Loaded
+from paceline.native.build import library
 from paceline.prefix import PrefixCache
-from paceline.protocols import Drafter, Saved
+from paceline.protocols import Drafter, KVCache, Saved
+from paceline.sampler import Prefix
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import TextStream
@@ -43,12 +47,14 @@ from paceline.testing import (
     medusa_tensors,
     random_tensors,
     run,
+    run_together,
     tiny_target,
 )
 from paceline.tree import CHUNK, pack
-from paceline.types import Draft, Tree, Want
+from paceline.types import Draft, Forward, Rows, Tree, Want
 from tests.cached_engine import CachedEngine, begun
 from tests.conftest import packaged_model
+from tests.test_native_layers import BASE, MODELS, native
 from tests.toys import toy_foreigner, toy_model
 
 TOY = tiny_target()
@@ -131,6 +137,28 @@ def test_a_chat_goes_on_where_it_ended(name: str) -> None:
     assert len(prefixes) == 1, "a text that goes on takes the place of its beginning"
     assert prefixes.hits == sum(engine.cached)
     assert prefixes.queries == 13 + 36 + 59 + 82
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_requests_that_run_together_share_their_beginning(name: str) -> None:
+    engine = CachedEngine(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, seamless=True), name)
+    system = [i * i % 37 for i in range(50)]
+    prompts = [[*system, *end] for end in ([1, 2], [3], [1, 2, 4, 4], [9, 9, 9], [1, 2])]
+    samplings = [Sampling(max_new_tokens=9 + 4 * i, temperature=0.8, seed=i) for i in range(len(prompts))]
+    together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
+    assert together == [plain(prompt, how) for prompt, how in zip(prompts, samplings, strict=True)]
+    assert engine.cached == [0, 49, 51, 49, 50]
+
+
+def test_a_request_that_failed_leaves_its_prompt_at_most() -> None:
+    def fails(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
+        return logits * torch.nan
+
+    engine = CachedEngine(TOY, None, None, PrefixCache(PLENTY, seamless=True))
+    with pytest.raises(NonFiniteLogits):
+        run(TOY, [1, 2, 3, 4], Sampling(processors=[fails]), engine=engine)
+    assert engine.prefixes is not None
+    assert [entry.target.length for entry in engine.prefixes._entries] in ([], [3])
 
 
 def saved(length: int, nbytes: int = 8) -> Saved:
@@ -283,6 +311,40 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
     hit = prefixes.find([*shared, 50, 50])
     assert hit is not None
     assert hit.length == 2999
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", "heads of 80"])
+def test_native_kernels_leave_the_same_in_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: True)
+    assert seamless(native(replace(BASE, **MODELS[name])), "bits")
+
+
+def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a block's end, in prompts or in rounds, in the last layer."""
+    if library() is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: True)
+    target = native(BASE)
+    honest = target.forward
+
+    for prefill, rows_from in ((True, 0), (False, 0), (True, 512), (False, 512)):
+
+        def forward(
+            rows: Rows, cache: KVCache, want: Want, prefill: bool = prefill, rows_from: int = rows_from
+        ) -> Forward:
+            out = honest(rows, cache, want)
+            if rows.prefill == prefill and rows.lengths[0] >= rows_from and rows.tokens.shape[1] < 62:
+                keys = cache.slabs[0].tensors[0]  # type: ignore[attr-defined]
+                with torch.inference_mode():
+                    keys[-1, cache._places.index(rows.slots[0]), 0, rows.lengths[0], 3] *= 1.01  # type: ignore[attr-defined]
+            return out
+
+        monkeypatch.setattr(target, "forward", forward)
+        assert not seamless(target, "bits")
+    monkeypatch.setattr(target, "forward", honest)
+    assert seamless(target, "bits")
+    assert not seamless(target, "rounding")
 
 
 def test_rows_of_toys_depend_on_their_pass_and_the_check_says_so() -> None:

@@ -113,10 +113,14 @@ class Amnesiac(Eagle):
     def load(self, slot: int, saved: SavedStates, length: int) -> None: ...
 
 
+def amnesiac() -> Amnesiac:
+    return Amnesiac(eagle_config(), eagle_tensors(eagle_config()), tiny_target())
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (lambda: Amnesiac(eagle_config(), eagle_tensors(eagle_config()), tiny_target()), "were loaded is drafted for"),
+        (amnesiac, "were loaded is drafted for"),
         (Endless, "nodes"),
         (Forgetful, "changes a draft"),
         (Short, "one draft per ask"),

@@ -17,6 +17,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.prefix import PrefixCache
 from paceline.protocols import Drafter
 from paceline.sampling import Sampling
 from paceline.stats import Stats
@@ -24,6 +25,7 @@ from paceline.stream import TextStream
 from paceline.testing import Oracle, run, tiny_target
 from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Tree, Want
+from tests.cached_engine import CachedEngine
 from tests.toys import toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -433,3 +435,23 @@ def test_without_the_extra_the_error_says_what_to_install(folder: Path, monkeypa
     monkeypatch.setattr("paceline.models.loader.find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match=r"gpt2.*paceline\[transformers\]"):
         paceline.load(folder)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Gemma 2, every other layer a window", "Bloom", "GPT-J"])
+def test_texts_that_begin_alike_begin_with_what_was_saved(name: str) -> None:
+    target = adapter(name)
+    engine = CachedEngine(target, Suffix(), None, PrefixCache(1 << 30, seamless=True))
+    sampling, text = Sampling(max_new_tokens=12, temperature=0.9, seed=4, ignore_eos=True), list(PROMPT)
+    for new in ([3, 4], [5], [6, 7, 8]):
+        text += new
+        ours = run(target, text, sampling, engine=engine)[0]
+        assert ours == run(target, text, sampling)[0]
+        text += ours
+    assert min(engine.cached[1:]) > 15
+    # A cache that has seen nothing yet learns its sizes from what it loads.
+    cache, saved = target.new_cache(), engine.prefixes.find([*text, 1])
+    assert saved is not None
+    slot = cache.acquire()
+    assert cache.load(slot, saved.target, 20) == 20
+    rows = pack([text[20]], [Draft()], [slot], [20], target.device)
+    assert same(target.forward(rows, cache, Want()).logits[0, 0], plain(target, text[:21]))

@@ -197,7 +197,8 @@ class Engine:
         if hit is None:
             return 0
         request.stats.cached = self.cache.load(request.slot, hit.target, hit.length)
-        if pilot and (saved := hit.drafters.get(pilot.name)):
+        # A cache may deny what was found, for a text that goes on under its first prompt's rotary factors (`resume`).
+        if pilot and request.stats.cached and (saved := hit.drafters.get(pilot.name)):
             pilot.drafter.load(request.slot, saved, hit.length)
         return request.stats.cached
 
