@@ -32,6 +32,7 @@ class Service:
 
     def __init__(self, worker: Worker, llm: LLM, settings: Settings) -> None:
         self.worker, self.llm, self.settings = worker, llm, settings
+        _ = llm.exact  # a self-check that must not run beside the engine
         self.words = Words(llm.tokenizer)
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
