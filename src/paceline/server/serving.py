@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from paceline.llm import LLM
 from paceline.server import bodies, chat, completions, schema
-from paceline.server.errors import LOG
+from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.events import DONE, EventStream, dumps, event
-from paceline.server.limits import REQUEST_ID, Gate, Settings
+from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.running import Plan, Run, unless_gone
 from paceline.server.tracing import Tracer, tracer
