@@ -83,6 +83,7 @@ def test_the_api_describes_itself(served: Serving) -> None:
         assert post["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
         assert schemas[name]["additionalProperties"] is False
     assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert not any("422" in operation["responses"] for path in told["paths"].values() for operation in path.values())
     assert set(references(told)) <= {f"#/components/schemas/{name}" for name in schemas}
 
 

@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_replies() -> None:
     assert after["vllm:request_queue_time_seconds_count"] == 4
     assert after["vllm:e2e_request_latency_seconds_count"] == 4
     rounds = after["vllm:inter_token_latency_seconds_count"]
-    assert written - 4 * 8 <= rounds <= written - 4  # all but each reply's first round
+    assert 0 < rounds <= written - 4  # all but each reply's first round
     ended = {name: value for name, value in after.items() if name.startswith("vllm:request_success_total")}
     assert sum(ended.values()) == 4
     assert set(ended) <= {f"vllm:request_success_total[('finished_reason', '{why}')]" for why in ("stop", "length")}

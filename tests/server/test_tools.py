@@ -9,7 +9,12 @@ import pytest
 
 from paceline.chat_template import check_messages, render
 from paceline.errors import InvalidPrompt
+from paceline.server.chat import Choice
+from paceline.server.running import Round
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, Call, Family, Reader, family, knows_tools, with_tools
+from paceline.server.words import Words
+from paceline.stream import Chunk
+from tests.toys import toy_tokenizer
 
 NAMES = ("get_weather", "add")
 
@@ -135,6 +140,33 @@ def test_one_call_only(case: Any) -> None:
         found_text, calls = read(family, text, step, single=True)
         assert [(call.name, json.loads(call.arguments)) for call in calls] == wanted[:1]
         assert found_text == shown
+
+
+def chunk(text: str, token: int, finish: Any = None) -> Chunk:
+    return Chunk(text, token, "plain", finish)
+
+
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
+def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: Family) -> None:
+    call = json.dumps({"name": "add", form.key: {}})
+    body = call if form is LLAMA else f"[{call}]"
+    choice = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), (5, form.opens))
+    assert choice.take(Round(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == {
+        "index": 0,
+        "delta": {"content": "Hm."},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert choice.take(Round(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) is None
+    last = choice.take(Round(0, [chunk("", 36, "eos")], 0, None, 1.0))
+    assert last is not None
+    assert last["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+    assert last["finish_reason"] == "tool_calls"
+    whole = choice.whole()["message"]
+    assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
+    unread = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), None)
+    unread.take(Round(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
+    assert unread.whole()["message"]["content"] == "Hm." + body
 
 
 # The parts of real templates that tell families apart.

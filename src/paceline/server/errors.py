@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,6 +24,9 @@ from paceline.errors import (
 from paceline.server.worker import Busy, Closing
 
 LOG = logging.getLogger("paceline.server")
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
+"""Of the request that is being answered; it stands in every log line about it."""
 
 _UNKNOWN = "extra_forbidden"
 
@@ -105,7 +109,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, PacelineError):
         return ApiError(500, str(error), code=type(error).__name__)
-    LOG.error("unexpected error", exc_info=error)
+    LOG.error("%s unexpected error", REQUEST_ID.get(), exc_info=error)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 
 

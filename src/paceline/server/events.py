@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,11 +36,11 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def patiently(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._stall)
+            with anyio.fail_after(self._stall):
+                await send(message)
 
         try:
-            await super().__call__(scope, receive, patiently)
-        except asyncio.TimeoutError:  # another class until Python 3.11
-            pass
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, patiently)
         finally:
             self._close()

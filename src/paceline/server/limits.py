@@ -8,16 +8,12 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.server.errors import LOG, ApiError, api_error, respond
-
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
-"""Of the request that is being answered; it stands in every log line about it."""
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, respond
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

@@ -110,6 +110,21 @@ class Run:
 
     async def rounds(self) -> AsyncIterator[Round]:
         """Every round of every reply, as they come. The first failure of one ends all, and is raised."""
+        try:
+            async for made in self._rounds_of(0) if len(self.replies) == 1 else self._merged():
+                yield made
+        except Exception as error:
+            self.error = error
+            raise
+
+    async def _rounds_of(self, index: int) -> AsyncIterator[Round]:
+        progress = self.replies[index]
+        async for chunks in progress.reply:
+            yield self._round(index, chunks)
+        if progress.finish is None:
+            raise Closing("the server is stopping", "Ask another one, or wait until it is back")
+
+    async def _merged(self) -> AsyncIterator[Round]:
         queue: asyncio.Queue[Round | Exception | None] = asyncio.Queue(len(self.replies))
         pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.replies))]
         left = len(pumps)
@@ -117,7 +132,6 @@ class Run:
             while left:
                 item = await queue.get()
                 if isinstance(item, Exception):
-                    self.error = item
                     raise item
                 if item is None:
                     left -= 1
@@ -129,13 +143,9 @@ class Run:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(self, index: int, queue: asyncio.Queue[Round | Exception | None]) -> None:
-        progress = self.replies[index]
         try:
-            async for chunks in progress.reply:
-                if chunks:
-                    await queue.put(self._round(index, chunks))
-            if progress.finish is None:
-                raise Closing("the server is stopping", "Ask another one, or wait until it is back")
+            async for made in self._rounds_of(index):
+                await queue.put(made)
         except Exception as error:
             await queue.put(error)
         else:

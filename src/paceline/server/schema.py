@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 MAX_STOPS = 16
 
@@ -16,7 +16,14 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Schema = dict[str, Any]
-Unsupported = Annotated[None, Field(description="Not supported: may be null only.")]
+
+
+def _null(value: Any) -> None:
+    if value is not None:
+        raise ValueError("not supported by this server. Leave it out")
+
+
+Unsupported = Annotated[None, BeforeValidator(_null), Field(description="Not supported: may be null only.")]
 Ignored = Annotated[Any, Field(description="Accepted and ignored: it means nothing to a local server.")]
 
 
@@ -135,7 +142,10 @@ class Function(Strict):
     name: Name
     description: Text | None = None
     parameters: Schema | None = None
-    strict: bool | None = None
+    strict: Annotated[
+        bool | None,
+        Field(description="Arguments keep to the schema where tool_choice is required or names a function."),
+    ] = None
 
 
 class Tool(Strict):

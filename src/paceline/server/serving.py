@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from paceline.llm import LLM
 from paceline.server import bodies, chat, completions, schema
-from paceline.server.errors import LOG
+from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.events import DONE, EventStream, dumps, event
-from paceline.server.limits import REQUEST_ID, Gate, Settings
+from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.running import Plan, Run, unless_gone
 from paceline.server.tracing import Tracer, tracer
@@ -32,6 +32,7 @@ class Service:
 
     def __init__(self, worker: Worker, llm: LLM, settings: Settings) -> None:
         self.worker, self.llm, self.settings = worker, llm, settings
+        _ = llm.exact  # a self-check that must not run beside the engine
         self.words = Words(llm.tokenizer)
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
