@@ -12,18 +12,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-import paceline
-
-PAGE = Path(paceline.__file__).parent / "server" / "page"
+from paceline.server.app import PAGE
+from paceline.server.pages import add_page
 
 # (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
 SKY = [
@@ -70,9 +67,12 @@ class Fake:
     gone: threading.Event = field(default_factory=threading.Event)
     """Set once a client has left before the end of its reply."""
 
-    def app(self) -> Starlette:
-        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        return Starlette(routes=[Route("/v1/models", self.models), chat, *page_files()])
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.add_route("/v1/models", self.models)
+        app.add_route("/v1/chat/completions", self.chat, methods=["POST"])
+        add_page(app, PAGE)
+        return app
 
     def refuse(self, request: Request) -> Response | None:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -126,19 +126,6 @@ class Fake:
             if not done and self.break_after is None:
                 self.gone.set()
             self.times.append((began, time.monotonic()))
-
-
-def page_files() -> list[Route]:
-    """The page's files, under the policy that the server sends them with."""
-    policy = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
-
-    def route(path: Path) -> Route:
-        async def send(_: Request) -> Response:
-            return FileResponse(path, headers=policy)
-
-        return Route("/" if path.name == "index.html" else f"/{path.name}", send)
-
-    return [route(path) for path in PAGE.iterdir() if path.is_file()]
 
 
 def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
