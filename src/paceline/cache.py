@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class Slab:
         try:
             # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
@@ -117,17 +118,17 @@ class Slab:
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Of a CPU's memory only what is written is ever touched: a cache has room for more slots and longer texts than it
-    holds, and to fill all of it with zeros takes longer than many passes."""
-    if like.device.type != "cpu":
+    holds, and to fill all of it with zeros takes as long as some passes."""
+    count = math.prod(shape)
+    if like.device.type != "cpu" or not count:
         return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    room = np.zeros(size + _LINE, np.uint8)
-    first = -room.ctypes.data % _LINE
-    return torch.from_numpy(room[first : first + size]).view(like.dtype).view(shape)
-
-
-_LINE = 64
-"""Bytes of a cache line: vectors that cross one are read twice."""
+    # Not NumPy's zeros: it asks for large pages, of which every one is soon touched.
+    size = count * like.element_size()
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, size)
+    else:
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

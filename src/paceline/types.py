@@ -101,8 +101,8 @@ class Rows:
     A row attends to its slot's whole committed prefix, its ancestors and itself.
     `starts`: for each slot the rows of this same tree that earlier passes wrote and nothing has committed (trees grow
     level by level). Row numbers go on from there: `parents` then covers all start + T rows.
-    `counts`: how many of each slot's rows are real; nobody looks at what the others give, which may be anything and
-    need not be computed. Empty: all are.
+    `counts`: how many of each slot's rows are real, at least one. Nobody looks at what the others give: it may be
+    anything and need not be computed. Empty: all are.
     `prefill`: a chunk of a prompt, which is the same whatever is drafted: its bits may depend on its shape.
     `resume`: where rows do not begin at the first layer.
     """

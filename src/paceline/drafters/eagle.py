@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.drafters.growth import Growing, Growth, pack_level
+from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
 from paceline.drafters.heard import Heard, SavedStates, save_states
 from paceline.drafters.model import SHARED
 from paceline.models.eagle import EagleNetwork
@@ -18,7 +18,7 @@ from paceline.models.heads import EagleConfig
 from paceline.protocols import Ask, Host
 from paceline.runner import free_rows
 from paceline.sampler import Ranked
-from paceline.tree import CHUNK, MIN_ROWS, pack, pack_prefix
+from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, Rows, Tap, Tree, Verdict
 
 
@@ -110,9 +110,7 @@ class Eagle(Growing):
         roots = [state.root for state in states if state.root is not None]
         for state, (hidden, _) in zip(states, roots, strict=True):
             state.grown = hidden[None]
-        outs = torch.stack([out for _, out in roots])
-        logits = self._net.logits(F.pad(outs, (0, 0, 0, max(0, MIN_ROWS - len(outs)))))
-        return [logits[i : i + 1] for i in range(len(states))]
+        return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
     def _catch_up(self, states: Sequence[_Slot]) -> None:
         """One pass over all features heard, each with the token after its own."""
@@ -154,8 +152,7 @@ class Eagle(Growing):
         hidden, outs = self._net.step(rows, hidden, self._cache)
         for state, before, new, growth in zip(states, grown, hidden, growths, strict=True):
             state.grown = torch.cat([before, new[: len(growth.chosen)]])
-        logits = self._net.logits(outs)
-        return [line[: len(growth.chosen)] for line, growth in zip(logits, growths, strict=True)]
+        return logits_of(outs, rows.counts, self._net.logits)
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """By the target's own ids, whose noise is shared."""

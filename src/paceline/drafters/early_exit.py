@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.drafters.growth import ROOT, Growing, Growth
+from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
@@ -95,15 +95,13 @@ class EarlyExit(Growing):
         )
         want = Want("none", taps=(self._exit,), layers=self._exit)
         streams = self._target.forward(rows, _cache(asks[0]), want).taps[self._exit]
-        logits = self._logits(streams)
-        counts = [len(growth.chosen) for growth in growths]
-        for ask, stream, count in zip(asks, streams, counts, strict=True):
+        for ask, stream, count in zip(asks, streams, rows.counts, strict=True):
             self._streams[ask.slot].append(stream[:count])
-        return [line[:count] for line, count in zip(logits, counts, strict=True)]
+        return logits_of(streams, rows.counts, self._logits)
 
     @torch.inference_mode()
     def _logits(self, streams: Tensor) -> Tensor:
-        """What the exit says [B, T, V] of streams [B, T, H]."""
+        """What the exit says [..., V] of streams [..., H]."""
         if self._adapter:
             down, up = self._adapter
             streams = up.onto(down(streams), streams)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layout import NONE
@@ -206,6 +207,14 @@ class Growing(Drafter):
             ranked = self.rank(growth, rows, [nodes.path(node) for node in growth.chosen], nodes.budget.branch)
             for node, best in zip(growth.chosen, ranked, strict=True):
                 nodes.grow(node, best)
+
+
+def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Logits [counts[b], V] of the first rows of each slot's states [B, T, H], made of these rows alone (though of
+    `MIN_ROWS` in all)."""
+    real = torch.cat([line[:count] for line, count in zip(states, counts, strict=True)])
+    filled = F.pad(real, (0, 0, 0, max(0, MIN_ROWS - len(real))))
+    return list(logits(filled)[: len(real)].split(list(counts)))
 
 
 def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:

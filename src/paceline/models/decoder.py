@@ -114,8 +114,9 @@ class Decoder:
         """Of the real rows alone. (Torch's products need the others, or a row's bits would depend on how many there
         are; kernels do not.)"""
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
-        for line, count in zip(logits, rows.counts, strict=True):
-            self._cap(line[:count])
+        if self.config.final_softcap is not None:
+            for line, count in zip(logits, rows.counts, strict=True):
+                self._cap(line[:count])
         return logits
 
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:

@@ -27,6 +27,11 @@ struct View {
     // Lines of the slab (of its first key head) that get the rows `sources`, and the lines that are copied before that.
     const int64_t *lines, *sources, *copied, *copy_lines;
     const Slot* slots;
+
+    // Columns that a slot's row sees at most.
+    int64_t most(const Slot& slot) const {
+        return (window ? std::min<int64_t>(slot.length, window + 1) : slot.length) + slot.columns;
+    }
 };
 
 struct Heads {
@@ -70,8 +75,7 @@ class Attention {
     // Room for one pass, so that nothing is allocated while threads wait for each other.
     void reserve(const View& view, const Heads& h, int slots) {
         int64_t most = 0;
-        for (const Slot* s = view.slots; s < view.slots + slots; s++)
-            most = std::max(most, (view.window ? std::min<int64_t>(s->length, view.window + 1) : s->length) + s->columns);
+        for (const Slot* s = view.slots; s < view.slots + slots; s++) most = std::max(most, view.most(*s));
         const size_t size = (most / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
         seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size / 2 * TILE);
         if (scores_.size() < size) scores_.resize(size), weights_.resize(size);

@@ -163,16 +163,31 @@ class Part {
             write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
     }
 
-    // All queries of all key heads, in pieces of one size: one to a thread, or a few by turns where they are many,
+    // All queries of all key heads, in pieces that cost the same: one to a thread, or a few by turns where they are many,
     // because later rows see more.
     void attend() {
-        const int all_queries = rows * l.heads.query, turns = (all_queries - 1) / (MANY * team.count) + 1;
-        const int piece = (all_queries - 1) / (turns * team.count) + 1;
-        for (int at = team.me * piece; at < all_queries; at += team.count * piece)
-            attend(at, std::min(all_queries, at + piece));
+        const int pieces = ((rows * l.heads.query - 1) / (MANY * team.count) + 1) * team.count;
+        for (int piece = team.me; piece < pieces; piece += team.count)
+            attend(begin(piece, pieces), begin(piece + 1, pieces));
     }
 
     static constexpr int MANY = 256;
+
+    // The first query of a piece, where each costs as much as its slot has columns.
+    int begin(int64_t piece, int pieces) const {
+        const View& view = pass.views[l.view];
+        int64_t all = 0;
+        for (int i = 0; i < pass.slots; i++) all += view.slots[i].rows * view.most(view.slots[i]);
+        // In rows times columns; a query is a part of a row.
+        int64_t cost = all * l.heads.query * piece / pieces;
+        const Slot* slot = view.slots;
+        for (; slot < view.slots + pass.slots - 1; slot++) {
+            const int64_t of_slot = slot->rows * view.most(*slot) * l.heads.query;
+            if (cost < of_slot) break;
+            cost -= of_slot;
+        }
+        return slot->first * l.heads.query + int(cost / view.most(*slot));
+    }
 
     void attend(int at, int end) {
         const View& view = pass.views[l.view];
