@@ -235,6 +235,17 @@ def test_a_server_that_is_gone(open_tab: Open) -> None:
         expect(tab.page.locator(".turn [role=alert]")).to_contain_text("The server cannot be reached.")
 
 
+def test_a_server_that_is_gone_from_the_start(open_tab: Open, fake: Fake, address: str) -> None:
+    phone = {"viewport": {"width": 360, "height": 740}}
+    with open_tab(address, **phone) as tab:
+        tab.page.route("**/v1/models", lambda route: route.abort())
+        tab.page.reload()
+        expect(tab.page.locator("#model")).to_contain_text("The server cannot be reached.")
+        tab.page.unroute("**/v1/models")
+        tab.send()
+        assert len(fake.bodies) == 1
+
+
 def test_api_key_is_asked_for_and_kept_in_this_tab(open_tab: Open) -> None:
     fake = Fake(key="secret")
     with serving(fake.app()) as url, open_tab(url) as tab:

@@ -16,15 +16,20 @@ let running = null; // The AbortController of the turn that is being answered.
 async function connect() {
   try {
     model = await askModel();
-    $("#model").textContent = model.id;
+    name(model.id);
     settings.offer(model);
     keyForm.hidden = true;
     return true;
   } catch (error) {
     if (error.status === 401) askKey(error);
-    else $("#model").textContent = error.message;
+    else name(error.message, true);
     return false;
   }
+}
+
+function name(text, problem = false) {
+  $("#model").textContent = text;
+  $("#model").classList.toggle("problem", problem);
 }
 
 function askKey(error) {
@@ -37,7 +42,7 @@ function askKey(error) {
 async function send() {
   const prompt = field.value.trim();
   if (!prompt || running || !settings.valid()) return;
-  if (!model && !(await connect())) return;
+  if (!model && (!(await connect()) || running)) return;
   field.value = "";
   const said = make("div", "said", make("h3", "hidden", "You"), make("p", "", prompt));
   const turn = { prompt, text: "", replies: make("div", "replies") };
@@ -61,17 +66,23 @@ async function answer(turn) {
   const chosen = settings.read();
   const body = { model: model.id, messages: history(turn), ...chosen.sampling };
   busy(new AbortController());
+  try {
+    await fill(turn, body, chosen);
+  } finally {
+    busy(null);
+  }
+}
+
+async function fill(turn, body, { speculation, compare, parallel }) {
   turn.replies.replaceChildren();
-  turn.replies.classList.toggle("pair", chosen.compare);
-  const { speculation } = chosen;
-  const name = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
+  turn.replies.classList.toggle("pair", compare);
+  const drafter = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
   const scale = { most: 4 };
-  const on = column(turn, chosen.compare ? `Speculation: ${name}` : "Reply", scale);
+  const on = column(turn, compare ? `Speculation: ${drafter}` : "Reply", scale);
   const first = stream(on, { ...body, speculation }, turn, new Speaker());
-  if (chosen.compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, chosen.parallel);
+  if (compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, parallel);
   else await first;
   turn.text = on.content;
-  busy(null);
 }
 
 function column(turn, title, scale) {
