@@ -168,6 +168,15 @@ class Controller:
         company.tries[self._at] += 1
         return self.sizes[self._at]
 
+    def price(self, together: int) -> float:
+        """What one more row costs a round of so many requests, in tokens that plain decoding would write meanwhile: a
+        token that is less likely to be right than this is not worth drafting. 0 as long as nothing is known."""
+        passes = self._passes[False]
+        if not passes.known:
+            return 0.0
+        plain = passes.at(together)
+        return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
+
     def _try(self, best: int, losses: Sequence[float], company: _Company) -> int:
         """Another size than the best one, where it is time to try one."""
         due = [at for at in range(best) if self._round - company.tried[at] >= _SOON << min(company.tries[at], _OFTEN)]
@@ -185,7 +194,7 @@ class Controller:
     def learn(self, round: Round) -> None:
         """What the size that was chosen last gave."""
         at, company = self._at, self._company(len(round.drafts))
-        rows = len(round.drafts) * (1 + max(len(draft.tokens) for draft in round.drafts))
+        rows = sum(1 + len(draft.tokens) for draft in round.drafts)
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
         self._passes[resumed].add(rows, round.verifying, self._round)

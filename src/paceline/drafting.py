@@ -62,12 +62,13 @@ class Pilot:
 @dataclass(slots=True)
 class Group:
     """Requests of one round that share a pilot. `at`: their places in the round. `controller`: None where what is
-    drafted must not depend on anything measured."""
+    drafted must not depend on anything measured. `price`: see `Ask.price`."""
 
     pilot: Pilot
     at: list[int]
     controller: Controller | None
     budgets: list[Tree]
+    price: float
 
 
 class Pilots:
@@ -114,7 +115,8 @@ def _group(pilot: Pilot, at: list[int], requests: Sequence[Request], cache: KVCa
     if controller:
         behind = sum(len(r.text) - r.heard for r in mine)
         draft = controller.choose(len(requests), behind, max(r.stream.left for r in mine))
-    return Group(pilot, at, controller, [_budget(draft, r, cache) for r in mine])
+    price = controller.price(len(requests)) if controller else 0.0
+    return Group(pilot, at, controller, [_budget(draft, r, cache) for r in mine], price)
 
 
 def _budget(draft: Tree, request: Request, cache: KVCache) -> Tree:

@@ -279,7 +279,7 @@ class Engine:
             for i, budget in zip(group.at, group.budgets, strict=True):
                 request = requests[i]
                 request.heard = len(request.text)
-                asks.append(Ask(request.slot, budget, request.sampler, self.cache))
+                asks.append(Ask(request.slot, budget, request.sampler, self.cache, group.price))
             for i, draft in zip(group.at, group.pilot.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 

@@ -172,12 +172,14 @@ class Ask:
     `budget`: how much to draft at most. `sampler`: the text so far and how the target will choose; a drafter with
     probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise. `cache`: the
     target's own, which holds all of `slot`'s text but the pending token; for drafters that run the target's layers.
+    `price`: what verifying one more node costs now, in tokens: one that is less likely to stand is not worth it.
     """
 
     slot: int
     budget: Tree
     sampler: Sampler
     cache: KVCache | None = None
+    price: float = 0.0
 
     @property
     def last(self) -> int:

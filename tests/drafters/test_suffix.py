@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 
@@ -308,8 +309,24 @@ def test_a_tree_grows_best_first(text: list[int]) -> None:
         assert (part.tokens, part.parents) == (whole.tokens[:nodes], whole.parents[:nodes])
 
 
+def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
+    """In company rows are no longer free, and where they cost nearly a token only what is nearly certain is drafted.
+    Where a text follows its drafts, company changes nothing."""
+    drafter = Suffix()
+    asks = []
+    for slot in range(4):
+        drafter.admit(slot, [1, 2, 3, 1])
+        asks.append(Ask(slot, Tree.chain(3), Sampler(text=[1, 2, 3, 1])))
+    (alone,) = drafter.propose(asks[:1])
+    assert len(alone.tokens) == 3
+    assert all(len(draft.tokens) < 3 for draft in drafter.propose(asks))
+    assert all(not draft.tokens for draft in drafter.propose([replace(ask, price=0.95) for ask in asks]))
+    drawn = [replace(ask, sampler=Sampler(text=[1, 2, 3, 1], temperature=1.0, rule="rejection")) for ask in asks]
+    assert drafter.propose(drawn) == [alone] * 4
+
+
 def test_slots_are_independent_and_can_be_used_again() -> None:
-    drafter, budget = Suffix(), Tree.chain(2)
+    drafter, budget = Suffix(floor=0.0), Tree.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
     asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.drafters.automaton import SuffixAutomaton
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
+from paceline.tree import MIN_ROWS
 from paceline.types import Draft, Tap, Tree, Verdict
 
 # Measured by replaying 438 recorded answers (LOG.md); the estimate of speed is flat around all of them.
@@ -25,8 +26,6 @@ _CERTAIN = 0.9
 """Trust beyond which shorter contexts are not asked."""
 _FOLLOWERS = 16
 """Continuations weighed per context, the most recent ones."""
-_FREE = 3
-"""Nodes that are drafted however unlikely they are: a pass of four rows costs what a pass of two does."""
 _REMATCH = 64
 """Tokens looked up again when the memory has started over."""
 _END = -1
@@ -80,7 +79,12 @@ class Suffix(Drafter):
                 self._memory.extend(reply)
                 self._memory.push(_END)
             self._finished.clear()
-        return [grow(self._slots[a.slot].contexts(self._memory), a.budget, self._floor) for a in asks]
+        return [self._draft(ask, len(asks)) for ask in asks]
+
+    def _draft(self, ask: Ask, together: int) -> Draft:
+        # Under the rules that draw, a text follows its drafts: then these must be the same in any company.
+        free = -(-MIN_ROWS // (1 if ask.sampler.draws else together)) - 1
+        return grow(self._slots[ask.slot].contexts(self._memory), ask.budget, max(self._floor, ask.price), free)
 
 
 @dataclass(slots=True)
@@ -113,8 +117,11 @@ class _Slot:
         return [own, (memory, self.state, self.length)]
 
 
-def grow(contexts: list[Context], budget: Tree, floor: float) -> Draft:
-    """The draft that follows these contexts: best first, while a node's chance to be accepted is at least `floor`."""
+def grow(contexts: list[Context], budget: Tree, floor: float, free: int = MIN_ROWS - 1) -> Draft:
+    """The draft that follows these contexts: best first, while a node's chance to be accepted is at least `floor`.
+
+    `free`: so many nodes are drafted however unlikely they are, since no pass has fewer rows than `MIN_ROWS`.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     heap: list[tuple[float, int, int, int, int, list[Context]]] = []
@@ -129,7 +136,7 @@ def grow(contexts: list[Context], budget: Tree, floor: float) -> Draft:
             break
         negative, _, token, parent, depth, contexts = heappop(heap)
         chance = -negative
-        if chance < floor and len(tokens) >= _FREE:
+        if chance < floor and len(tokens) >= free:
             break
         contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
         tokens.append(token)
