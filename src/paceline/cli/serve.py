@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,33 +15,27 @@ from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.server.worker import Seats
 
-_SERVER, _LIMITS, _WATCH = "Server", "Limits", "Watching"
+_SERVER, _LIMITS = "Server", "Limits"
 _FREE = ("suffix", "ngram")
 """Drafters that requests can always name: they hold no weights."""
 
 
-def serve(
-    *,
-    model: LoadOptions,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--also",
-            help="One more drafter that requests may name; may be repeated. suffix and ngram always can be.",
-            rich_help_panel="Speculation",
-        ),
-    ] = None,
+@dataclass(frozen=True, slots=True)
+class AddressOptions:
+    """Where the server is, and who may ask."""
+
     host: Annotated[
         str, typer.Option("--host", help="Where to listen; 0.0.0.0 is everywhere.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     port: Annotated[
         int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER)
-    ] = 8000,
-    name: Annotated[
+    ] = 8000
+    served_model_name: Annotated[
         str | None,
         typer.Option("--served-model-name", help="The model's name in the API.", rich_help_panel=_SERVER),
-    ] = None,
+    ] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,21 +45,38 @@ def serve(
             help="Ask for this key; may be repeated. Better in the environment than on the command line.",
             rich_help_panel=_SERVER,
         ),
-    ] = None,
+    ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option("--cors", metavar="ORIGIN", help="Let pages of this origin ask.", rich_help_panel=_SERVER),
-    ] = None,
+        typer.Option(
+            "--cors", metavar="ORIGIN", help="Let pages of this origin ask; may be repeated.", rich_help_panel=_SERVER
+        ),
+    ] = None
     grace: Annotated[
         float,
         typer.Option("--grace", min=0, help="Seconds that replies have to end at SIGTERM.", rich_help_panel=_SERVER),
-    ] = 20.0,
+    ] = 20.0
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts into the log.", rich_help_panel=_SERVER)
+    ] = False
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            "--traces", metavar="URL", help="Send OpenTelemetry traces there (OTLP/HTTP).", rich_help_panel=_SERVER
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """What is held and taken at most."""
+
     slots: Annotated[
         int, typer.Option("--slots", min=1, help="Replies that share rounds.", rich_help_panel=_LIMITS)
-    ] = 32,
+    ] = 32
     queue: Annotated[
         int, typer.Option("--queue", min=0, help="Replies that may wait; then 429.", rich_help_panel=_LIMITS)
-    ] = 128,
+    ] = 128
     cache_memory: Annotated[
         float | None,
         typer.Option(
@@ -73,30 +85,44 @@ def serve(
             help="GiB for keys and values; without it, a quarter of the memory that is free.",
             rich_help_panel=_LIMITS,
         ),
-    ] = None,
+    ] = None
     prefix_memory: Annotated[
         float,
         typer.Option(
             "--prefix-memory", min=0, help="GiB for beginnings that come again; 0: off.", rich_help_panel=_LIMITS
         ),
-    ] = 1.0,
+    ] = 1.0
     max_prompt: Annotated[
         int | None,
         typer.Option("--max-prompt", min=1, help="Tokens of a prompt at most.", rich_help_panel=_LIMITS),
-    ] = None,
+    ] = None
     max_body: Annotated[
         int, typer.Option("--max-body", min=1, help="Bytes of a request at most.", rich_help_panel=_LIMITS)
-    ] = 4 << 20,
+    ] = 4 << 20
     timeout: Annotated[
         float | None,
         typer.Option("--timeout", min=0.001, help="Seconds that a reply may take.", rich_help_panel=_LIMITS),
-    ] = None,
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts into the log.", rich_help_panel=_WATCH)
-    ] = False,
-    traces: Annotated[
-        str | None,
-        typer.Option("--traces", metavar="URL", help="Send OpenTelemetry traces there.", rich_help_panel=_WATCH),
+    ] = None
+
+    def seats(self, llm: LLM) -> Seats:
+        from paceline.server.worker import Seats
+
+        positions = _positions(llm, self.cache_memory)
+        return Seats(self.slots, self.queue, positions, prefixes=int(self.prefix_memory * 2**30))
+
+
+def serve(
+    *,
+    model: LoadOptions,
+    address: AddressOptions,
+    limits: LimitOptions,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            help="One more drafter that requests may name; may be repeated. suffix and ngram always can be.",
+            rich_help_panel="Speculation",
+        ),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -106,26 +132,24 @@ def serve(
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
     from paceline.server.listen import run
-    from paceline.server.worker import Seats, Worker
+    from paceline.server.worker import Worker
 
     default = Speculation(None if model.drafter == "none" else model.drafter)
     named = [model.drafter] if default.drafter else []
-    names = list(dict.fromkeys([*named, *(also or []), *_FREE]))
-    llm = _load(model, names, progress_wanted(quiet))
-    seats = Seats(slots, queue, _positions(llm, cache_memory), prefixes=int(prefix_memory * 2**30))
+    llm = _load(model, list(dict.fromkeys([*named, *(also or []), *_FREE])), progress_wanted(quiet))
     settings = Settings(
-        model=name or Path(model.model).name,
-        api_keys=tuple(api_key or ()),
-        cors_origins=tuple(cors or ()),
-        max_body=max_body,
-        max_prompt=max_prompt,
-        timeout=timeout,
-        log_prompts=log_prompts,
-        trace_endpoint=traces,
+        model=address.served_model_name or Path(model.model).name,
+        api_keys=tuple(address.api_key or ()),
+        cors_origins=tuple(address.cors or ()),
+        max_body=limits.max_body,
+        max_prompt=limits.max_prompt,
+        timeout=limits.timeout,
+        log_prompts=address.log_prompts,
+        trace_endpoint=address.traces,
     )
-    worker = Worker(llm, seats, default)
+    worker = Worker(llm, limits.seats(llm), default)
     say = partial(_ready, settings.model, len(settings.api_keys), quiet)
-    run(create_app(worker, llm, settings), worker, host, port, grace, say)
+    run(create_app(worker, llm, settings), worker, address.host, address.port, address.grace, say)
 
 
 def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
