@@ -42,7 +42,7 @@ class Seats:
     slots: int = 32
     queue: int = 128
     cache: int = 1 << 20
-    quota: int = 256
+    quota: int = 128
     prefixes: int = 0
 
 
