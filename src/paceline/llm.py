@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_draft_mode, check_spec, open_drafter, to_tree
+from paceline.drafters.make import check_specs, open_drafter, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -283,11 +283,8 @@ def load(
     Raises `PacelineError`: what is wrong and what to do about it.
     """
     budget = to_tree(draft)
-    specs: list[str | Drafter | None] = [drafter] if isinstance(drafter, _ONE) else [*drafter]
-    for spec in specs:
-        check_spec(spec)
+    check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
     check_mode(quantize)
-    check_draft_mode(draft_quantize, specs[0] if len(specs) == 1 else None)
     read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -298,13 +295,17 @@ def load(
         _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
-    made = [open_drafter(spec, loaded, draft_quantize, read, head) for spec in specs]
-    named = {spec: one for spec, one in zip(specs, made, strict=True) if isinstance(spec, str) and one}
-    llm = LLM(loaded, made[0] if isinstance(drafter, _ONE) else named, budget)
+    opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)
+    llm = LLM(loaded, opened(drafter) if isinstance(drafter, _ONE) else _named(drafter, opened), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     if exact:
         _check_exact(llm)
     return llm
+
+
+def _named(specs: Sequence[str], opened: Callable[[str], Drafter | None]) -> dict[str, Drafter]:
+    """Each drafter under what it was asked for as; "none" is none."""
+    return {spec: drafter for spec in specs if (drafter := opened(spec))}
 
 
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:

@@ -101,6 +101,16 @@ def check_spec(spec: str | Drafter | None) -> None:
             _check_name(part)
 
 
+def check_specs(spec: str | Drafter | list[str] | None, mode: str | None) -> None:
+    """`check_spec` of one or of several, and `check_draft_mode` of all of them."""
+    if isinstance(spec, list):
+        for one in spec:
+            check_spec(one)
+        spec = "+".join(spec)
+    check_spec(spec)
+    check_draft_mode(mode, spec)
+
+
 def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
     """Raises `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights to read."""
     check_mode(mode, "draft_quantize")
