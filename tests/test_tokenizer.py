@@ -360,7 +360,8 @@ def test_templates_that_refuse(template: str | None) -> None:
         (["Hi"], "message 0 is a str"),
         ([{"role": "user"}], "lacks 'content'"),
         ([{"role": "user", "content": "a"}, {"role": 3, "content": "b"}], "message 1 has role 3"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "content must be a string"),
+        ([{"role": "user", "content": 5}], "content must be a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "must be of type text"),
     ],
 )
 def test_bad_messages(messages: Any, message: str) -> None:
