@@ -21,6 +21,7 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
         columns = laid.visible[row].nonzero()[:, 0].tolist()
         assert [laid.sources[c] for c in columns] == path, "the path, each row once, in order"
         assert columns[-1] == laid.home[row]
+        assert laid.deep[row] == len(path) - 1
         for depth, column in enumerate(columns):
             place, position = length + column, length + depth
             assert place % 2 == position % 2, "first and second of a pair stay so"
@@ -30,6 +31,7 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
         assert laid.visible[row].nonzero()[:, 0].tolist() == [laid.home[row]]
     assert len(laid.sources) <= 2 * (rows + padding) + 1
     assert laid.home[0] == 0
+    assert laid.below.tolist() == [laid.deep[row] for row in laid.sources]
 
 
 @given(drafts(most=12), st.integers(0, 3), st.integers(0, 1), st.data())

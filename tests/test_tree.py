@@ -47,6 +47,9 @@ def test_pack_pads_to_the_longest_and_never_below_four_in_all(batch: list[Draft]
     rows = pack([99] * len(batch), batch, range(len(batch)), lengths, CPU)
     count = max(-(-MIN_ROWS // len(batch)), 1 + max(len(d.tokens) for d in batch))
     assert rows.tokens.shape == rows.positions.shape == (len(batch), count)
+    assert rows.counts == tuple(1 + len(draft.tokens) for draft in batch)
+    real = [(i, row) for i, n in enumerate(rows.counts) for row in range(n)]
+    assert [divmod(line, count) for line in rows.lines] == real
     for i, draft in enumerate(batch):
         real = len(draft.tokens) + 1
         assert rows.tokens[i, :real].tolist() == [99, *draft.tokens]
