@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +93,8 @@ def serve(
         typer.Option("--timeout", min=0.001, help="Seconds that a reply may take.", rich_help_panel=_LIMITS),
     ] = None,
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts into the log.", rich_help_panel=_WATCH)
+        bool,
+        typer.Option("--log-prompts", help="Write requests, prompts included, into the log.", rich_help_panel=_WATCH),
     ] = False,
     traces: Annotated[
         str | None,
@@ -102,6 +104,7 @@ def serve(
 ) -> None:
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
     _check_installed()
+    _log(quiet)
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
@@ -133,6 +136,12 @@ def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
         typer.echo(f"{model} at {address}/v1 and in a browser at {address}/", err=True)
         if not keys and not address.startswith(("http://127.", "http://[::1]")):
             typer.echo("Anybody who can reach this address can use it: there is no --api-key.", err=True)
+
+
+def _log(quiet: bool) -> None:
+    """A line per request, and what goes wrong, on stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("paceline").setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def _check_installed() -> None:
