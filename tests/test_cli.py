@@ -37,7 +37,7 @@ from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Tree
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
-STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "seed", "exact", "seconds"}
+STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact", "seconds"}
 
 
 class Letters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -112,3 +113,17 @@ def test_traces_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert type(tracing.tracer("toy", None)) is tracing.Tracer
     with pytest.raises(InvalidOption, match=r"paceline\[telemetry\]"):
         tracing.tracer("toy", "http://127.0.0.1:1/v1/traces")
+
+
+def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, back = threading.Event(), threading.Event()
+
+    class Hanging:
+        def shutdown(self) -> None:
+            asked.set()
+            assert back.wait(60)
+
+    monkeypatch.setattr(tracing, "_LAST", 0.05)
+    tracing.Spans("toy", Hanging()).close()
+    assert asked.is_set()
+    back.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -57,7 +58,8 @@ class AddressOptions:
         typer.Option("--grace", min=0, help="Seconds that replies have to end at SIGTERM.", rich_help_panel=_SERVER),
     ] = 20.0
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts into the log.", rich_help_panel=_SERVER)
+        bool,
+        typer.Option("--log-prompts", help="Write requests, prompts included, into the log.", rich_help_panel=_SERVER),
     ] = False
     traces: Annotated[
         str | None,
@@ -128,6 +130,7 @@ def serve(
 ) -> None:
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
     _check_installed()
+    _log(quiet)
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
@@ -157,6 +160,12 @@ def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
         typer.echo(f"{model} at {address}/v1 and in a browser at {address}/", err=True)
         if not keys and not address.startswith(("http://127.", "http://[::1]")):
             typer.echo("Anybody who can reach this address can use it: there is no --api-key.", err=True)
+
+
+def _log(quiet: bool) -> None:
+    """A line per request, and what goes wrong, on stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("paceline").setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def _check_installed() -> None:

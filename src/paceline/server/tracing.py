@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidOption
 from paceline.server.worker import Job, Reply
+
+_LAST = 2.0
+"""Seconds that the last spans may take to be sent; a collector that is away must not keep the server from ending."""
 
 
 class Tracer:
@@ -56,7 +60,9 @@ class Spans(Tracer):
         span.end(end)
 
     def close(self) -> None:
-        self._provider.shutdown()
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(_LAST)
 
 
 def _about(job: Job, reply: Reply, tokens: int, outcome: str) -> dict[str, Any]:
@@ -87,6 +93,6 @@ def tracer(model: str, endpoint: str | None) -> Tracer:
         raise InvalidOption(
             "traces take OpenTelemetry, which is not installed", 'Install it: pip install "paceline[telemetry]"'
         ) from error
-    provider = TracerProvider(resource=Resource.create({"service.name": "paceline"}))
+    provider = TracerProvider(resource=Resource.create({"service.name": "paceline"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return Spans(model, provider)
