@@ -41,7 +41,8 @@ export function offer({ id, paceline: { drafters = [], exact, context_length: ro
   }
   const off = form.elements.drafter.querySelector("[value=off]");
   for (const option of [...form.elements.drafter.options]) if (!["auto", "off"].includes(option.value)) option.remove();
-  off.before(...drafters.map((name) => make("option", "", name)));
+  // A server that was told no other name calls its own choice "auto", too.
+  off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
   const kept = exact === "bits" ? "bit for bit" : "up to rounding";
   $("#promise").textContent =
     `${id}. Same prompt, seed and settings: the same text, with or without speculation (exact ${kept}).` +
