@@ -79,6 +79,15 @@ class LimitOptions:
     queue: Annotated[
         int, typer.Option("--queue", min=0, help="Replies that may wait; then 429.", rich_help_panel=_LIMITS)
     ] = 128
+    prefill: Annotated[
+        int,
+        typer.Option(
+            "--prefill",
+            min=1,
+            help="Tokens of prompts fed between two rounds: more is sooner for who begins, less for who reads.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 128
     cache_memory: Annotated[
         float | None,
         typer.Option(
@@ -110,7 +119,7 @@ class LimitOptions:
         from paceline.server.worker import Seats
 
         positions = _positions(llm, self.cache_memory)
-        return Seats(self.slots, self.queue, positions, prefixes=int(self.prefix_memory * 2**30))
+        return Seats(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
 
 
 def serve(
