@@ -152,7 +152,7 @@ class Controller:
         self._round += 1
         self._behind = behind
         company = self._company(together)
-        seconds, tokens = self._seconds(company), self._tokens()
+        seconds, tokens = self._seconds(company, together), self._tokens()
         # What is drafted must make up for catching up, too: within the next tokens, and within a try at once.
         debt, ahead = self._catch_up.value * behind, min(ahead, _AHEAD)
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
@@ -204,7 +204,7 @@ class Controller:
             return
         if all(budget == self.sizes[at] for budget in round.budgets):
             # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
-            plain = self._passes[False].at(company.together)
+            plain = self._passes[False].at(len(round.drafts))
             company.dearer[at].add(self._passes[resumed].at(rows) / plain, self._round)
             company.seen[at] = True
             self._resumed = resumed
@@ -235,13 +235,13 @@ class Controller:
             self._companies[together] = _Company(together, self.sizes)
         return self._companies[together]
 
-    def _seconds(self, company: _Company) -> list[float]:
-        """Of a round, by size of draft."""
+    def _seconds(self, company: _Company, together: int) -> list[float]:
+        """Of a round of so many requests, by size of draft."""
         passes, drafting = self._passes[self._resumed], company.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
-        first = self._passes[False].at(company.together)
+        first = self._passes[False].at(together)
         costs = [
-            first * dearer.value if seen else passes.at(company.together * (1 + size.nodes))
+            first * dearer.value if seen else passes.at(together * (1 + size.nodes))
             for dearer, seen, size in zip(company.dearer[1:], company.seen[1:], self.sizes[1:], strict=True)
         ]
         return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from paceline.drafters.suffix import Suffix
-from paceline.errors import OutOfMemory
+from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
 from paceline.server.errors import ApiError
 from paceline.server.limits import check_key
+from paceline.server.listen import check_address
 from paceline.server.worker import Seats
 from tests.server.running import Serving, serving
 from tests.toys import toy_llm, toy_model
@@ -256,3 +257,13 @@ def connect(it: Serving, receive: int | None = None) -> socket.socket:
 def request(body: bytes) -> bytes:
     head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
     return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
+
+
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidOption, match=f"port {port}: Address already in use"):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
+    with pytest.raises(InvalidOption, match="--host"):
+        check_address("300.1.1.1", port)

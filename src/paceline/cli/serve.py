@@ -143,9 +143,10 @@ def serve(
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
-    from paceline.server.listen import run
+    from paceline.server.listen import check_address, run
     from paceline.server.worker import Worker
 
+    check_address(address.host, address.port)
     default = Speculation(None if model.drafter == "none" else model.drafter)
     named = [model.drafter] if default.drafter else []
     llm = _load(model, list(dict.fromkeys([*named, *(also or []), *_FREE])), progress_wanted(quiet))

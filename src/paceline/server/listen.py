@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,12 +12,27 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from paceline.errors import InvalidOption
 from paceline.server.worker import Worker
 
 _SWITCH = 0.001
 """Seconds after which the event loop's thread hands the interpreter to the engine's, which waits for nothing else."""
 _MARGIN = 1.0
 """Seconds of the grace that are kept for telling clients why their stream has ended."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises `InvalidOption` where nobody can listen there: said before a model is loaded, not after."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise InvalidOption(
+            f"cannot listen on {host}, port {port}: {error.strerror}",
+            "Give another --port, or a --host that is here",
+        ) from error
 
 
 def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
