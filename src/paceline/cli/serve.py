@@ -147,8 +147,10 @@ def serve(
     from paceline.server.worker import Worker
 
     check_address(address.host, address.port)
-    default = Speculation(None if model.drafter == "none" else model.drafter)
-    named = [model.drafter] if default.drafter else []
+    # What a trained drafter must read of every text pays where few ask at once; "suffix" costs nothing while it is idle.
+    drafter = {"auto": "suffix", "none": None}.get(model.drafter, model.drafter)
+    default = Speculation(drafter)
+    named = [drafter] if drafter else []
     llm = _load(model, list(dict.fromkeys([*named, *(also or []), *_FREE])), progress_wanted(quiet))
     settings = Settings(
         model=address.served_model_name or Path(model.model).name,
