@@ -136,6 +136,7 @@ def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
 
 def test_a_long_prompt_does_not_stall_those_who_run() -> None:
     engine = Engine(TOY)
+    engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
     scheduler = Scheduler(engine, 4, quota=10)
     first, long = task(engine, [1, 2], Sampling(max_new_tokens=90)), task(engine, [5] * 300, Sampling(max_new_tokens=2))
     scheduler.add(first)
