@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -39,7 +39,7 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.tree import CHUNK
-from paceline.types import Draft, Forward, Rows, Tree, Want
+from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
 
 TOY = tiny_target(context_length=2048)
 
@@ -136,6 +136,7 @@ def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
 
 def test_a_long_prompt_does_not_stall_those_who_run() -> None:
     engine = Engine(TOY)
+    engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
     scheduler = Scheduler(engine, 4, quota=10)
     first, long = task(engine, [1, 2], Sampling(max_new_tokens=90)), task(engine, [5] * 300, Sampling(max_new_tokens=2))
     scheduler.add(first)
@@ -268,3 +269,48 @@ def test_one_text_alone_that_has_no_room_fails_with_the_cause() -> None:
     assert scheduler.turn() == [(alone, [])]
     assert isinstance(alone.error, OutOfMemory)
     assert not scheduler.busy
+
+
+def test_nothing_is_kept_of_prompts_whose_samples_are_over() -> None:
+    engine = Engine(TOY)
+    scheduler = Scheduler(engine, 2)
+    how = Sampling(max_new_tokens=3)
+    for group in range(5):
+        for cancelled in (False, group == 4):
+            scheduler.add(task(engine, [1, 2, group], how, group=group, cancelled=cancelled))
+    finish(scheduler)
+    assert not scheduler._prefilled
+
+
+class Forgets(Around):
+    """Fails for one request after its round was judged."""
+
+    def __init__(self, inner: Drafter, error: Exception) -> None:
+        super().__init__(inner)
+        self._error, self._bad = error, -1
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        if prompt[0] == 4:
+            self._bad = slot
+        super().admit(slot, prompt)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        if slot == self._bad:
+            raise self._error
+        super().observe(slot, verdict, out)
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("no memory", "Use less"), ValueError("somebody's own")])
+def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exception) -> None:
+    engine = Engine(TOY, Forgets(Suffix(), error), Tree.chain(2))
+    scheduler = Scheduler(engine, 4)
+    how, drafted = Sampling(max_new_tokens=12), Speculation("default")
+    good = [task(engine, prompt, how, drafted) for prompt in ([1, 2, 3], [9, 8])]
+    bad = task(engine, [4, 5], how, drafted)
+    for one in (good[0], bad, good[1]):
+        scheduler.add(one)
+    shown = finish(scheduler)
+    assert bad.error is error
+    assert [shown[one] for one in good] == [run(TOY, [1, 2, 3], how)[0], run(TOY, [9, 8], how)[0]]
+    assert shown[bad] == run(TOY, [4, 5], how)[0][: len(shown[bad])]
+    assert not any(engine.cache.lengths)

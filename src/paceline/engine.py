@@ -21,7 +21,7 @@ from paceline.sampler import Sampler
 from paceline.stats import Clock, Stats
 from paceline.stream import Chunk, Origin, TextStream
 from paceline.tree import CHUNK, pack, pack_prefix
-from paceline.types import Draft, FinishReason, Forward, Rows, Tree, Verdict, Want
+from paceline.types import Draft, FinishReason, Forward, Rows, Tap, Tree, Verdict, Want
 
 _FORCED = 32
 """Tokens at most of a draft that cannot be wrong."""
@@ -196,11 +196,13 @@ class Engine:
         hit = self.prefixes.find(request.text, pilot.name if pilot and pilot.drafter.needs_past else None)
         if hit is None:
             return 0
-        request.stats.cached = self.cache.load(request.slot, hit.target, hit.length)
+        known = self.cache.load(request.slot, hit.target, hit.length)
         # A cache may deny what was found, for a text that goes on under its first prompt's rotary factors (`resume`).
-        if pilot and request.stats.cached and (saved := hit.drafters.get(pilot.name)):
+        if pilot and known and (saved := hit.drafters.get(pilot.name)):
             pilot.drafter.load(request.slot, saved, hit.length)
-        return request.stats.cached
+        if not request.stats.rounds:  # else it goes on with a text of its own, which is no hit
+            request.stats.cached = known
+        return known
 
     def _keep(self, request: Request) -> None:
         """What was computed of a text is kept for others, as long as there is memory. What failed is not."""
@@ -248,12 +250,17 @@ class Engine:
     def _leave(self, request: Request) -> None:
         if not request.seated:
             return
-        if self.cache.lengths[request.slot] >= request.position:
-            self._keep(request)
-        if request.pilot:
-            request.pilot.drafter.release(request.slot)
-        self.cache.release(request.slot)
         request.seated = False
+        # Whatever fails on the way, the slot is free again.
+        try:
+            if self.cache.lengths[request.slot] >= request.position:
+                self._keep(request)
+        finally:
+            try:
+                if request.pilot:
+                    request.pilot.drafter.release(request.slot)
+            finally:
+                self.cache.release(request.slot)
 
     @contextmanager
     def _unless_it_fails(self, request: Request) -> Iterator[None]:
@@ -299,8 +306,16 @@ class Engine:
             request.text.extend(verdict.tokens)
             request.finish = verdict.finish
             if request.pilot and not verdict.finish:
-                taps = {tap: states[i] for tap, states in out.taps.items()}
-                request.pilot.drafter.observe(request.slot, verdict, taps)
+                self._tell(request, verdict, {tap: states[i] for tap, states in out.taps.items()})
+
+    @staticmethod
+    def _tell(request: Request, verdict: Verdict, taps: dict[Tap, Tensor]) -> None:
+        """A drafter that fails here ends its own request, which shows what it has; the others go on."""
+        assert request.pilot is not None
+        try:
+            request.pilot.drafter.observe(request.slot, verdict, taps)
+        except Exception as error:
+            request.error, request.finish = error, "error"
 
     @staticmethod
     def _emit(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> list[Chunk]:

@@ -86,6 +86,8 @@ class PrefixCache:
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = _Entry(np.array(tokens, np.int64), prompt, target, kept)
+        if entry.nbytes > self._limit:
+            return  # or all others would go for it, and then it too
         for other in list(self._entries):
             if self._covers(entry, other):
                 entry = _merged(entry, other)

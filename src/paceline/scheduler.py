@@ -76,7 +76,7 @@ class Scheduler:
         self.running: list[Task] = []
         self._most = width
         """Seats at this moment: fewer than there are after memory ran out, until somebody leaves."""
-        self._prefilled: dict[Hashable, Request] = {}
+        self._prefilled: dict[Hashable | None, Request] = {}
         """Per group the latest request, which others can begin like as long as it has a slot."""
 
     @property
@@ -85,8 +85,9 @@ class Scheduler:
 
     @property
     def seated(self) -> list[Task]:
-        """Those that hold a slot."""
-        return [*self.running, *([self.entering] if self.entering else [])]
+        """Those that hold a slot. Other threads may ask."""
+        entering = self.entering  # read once: the next moment it may be another, or none
+        return [*self.running, *([entering] if entering else [])]
 
     def add(self, task: Task) -> None:
         self.waiting.append(task)
@@ -126,6 +127,8 @@ class Scheduler:
             self._engine.finish(task.request)
             task.request.stats.close()
             task.error = task.error or task.request.error
+            if self._prefilled.get(task.group) is task.request:
+                del self._prefilled[task.group]
         task.done = True
 
     def _unseat(self, task: Task) -> None:
@@ -223,9 +226,10 @@ class Scheduler:
         try:
             shown = self._engine.step([_request(task) for task in together])
         except OutOfMemory as error:
-            if self._put_back(together[-1]):
+            # A round that was judged cannot be tried again: its tokens would be in the texts and never shown.
+            if not any(_request(task).spoilt for task in together) and self._put_back(together[-1]):
                 return []
-            return [(self._fail(task, error), []) for task in together]
+            return list(self._one_by_one(together, error))
         except Exception as error:
             return list(self._one_by_one(together, error))
         return self._shown(together, shown)

@@ -8,13 +8,30 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
+from paceline.server.schema import CompletionRequest
 from tests.server.fuzz import BODIES, PATHS, sound
 from tests.server.running import Serving
 
 JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * 50_000},
+        {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(50_000)}},
+        {"prompt": [["a"]] * 50_000},
+    ],
+)
+def test_a_body_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
+    """Each place takes time in which nobody else is served."""
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate(body)
+    assert refused.value.error_count() < 10
 
 
 @pytest.mark.parametrize(

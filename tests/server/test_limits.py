@@ -14,7 +14,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
 from paceline.server.errors import ApiError
-from paceline.server.limits import check_key
+from paceline.server.limits import Settings, check_key
 from paceline.server.listen import check_address
 from paceline.server.worker import Seats
 from tests.server.running import Serving, serving
@@ -267,3 +267,9 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
     check_address("127.0.0.1", port)
     with pytest.raises(InvalidOption, match="--host"):
         check_address("300.1.1.1", port)
+
+
+def test_an_empty_key_is_none() -> None:
+    """As of an option made from a variable that is not set."""
+    with pytest.raises(InvalidOption, match="API key is empty"):
+        Settings("toy", api_keys=("right", " "))

@@ -159,6 +159,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["audio"]}, "modalities.0"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0"),

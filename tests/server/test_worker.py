@@ -12,6 +12,7 @@ import pytest
 from paceline.drafters.around import Around
 from paceline.drafters.suffix import Suffix
 from paceline.drafting import OFF, Speculation
+from paceline.engine import Engine, Request
 from paceline.llm import LLM, load
 from paceline.protocols import Ask
 from paceline.sampling import Sampling
@@ -140,6 +141,34 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
         return await read(worker.submit(job(llm, "abc", how)))
 
     assert len(run(worker, work())) == 5
+    assert not any(llm.engine.cache.lengths)
+
+
+def test_what_a_broken_turn_had_ended_is_handed_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
+    llm = toy()
+    worker = Worker(llm)
+    honest, ended = Engine.finish, []
+
+    def finish(self: Engine, request: Request) -> None:
+        honest(self, request)
+        ended.append(request)
+        if len(ended) == 2:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(Engine, "finish", finish)
+
+    async def work() -> list[Any]:
+        how = Sampling(max_new_tokens=5, ignore_eos=True)
+        with worker._news:  # all three reach the engine's thread at once
+            replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
+        read_all = asyncio.gather(*map(read, replies), return_exceptions=True)
+        broken = await asyncio.wait_for(read_all, 20)
+        assert len(await read(worker.submit(job(llm, "abc", how)))) == 5
+        return broken
+
+    assert [str(error) for error in run(worker, work())] == ["lost"] * 3
+    assert worker.load.running == worker.load.waiting == 0
     assert not any(llm.engine.cache.lengths)
 
 

@@ -17,6 +17,8 @@ _DEPTH = 100
 """Lists and objects within each other at most; a chat or a JSON schema of people's has some ten."""
 _SECONDS = 60.0
 """A body that takes longer to arrive is not waited for."""
+_LARGE = 1 << 16
+"""Bytes of a body that would keep the event loop, and with it every stream, for a while."""
 _LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -29,6 +31,10 @@ async def read(request: Request, kind: type[Body], limit: int) -> Body:
         data = await asyncio.wait_for(_bytes(request, limit), _SECONDS)
     except asyncio.TimeoutError:  # another class until Python 3.11
         raise ApiError(408, f"the body did not arrive within {_SECONDS:g} seconds", code="timeout") from None
+    return await asyncio.to_thread(_understood, data, kind) if len(data) > _LARGE else _understood(data, kind)
+
+
+def _understood(data: bytes, kind: type[Body]) -> Body:
     body = parse(data)
     try:
         return kind.model_validate(body)

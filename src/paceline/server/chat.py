@@ -145,7 +145,7 @@ def chat_ids(
     """The chat's prompt. `values`: further names for the template. Raises `ApiError` 400 naming the messages."""
     chat = [_plain(message) for message in messages]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
-    clash = values.keys() & {"messages", "tools", "add_generation_prompt"}
+    clash = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if clash:
         raise bad_request(
             f"chat_template_kwargs holds {clash.pop()!r}, which has a place of its own", "chat_template_kwargs"

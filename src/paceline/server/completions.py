@@ -78,12 +78,10 @@ def plan(llm: LLM, settings: Settings, words: Words, body: CompletionRequest) ->
     grammar = options.grammar(body)
     sampling = options.sampling(llm, body, body.max_tokens or _LENGTH, body.logprobs, grammar)
     jobs = options.jobs(llm, settings, body, prompts, sampling)
+    before = [_echo(llm, prompt) if body.echo else "" for prompt in given]
 
     def choice(index: int) -> TextChoice:
-        prompt = given[index // (body.n or 1)]
-        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
-        before = text if body.echo else ""
-        return TextChoice(index, words, body.logprobs is not None, bool(body.trace), before)
+        return TextChoice(index, words, body.logprobs is not None, bool(body.trace), before[index // (body.n or 1)])
 
     return Plan(jobs, choice)
 
@@ -95,6 +93,10 @@ def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
     if isinstance(prompt[0], int):
         return [prompt]
     return prompt
+
+
+def _echo(llm: LLM, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
 
 
 def _ids(llm: LLM, prompt: str | list[int], param: str) -> list[int]:

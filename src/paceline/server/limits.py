@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, respond
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -45,6 +46,10 @@ class Settings:
     stall: float = 30.0
     log_prompts: bool = False
     trace_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all(key.strip() for key in self.api_keys):
+            raise InvalidOption("an API key is empty: everybody would have it", "Give one, or none at all")
 
 
 def check_key(keys: Sequence[str], authorization: str) -> None:

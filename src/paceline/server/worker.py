@@ -152,6 +152,8 @@ class Worker:
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
         self._replies: dict[Task, Reply] = {}
+        self._held: set[Task] = set()
+        """What the engine's thread has taken in and not handed over whole."""
         self._news = threading.Condition()
         self._stopping = False
         self._ends_at = inf
@@ -234,21 +236,28 @@ class Worker:
             while not (self._inbox or self._scheduler.busy or self._stopping):
                 self._news.wait()
             while self._inbox:
-                self._scheduler.add(self._inbox.popleft())
+                task = self._inbox.popleft()
+                self._held.add(task)
+                self._scheduler.add(task)
         return time.monotonic() < self._ends_at if self._scheduler.busy else not self._stopping
 
     def _hand_over(self, events: Sequence[Event]) -> None:
+        self._held.difference_update(task for task, _ in events if task.done)
         if events and self._loop and not self._loop.is_closed():
             # Whether it is over now: by the time that the loop looks, the engine may be further.
             news = [(task, chunks, task.done) for task, chunks in events]
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     def _start_over(self, error: Exception) -> list[Event]:
-        events = self._scheduler.close()
-        for task, _ in events:
-            task.error = task.error or error
+        """Ends every reply there is, those too that the turn which broke off had ended and could not hand over."""
+        try:
+            self._scheduler.close()
+        except Exception:
+            _log.exception("replies could not be ended in order")
         self._scheduler = self._new_scheduler()
-        return events
+        for task in self._held:
+            task.error, task.done = task.error or error, True
+        return [(task, []) for task in self._held]
 
     # Memory
 
