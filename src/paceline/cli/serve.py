@@ -147,7 +147,7 @@ def serve(
     from paceline.server.worker import Worker
 
     check_address(address.host, address.port)
-    # What a trained drafter must read of every text pays where few ask at once; "suffix" costs nothing while it is idle.
+    # What a trained drafter must read of every text pays where few ask at once; suffix costs nothing while it is idle.
     drafter = {"auto": "suffix", "none": None}.get(model.drafter, model.drafter)
     default = Speculation(drafter)
     named = [drafter] if drafter else []
