@@ -191,3 +191,18 @@ def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
     assert [curve.at(size) for size in (4, 6, 8, 12, 16)] == [2.0, 2.0, 2.0, 3.0, 4.0]
     assert curve.at(2) == pytest.approx(2.0 * 1.2 / 1.4)
     assert curve.at(20) == pytest.approx(4.0 * 3.0 / 2.6)
+
+
+def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learning() -> None:
+    """Of two requests that share rounds one is not drafted for: drafts of the other are right, or wrong, as ever."""
+    for right, expected in ((True, 6), (False, 0)):
+        controller = Controller(Tree.chain(6))
+        sizes = []
+        for _ in range(400):
+            size = controller.choose(2)
+            sizes.append(size.nodes)
+            kept = size.nodes if right else 0
+            drafts, verdicts = [Draft.chain((0,) * size.nodes)], [Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1))]
+            rows = 2 + size.nodes
+            controller.learn(Round([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows))
+        assert sizes[-100:].count(expected) > 80, sizes[-100:]

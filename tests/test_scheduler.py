@@ -23,6 +23,7 @@ from paceline.drafting import OFF, Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import NonFiniteLogits, OutOfMemory, TimedOut
 from paceline.models.heads import ExitConfig
+from paceline.prefix import PrefixCache
 from paceline.protocols import Ask, Drafter, KVCache
 from paceline.sampler import Prefix
 from paceline.sampling import Sampling
@@ -171,6 +172,41 @@ def test_the_oldest_comes_first_and_samples_share_a_prefill() -> None:
     assert list(scheduler.waiting) == tasks[2:]
     finish(scheduler)
     assert len(fed) <= 2, "the second sample began with the first one's prompt"
+
+
+def test_seats_go_round_the_clients_and_not_to_who_asks_most() -> None:
+    engine = Engine(TOY)
+    scheduler = Scheduler(engine, 3)
+    many = [task(engine, [1, 2, i], Sampling(max_new_tokens=9), client="greedy") for i in range(6)]
+    few = [task(engine, [3, 4, i], Sampling(max_new_tokens=9), client="modest") for i in range(2)]
+    for one in (*many, *few):
+        scheduler.add(one)
+    scheduler.turn()
+    assert scheduler.running == [many[0], few[0], many[1]]
+    finish(scheduler)
+    assert all(one.done and not one.error for one in (*many, *few))
+
+
+def test_what_may_come_again_gives_way_to_what_is_being_written() -> None:
+    target, short = tiny_target(context_length=2048), [False]
+    honest = target.forward
+    engine = Engine(target)
+    engine.prefixes = PrefixCache(1 << 20, seamless=True)
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        if short[0] and engine.prefixes and engine.prefixes.nbytes:
+            raise OutOfMemory("no memory", "Use less")
+        return honest(rows, cache, want)
+
+    target.forward = full  # type: ignore[method-assign]
+    scheduler = Scheduler(engine, 2)
+    how = Sampling(max_new_tokens=9)
+    for _ in range(2):
+        one = task(engine, [5, 6, 7, 8], how)
+        scheduler.add(one)
+        assert finish(scheduler)[one] == run(TOY, [5, 6, 7, 8], how)[0]
+        assert one.error is None
+        short[0] = True
 
 
 def test_who_takes_too_long_is_told_so_and_the_others_go_on() -> None:

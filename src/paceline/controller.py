@@ -103,10 +103,10 @@ class _Company:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of a choice, for all requests of a round.
+    """What came of a choice, for the requests of a round that it was made for.
 
     `budgets`: what each one could use of the chosen size. `drafting`, `verifying`: seconds of making drafts, and of all
-    the rest.
+    the rest. `together`, `rows`: all requests of the round and the rows of its pass, where there were others.
     """
 
     budgets: Sequence[Tree]
@@ -114,6 +114,13 @@ class Round:
     verdicts: Sequence[Verdict]
     drafting: float
     verifying: float
+    together: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.together:
+            object.__setattr__(self, "together", len(self.drafts))
+            object.__setattr__(self, "rows", sum(1 + len(draft.tokens) for draft in self.drafts))
 
 
 class Controller:
@@ -193,19 +200,19 @@ class Controller:
 
     def learn(self, round: Round) -> None:
         """What the size that was chosen last gave."""
-        at, company = self._at, self._company(len(round.drafts))
-        rows = sum(1 + len(draft.tokens) for draft in round.drafts)
+        at, company = self._at, self._company(round.together)
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
-        self._passes[resumed].add(rows, round.verifying, self._round)
+        self._passes[resumed].add(round.rows, round.verifying, self._round)
         if not self._granted and self._passes[False].known:
             self._granted, self._credit = True, _CREDIT * self._passes[False].at(company.together)
         if not at:
             return
-        if all(budget == self.sizes[at] for budget in round.budgets):
+        alone = round.together == len(round.drafts)
+        if alone and all(budget == self.sizes[at] for budget in round.budgets):
             # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
-            plain = self._passes[False].at(len(round.drafts))
-            company.dearer[at].add(self._passes[resumed].at(rows) / plain, self._round)
+            plain = self._passes[False].at(round.together)
+            company.dearer[at].add(self._passes[resumed].at(round.rows) / plain, self._round)
             company.seen[at] = True
             self._resumed = resumed
             self._learn_drafting(company, round)

@@ -130,7 +130,9 @@ def _budget(draft: Tree, request: Request, cache: KVCache) -> Tree:
 def learn(
     groups: Sequence[Group], drafts: Sequence[Draft], verdicts: Sequence[Verdict], drafting: float, verifying: float
 ) -> None:
-    """What a round's drafts gave. A round whose requests are drafted for in several ways says little of any."""
+    """What a round's drafts gave, told to those who decide how much is drafted."""
+    rows = sum(1 + len(draft.tokens) for draft in drafts)
     for group in groups:
-        if group.controller and len(group.at) == len(drafts):
-            group.controller.learn(Round(group.budgets, drafts, verdicts, drafting, verifying))
+        if group.controller:
+            made, kept = [drafts[i] for i in group.at], [verdicts[i] for i in group.at]
+            group.controller.learn(Round(group.budgets, made, kept, drafting, verifying, len(drafts), rows))

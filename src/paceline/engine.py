@@ -324,8 +324,15 @@ class Engine:
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
-        with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
-            return self.target.forward(rows, self.cache, want)
+        try:
+            with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
+                return self.target.forward(rows, self.cache, want)
+        except OutOfMemory:
+            if not (self.prefixes and self.prefixes.nbytes):
+                raise
+        # What may come again gives way to what is being written.
+        self.prefixes.clear()
+        return self._forward(rows, want)
 
 
 @contextmanager

@@ -101,6 +101,11 @@ class PrefixCache:
         while self.nbytes > self._limit:
             self._drop(self._entries[0])
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._entries.clear()
+        self.nbytes = 0
+
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes

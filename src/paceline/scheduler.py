@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -26,15 +26,16 @@ _AHEAD = 256
 class Task:
     """One reply: waiting, then entering (its prompt is being fed), running, done.
 
-    `group`: replies to one prompt share its prefill where they run together. `prompt`: its tokens. `deadline`: when it
-    must be done, by the scheduler's clock. `cancelled`: set it at any moment, from any thread, and the reply ends
-    before its next round. `came`, `began`: when it was made, and when it got a seat. `request`: None before it has
-    begun. `error`: why it ended early.
+    `group`: replies to one prompt share its prefill where they run together. `client`: for whom it is. `prompt`: its
+    tokens. `deadline`: when it must be done, by the scheduler's clock. `cancelled`: set it at any moment, from any
+    thread, and the reply ends before its next round. `came`, `began`: when it was made, and when it got a seat.
+    `request`: None before it has begun. `error`: why it ended early.
     """
 
     begin: Begin
     prompt: int = 0
     group: Hashable | None = None
+    client: Hashable | None = None
     deadline: float = inf
     cancelled: bool = False
     came: float = field(default_factory=time.monotonic)
@@ -54,7 +55,8 @@ Event = tuple[Task, list[Chunk]]
 
 
 class Scheduler:
-    """Replies in ragged rounds, up to `width` at once; the others wait in their order.
+    """Replies in ragged rounds, up to `width` at once; of those that wait the next is one of the client who has the
+    fewest seats, the oldest first.
 
     Between two rounds `quota` tokens of prompts are fed at most, oldest request first, so that a long prompt does not
     stall those who are reading their replies. Where memory gets short, the reply that came last gives its slot back and
@@ -168,12 +170,14 @@ class Scheduler:
         count = len(self.running) + 1
         if not self.waiting or count > self._most:
             return None
-        task = self.waiting[0]
+        seats = Counter(one.client for one in self.running)
+        # Whoever had to give a slot back has waited before all others.
+        task = min(self.waiting, key=lambda one: (one.request is None, seats[one.client]))
         longest = max(_AHEAD + task.length, *(_AHEAD + running.length for running in self.running), 0)
         if self.running and not self._fits(count, longest):
             return None
         self.entering = task
-        self.waiting.popleft()
+        self.waiting.remove(task)
         return task
 
     def _chunk(self, task: Task, most: float) -> int:
@@ -204,7 +208,7 @@ class Scheduler:
         while len(self.seated) > 1:
             if self._fits(len(self.seated), max(task.length for task in self.seated)):
                 return
-            self._put_back(self.seated[-1])
+            self._put_back(_latest(self.seated))
 
     def _put_back(self, task: Task) -> bool:
         """It waits again, before all others; False where it is alone and waiting would not help."""
@@ -227,7 +231,7 @@ class Scheduler:
             shown = self._engine.step([_request(task) for task in together])
         except OutOfMemory as error:
             # A round that was judged cannot be tried again: its tokens would be in the texts and never shown.
-            if not any(_request(task).spoilt for task in together) and self._put_back(together[-1]):
+            if not any(_request(task).spoilt for task in together) and self._put_back(_latest(together)):
                 return []
             return list(self._one_by_one(together, error))
         except Exception as error:
@@ -253,6 +257,11 @@ class Scheduler:
             if _request(task).finish:
                 self._end(task)
         return list(zip(together, shown, strict=True))
+
+
+def _latest(tasks: list[Task]) -> Task:
+    """The one that came last."""
+    return max(tasks, key=lambda task: task.came)
 
 
 def _request(task: Task) -> Request:

@@ -33,7 +33,7 @@ def test_counts_are_those_of_the_replies() -> None:
     with serving(LLM(toy_model(), Suffix())) as it:
         before = metrics(it)
         assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
-        assert before["vllm:kv_cache_usage_perc"] == 0
+        assert before["vllm:kv_cache_usage_perc"] == before["paceline:tokens_per_second"] == 0
         body = {"messages": CHAT, "max_tokens": 40}
         used = [
             it.post("/v1/chat/completions", {**body, **more}).json()["usage"]

@@ -6,6 +6,8 @@ of the worker when somebody looks.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +57,8 @@ class Metrics:
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between tokens; a round's share it.", _STEPS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
         self._rounds = self._counter("paceline:rounds", "Rounds of replies, those without a draft included.")
-        self._registry.register(_Now(model, load))
+        self._pace = _Pace()
+        self._registry.register(_Now(model, load, self._pace))
 
     def _counter(self, name: str, about: str) -> Any:
         return Counter(name, about, (_LABEL,), registry=self._registry).labels(self._model)
@@ -80,6 +83,7 @@ class Metrics:
         """A reply's round was handed on: so many tokens, of which `accepted` had been drafted."""
         self._rounds.inc()
         self._generation.inc(tokens)
+        self._pace.add(tokens)
         self._drafts.inc(speculated)
         self._drafted.inc(drafted)
         self._accepted.inc(accepted)
@@ -96,11 +100,32 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+class _Pace:
+    """Tokens per second, of all replies over the last `SPAN` seconds."""
+
+    SPAN = 10.0
+
+    def __init__(self) -> None:
+        self._written: deque[tuple[float, int]] = deque()
+
+    def add(self, tokens: int) -> None:
+        self._written.append((time.monotonic(), tokens))
+        self._forget()
+
+    def value(self) -> float:
+        self._forget()
+        return sum(tokens for _, tokens in self._written) / self.SPAN
+
+    def _forget(self) -> None:
+        while self._written and self._written[0][0] < time.monotonic() - self.SPAN:
+            self._written.popleft()
+
+
 class _Now:
     """Gauges, read when they are asked for."""
 
-    def __init__(self, model: str, load: Callable[[], Load]) -> None:
-        self._model, self._load = model, load
+    def __init__(self, model: str, load: Callable[[], Load], pace: _Pace) -> None:
+        self._model, self._load, self._pace = model, load, pace
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         load = self._load()
@@ -108,6 +133,7 @@ class _Now:
             ("vllm:num_requests_running", "Replies being written.", load.running),
             ("vllm:num_requests_waiting", "Replies waiting for a slot.", load.waiting),
             ("vllm:kv_cache_usage_perc", "Part of the cache in use, 1 is all.", load.cache),
+            ("paceline:tokens_per_second", "Tokens written per second, over the last ten.", self._pace.value()),
         ):
             gauge = GaugeMetricFamily(name, about, labels=(_LABEL,))
             gauge.add_metric((self._model,), value)

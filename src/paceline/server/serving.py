@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -56,7 +56,7 @@ class Service:
         # Templates, tokenizers and grammars take their time: not on the event loop, where others are being served.
         planned = await asyncio.to_thread(plan)
         run = Run(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
-        run.start(planned.jobs)
+        run.start([replace(job, client=_client(request)) for job in planned.jobs])
         answer = Answer(run, planned, shape)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -66,6 +66,11 @@ class Service:
         finally:
             answer.close()
         return Response(status_code=_GONE) if whole is None else Response(dumps(whole), media_type="application/json")
+
+
+def _client(request: Request) -> str:
+    """Who asks: a key, or where there is none an address."""
+    return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 
 @dataclass(frozen=True, slots=True)

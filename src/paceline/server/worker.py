@@ -49,7 +49,8 @@ class Seats:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
-    `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt."""
+    `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt.
+    `client`: who asks; those who wait get seats in turn."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -57,6 +58,7 @@ class Job:
     speculation: Speculation | None = None
     timeout: float | None = None
     group: Hashable | None = None
+    client: Hashable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Worker:
             raise Busy(f"{len(self._replies)} replies run or wait already", "Ask again in a moment")
         how = job.speculation or self.default
         _ = self.llm.engine.pilots[how.drafter]
-        task = Task(self._begin(job, how), len(job.tokens), job.group)
+        task = Task(self._begin(job, how), len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
         reply = Reply(task, asyncio.Event())
@@ -228,7 +230,7 @@ class Worker:
                 _log.exception("a round broke off")
                 events = self._start_over(error)
             self._hand_over(events)
-        self._hand_over(self._scheduler.close())
+        self._hand_over(self._start_over(None))
 
     def _wait_for_work(self) -> bool:
         """Take what has come in; sleep while there is nothing to do. False when it is time to end."""
@@ -248,8 +250,8 @@ class Worker:
             news = [(task, chunks, task.done) for task, chunks in events]
             self._loop.call_soon_threadsafe(self._deliver, news)
 
-    def _start_over(self, error: Exception) -> list[Event]:
-        """Ends every reply there is, those too that the turn which broke off had ended and could not hand over."""
+    def _start_over(self, error: Exception | None) -> list[Event]:
+        """Ends every reply there is, those too that a turn which broke off had ended and could not hand over."""
         try:
             self._scheduler.close()
         except Exception:
