@@ -20,6 +20,8 @@ Fits = Callable[[int, int], bool]
 
 _AHEAD = 256
 """Tokens beyond what it has that a text must find room for before it begins."""
+_HURRY = 4
+"""A queue that grows would keep everybody waiting for a first token, however short the pauses of the others are."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,9 +60,10 @@ class Scheduler:
     """Replies in ragged rounds, up to `width` at once; of those that wait the next is one of the client who has the
     fewest seats, the oldest first.
 
-    Between two rounds `quota` tokens of prompts are fed at most, oldest request first, so that a long prompt does not
-    stall those who are reading their replies. Where memory gets short, the reply that came last gives its slot back and
-    goes on later: its text does not depend on that. One that fails ends alone.
+    Between two rounds `quota` tokens of prompts are fed, so that a long prompt does not stall those who are reading
+    their replies; where several wait that could begin, so many times that, up to `_HURRY` times. Where memory gets
+    short, the reply that came last gives its slot back and goes on later: its text does not depend on that. One that
+    fails ends alone.
     """
 
     def __init__(
@@ -146,7 +149,8 @@ class Scheduler:
 
     def _enter(self) -> list[Task]:
         """Feed prompts, as many tokens as may be fed now. Returns those that could not begin."""
-        left, failed = self._quota, []
+        could = min(len(self.waiting), self._most - len(self.running))
+        left, failed = self._quota * max(1, min(could, _HURRY)), []
         while left > 0 and (task := self.entering or self._next()):
             left -= self._feed(task, left)
             if task.done:
