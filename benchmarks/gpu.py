@@ -193,7 +193,8 @@ def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
     assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the text is not the one that was asked for"
     seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
     each = {f"{name}_us": 1e6 * stats.seconds[name] / stats.rounds for name in ("draft", "verify", "commit", "other")}
-    rows = 4 if engine.draft.nodes == 0 else 1 + engine.draft.nodes
+    nodes = max((pilot.draft.nodes for pilot in engine.pilots), default=0)
+    rows = 1 + nodes if nodes else 4
     replay = graph_of(engine.cache, rows)
     graph_us = 1e6 * packed(run_.device, replay, run_.args.repeats) if replay else None
     return {

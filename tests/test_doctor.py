@@ -332,4 +332,5 @@ def test_a_drafter_that_is_none_is_named_before_anything_is_loaded(monkeypatch: 
 
 
 def test_an_engine_with_an_onlooker_knows_how_much_to_ask_for() -> None:
-    assert Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).draft == Tree(9, 4, 3)
+    (pilot,) = Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).pilots
+    assert pilot.draft == Tree(9, 4, 3)

@@ -247,7 +247,8 @@ def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) ->
     engine = Engine(TOY, early(2), CHAIN)
     sampler = Sampling().sampler([3])
     slots = [engine.cache.acquire(1) for _ in range(MIN_ROWS)]
-    drafts = engine.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])  # type: ignore[union-attr]
+    (pilot,) = engine.pilots
+    drafts = pilot.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])
     assert rows_of_layers == {0: 20, 1: 20, 2: 0, 3: 0}
     assert [len(draft.carried.streams) for draft in drafts if draft.carried] == [5] * MIN_ROWS, "not the last leaf"
 
