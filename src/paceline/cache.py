@@ -212,12 +212,6 @@ class SlabCache:
         return max(slab.capacity for slab in self.slabs)
 
     @property
-    def token_bytes(self) -> int:
-        """Memory for one position of one slot, in bytes, in a text that no window cuts short."""
-        shapes = [(slab.tensors[0].shape, slab.tensors[0].element_size()) for slab in self.slabs]
-        return sum(2 * layers * kv_heads * head_dim * size for (layers, _, kv_heads, _, head_dim), size in shapes)
-
-    @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)

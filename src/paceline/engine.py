@@ -18,7 +18,7 @@ from paceline.exact import exactness, seamless
 from paceline.prefix import PrefixCache
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
-from paceline.stats import Clock, Stats
+from paceline.stats import Clock, Exact, Stats
 from paceline.stream import Chunk, Origin, TextStream
 from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, FinishReason, Forward, Rows, Tap, Tree, Verdict, Want
@@ -110,9 +110,14 @@ class Engine:
         self._late: list[Request] = []
 
     @cached_property
+    def exact(self) -> Exact:
+        """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
+        return exactness(self.target)
+
+    @cached_property
     def seamless(self) -> bool:
         """Whether prompts may be cut anywhere and texts go on from each other, bit for bit (`exact.seamless`)."""
-        return seamless(self.target, exactness(self.target))
+        return seamless(self.target, self.exact)
 
     def remember(self, limit: int) -> None:
         """From now on prompts that begin like an earlier text are fed from there. `limit`: bytes of what is kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,7 +15,6 @@ from paceline.drafters.make import check_specs, open_drafter, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
-from paceline.exact import exactness
 from paceline.models.head_files import open_head
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
 from paceline.protocols import Drafter
@@ -54,10 +53,10 @@ class LLM:
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
 
-    @cached_property
+    @property
     def exact(self) -> Exact:
         """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
-        return exactness(self.model.target)
+        return self.engine.exact
 
     @property
     def tokenizer(self) -> Tokenizer:

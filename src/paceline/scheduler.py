@@ -177,7 +177,7 @@ class Scheduler:
         seats = Counter(one.client for one in self.running)
         # Whoever had to give a slot back has waited before all others.
         task = min(self.waiting, key=lambda one: (one.request is None, seats[one.client]))
-        longest = max(_AHEAD + task.length, *(_AHEAD + running.length for running in self.running), 0)
+        longest = _AHEAD + max(one.length for one in (task, *self.running))
         if self.running and not self._fits(count, longest):
             return None
         self.entering = task

@@ -197,11 +197,11 @@ def _positions(llm: LLM, memory: float | None) -> int:
     import psutil
     import torch
 
-    from paceline.cache import SlabCache
+    from paceline.models.decoder import Decoder
 
-    cache = llm.engine.cache
-    if not isinstance(cache, SlabCache):
+    target = llm.model.target
+    if not isinstance(target, Decoder):
         return 1 << 20
-    device = llm.model.target.device
+    device, one = target.device, target.config.cache_bytes(1, target.dtype.itemsize)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 if memory is None else memory * 2**30) / cache.token_bytes))
+    return max(1, int((free / 4 if memory is None else memory * 2**30) / one))

@@ -6,8 +6,7 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -73,14 +72,6 @@ class Gate:
 
     most: int
     inside: int = field(default=0)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
 
     def enter(self) -> None:
         """Raises `ApiError` 429. `leave` must follow."""

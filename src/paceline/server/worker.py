@@ -105,11 +105,6 @@ class Reply:
         """Why it ended early, once it has."""
         return self._task.error if self._over else None
 
-    @property
-    def unread(self) -> int:
-        """Rounds that nobody has read yet."""
-        return len(self._ready)
-
     def cancel(self) -> None:
         """Nobody waits for it any more: it ends before its next round."""
         self._task.cancelled = True
