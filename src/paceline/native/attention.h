@@ -21,7 +21,7 @@ struct Slot {
 // One slab [layers, places, kv_heads, capacity, D], and where a pass writes and reads in it.
 struct View {
     bf16 *keys, *values;
-    int64_t layer_stride, capacity;  // elements; positions
+    int64_t layer_stride, capacity, place_lines;  // elements; positions; lines of a place: of all its key heads
     int32_t window;                  // 0: none
     int32_t stores, copies;
     // Lines of the slab (of its first key head) that get the rows `sources`, and the lines that are copied before that.

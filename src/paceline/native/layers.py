@@ -50,7 +50,7 @@ class _Slot(Structure):
 class _View(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("layer_stride", "capacity")),
+        *((name, c_int64) for name in ("layer_stride", "capacity", "place_lines")),
         *((name, c_int32) for name in ("window", "stores", "copies")),
         *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
         ("slots", POINTER(_Slot)),
@@ -197,8 +197,8 @@ class _Seen:
         firsts = accumulate(counts[:-1], initial=0)
         slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
         return _View(
-            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], plan.window or 0),
-            *(len(stores.columns), len(stores.copies)),
+            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
+            *(plan.window or 0, len(stores.columns), len(stores.copies)),
             *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
             (_Slot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
         )

@@ -161,10 +161,9 @@ inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int 
     }
 }
 
-// x W^T + b for this thread's share of the outputs. `take(row, first output, 16 values)` gets them.
+// x W^T + b for these blocks of the outputs. `take(row, first output, 16 values)` gets them.
 template <class Take>
-inline void product(const Team& team, const Matrix& m, const Inputs& x, int rows, Take take) {
-    Span blocks = team.share(blocks_of(m));
+inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Take take) {
     Floats out[TILE];
     for (int block = blocks.from; block < blocks.to; block++) {
         Floats bias = m.bias ? load<Floats>(m.bias + block * LANES) : Floats{};
