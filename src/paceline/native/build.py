@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption
 from paceline.models.demo import cache_folder
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("simd.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h", "layers.cpp")
+_SOURCES = ("simd.h", "team.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h", "layers.cpp")
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 # The first that the compiler takes: some for ARM know only -mcpu, and Apple's has no OpenMP, so that one thread runs.

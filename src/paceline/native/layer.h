@@ -8,10 +8,6 @@
 #include "attention.h"
 #include "product.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 namespace paceline {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH };
@@ -33,15 +29,6 @@ struct Pass {
     const View* views;
     const Rotation* rotations;
 };
-
-// The threads of a parallel region; one where the compiler has none (Apple's).
-inline Team team_here() {
-#if defined(_OPENMP)
-    return {omp_get_thread_num(), omp_get_num_threads()};
-#else
-    return {0, 1};
-#endif
-}
 
 inline Floats activate(int kind, Floats x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
@@ -103,21 +90,21 @@ class Part {
             else
                 give(s.to_mix, l.qkv, row, stream(0), l.hidden, l.before_mix);
         }
-        barrier();
+        team.wait();
         product(team.share(blocks_of(l.qkv)), l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
-        barrier();
+        team.wait();
         Span heads = team.share(all_heads / l.heads.size);
         for (int head = heads.from; head < heads.to; head++) turn(head);
-        barrier();
+        team.wait();
         attend();
-        barrier();
+        team.wait();
         for (int row = mine.from; row < mine.to; row++) give(s.to_out, l.out, row, s.mixed.data(), queries, nullptr);
-        barrier();
+        team.wait();
         add(l.out, s.to_out, l.after_mix, false);
         for (int row = mine.from; row < mine.to; row++) give(s.to_mlp, l.gate_up, row, stream(0), l.hidden, l.before_mlp);
-        barrier();
+        team.wait();
         feed();
-        barrier();
+        team.wait();
         add(l.down, s.to_down, l.after_mlp, true);
     }
 
@@ -130,12 +117,6 @@ class Part {
     const int rows;
     const Span mine;
     const int queries, all_heads;
-
-    // Of those who share these rows: none where one has them alone.
-    void barrier() const {
-        if (team.count == 1) return;
-#pragma omp barrier
-    }
 
     float* stream(int row) { return &s.stream[int64_t(row) * l.hidden]; }
 
@@ -216,7 +197,7 @@ class Part {
     // stream += product. `last`: the stream leaves a layer as two bytes, wherever a run of layers begins or ends.
     void add(const Matrix& m, const Inputs& x, const float* norm, bool last) {
         product(team.share(blocks_of(m)), m, x, rows, [&](int row, int at, Floats y) { store(&s.added[int64_t(row) * l.hidden + at], y); });
-        barrier();
+        team.wait();
         for (int row = mine.from; row < mine.to; row++) {
             float *to = stream(row), *y = &s.added[int64_t(row) * l.hidden];
             if (norm) normed(y, y, norm, l.hidden, l.eps);

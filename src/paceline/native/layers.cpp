@@ -81,8 +81,10 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     // By reference: a name of thread_local would be each thread's own.
     static thread_local Scratch kept_scratch;
     static thread_local Groups kept_groups;
+    static thread_local Barrier kept_barrier;
     Scratch& scratch = kept_scratch;
     Groups& groups = kept_groups;
+    Barrier& barrier = kept_barrier;
     const Run run{layers, count, x, entry, entry ? width : 0, taps, tapped, heard};
     bool apart = false;
     try {
@@ -98,12 +100,12 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
 #pragma omp parallel num_threads(pass->threads)
     {
         if (!apart) {
-            const Team team = team_here();
+            const Team team = team_here(barrier);
             for (int i = 0; i < count; i++) run.layer(scratch, *pass, i, team);
         }
         for (Group* group = nullptr; apart && (group = groups.next(group));) {
             if (!group->done) run.enter(group->scratch, group->pass);
-            run.layer(group->scratch, group->pass, group->done, {0, 1});
+            run.layer(group->scratch, group->pass, group->done, {0, 1, nullptr});
         }
     }
     return 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "team.h"
 
 namespace paceline {
 
@@ -28,19 +29,6 @@ constexpr int bytes_of_codes(int kind) { return kind == FOUR_AND_FLOOR ? GROUP *
 constexpr int bytes_of_group(int kind) { return bytes_of_codes(kind) + LANES * 2 * (1 + has_floor(kind)); }
 
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
-
-// The part of 0..n that a thread takes, in whole units.
-struct Span {
-    int from, to;
-};
-
-struct Team {
-    int me, count;
-    Span share(int n, int unit = 1) const {
-        int units = (n + unit - 1) / unit;
-        return {std::min(n, units * me / count * unit), std::min(n, units * (me + 1) / count * unit)};
-    }
-};
 
 // What products take on their left: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 struct Inputs {

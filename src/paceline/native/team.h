@@ -1,0 +1,91 @@
+// Threads that share a piece of work, and where they wait for each other.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace paceline {
+
+// OpenMP's own barrier puts a thread to sleep at once where a program has more threads than cores, though most of them
+// sleep (a server's have worked before and wait). To be woken takes longer than a stage of a layer, of which a pass has
+// hundreds, so threads look out for each other here for as long as most stages take, and sleep only then.
+class Barrier {
+   public:
+    // For `count` threads, each time the same ones.
+    void wait(int count) {
+        const int now = round_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1) + 1 == count) {
+            arrived_.store(0);
+            round_.store(now + 1);
+            if (sleepers_.load()) wake();
+            return;
+        }
+        for (int i = 0; i < LOOKS; i++, relax())
+            if (round_.load(std::memory_order_acquire) != now) return;
+        sleepers_.fetch_add(1);
+        while (round_.load() == now) sleep(now);
+        sleepers_.fetch_sub(1);
+    }
+
+   private:
+    static constexpr int LOOKS = 5000;  // some 0.1 ms
+
+    std::atomic<int> arrived_{0}, round_{0}, sleepers_{0};
+
+    static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+#if defined(__linux__)
+    void sleep(int now) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0); }
+#else
+    void sleep(int) { std::this_thread::yield(); }
+    void wake() {}
+#endif
+};
+
+// The part of 0..n that a thread takes, in whole units.
+struct Span {
+    int from, to;
+};
+
+// One of `count` threads that work on the same rows.
+struct Team {
+    int me, count;
+    Barrier* barrier;
+
+    Span share(int n, int unit = 1) const {
+        int units = (n + unit - 1) / unit;
+        return {std::min(n, units * me / count * unit), std::min(n, units * (me + 1) / count * unit)};
+    }
+
+    void wait() const {
+        if (count > 1) barrier->wait(count);
+    }
+};
+
+// The threads of a parallel region; one where the compiler has none (Apple's).
+inline Team team_here(Barrier& barrier) {
+#if defined(_OPENMP)
+    return {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+#else
+    return {0, 1, &barrier};
+#endif
+}
+
+}  // namespace paceline
