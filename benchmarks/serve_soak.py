@@ -98,7 +98,7 @@ async def _soak(
         await asyncio.gather(*work, _probes(soak, fixed, end, args))
         left = await _settle(port, args.patience)
         await _probe(soak, fixed, args.patience)
-        await asyncio.sleep(1)
+        await asyncio.sleep(3)  # after one second without work the server gives back what it does not need
         soak.quiet.append({"age": soak.age, "resident": float(soak.server.resident)})
     most = int(max(s[RUNNING] for s in soak.samples))
     seats = await _seats(port, model, most)

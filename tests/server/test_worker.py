@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import platform
 import random
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 from paceline.drafters.around import Around
@@ -17,6 +20,8 @@ from paceline.llm import LLM, load
 from paceline.protocols import Ask
 from paceline.sampling import Sampling
 from paceline.scheduler import Scheduler
+from paceline.server import worker as workers
+from paceline.server.memory import give_back
 from paceline.server.worker import Busy, Closing, Job, Reply, Seats, Worker
 from paceline.types import Draft, Tree
 from tests.conftest import packaged_model
@@ -242,3 +247,41 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
     assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 10
     assert real.engine.prefixes is not None
     assert real.engine.prefixes.hits > 0
+
+
+def test_a_worker_at_rest_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_REST", 0.05)
+    given = list[int]()
+    monkeypatch.setattr(workers, "give_back", lambda: given.append(len(given)))
+    llm = toy()
+    worker = Worker(llm)
+
+    async def work() -> None:
+        await asyncio.sleep(0.3)
+        assert given == [0]
+        await read(worker.submit(job(llm, "hello", Sampling(max_new_tokens=4))))
+        await asyncio.sleep(0.3)
+        assert given == [0, 1]
+
+    run(worker, work())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library cannot be asked")
+def test_gaps_between_what_is_in_use_are_given_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    resident = psutil.Process().memory_info
+    blocks = [libc.malloc(1 << 16) for _ in range(2048)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 16)
+    last = blocks.pop()  # above it nothing is free, so nothing below it is given back by itself
+    for block in blocks:
+        libc.free(block)
+    before = resident().rss
+    give_back()
+    libc.free(last)
+    assert before - resident().rss > 64 << 20

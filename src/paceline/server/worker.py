@@ -17,10 +17,14 @@ from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.sampling import Sampling
 from paceline.scheduler import Begin, Event, Scheduler, Task
+from paceline.server.memory import give_back
 from paceline.stats import Stats
 from paceline.stream import Chunk
 
 _log = logging.getLogger("paceline.serve")
+
+_REST = 1.0
+"""Seconds without any work after which memory that nobody uses is given back."""
 
 
 class Busy(PacelineError):
@@ -229,14 +233,20 @@ class Worker:
 
     def _wait_for_work(self) -> bool:
         """Take what has come in; sleep while there is nothing to do. False when it is time to end."""
+        if not self._sleep(_REST):
+            give_back()
+            self._sleep(None)
         with self._news:
-            while not (self._inbox or self._scheduler.busy or self._stopping):
-                self._news.wait()
             while self._inbox:
                 task = self._inbox.popleft()
                 self._held.add(task)
                 self._scheduler.add(task)
         return time.monotonic() < self._ends_at if self._scheduler.busy else not self._stopping
+
+    def _sleep(self, most: float | None) -> bool:
+        """Until there is something to do, or for so many seconds; whether there is."""
+        with self._news:
+            return self._news.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, most)
 
     def _hand_over(self, events: Sequence[Event]) -> None:
         self._held.difference_update(task for task, _ in events if task.done)
