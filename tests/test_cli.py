@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -840,8 +841,12 @@ def test_version_and_help() -> None:
     assert "--drafter" in run("generate", "--help").stdout
 
 
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"paceline {paceline.__version__}\n"
+
+
 def test_help_imports_nothing_heavy() -> None:
-    import subprocess
 
     code = "import sys, paceline.cli; print(sorted({'torch', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

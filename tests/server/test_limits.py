@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.serve import AddressOptions
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
 from paceline.server.errors import ApiError
-from paceline.server.limits import Settings, check_key
+from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
 from paceline.server.worker import Seats
 from tests.server.running import Serving, serving
@@ -61,6 +62,36 @@ def test_keys() -> None:
             assert answer.status_code == 200
         assert it.get("/health").status_code == 200
         assert it.openai.models.list().data[0].id == "toy"
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:1", "[::1]:8000", "[::1]"])
+def test_hosts_that_a_server_is_addressed_as(host: str) -> None:
+    check_host(AddressOptions().hosts, host)
+
+
+@pytest.mark.parametrize(
+    "host", ["example.org", "localhost.example.org:8000", "127.0.0.1.example.org", "", "[::1", "a@b"]
+)
+def test_a_page_cannot_reach_the_loopback_under_its_own_name(host: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_host(AddressOptions().hosts, host)
+    assert caught.value.status == 403
+
+
+def test_hosts_are_anybodys_business_elsewhere() -> None:
+    for options in (AddressOptions(host="0.0.0.0"), AddressOptions(api_key=["k"])):
+        assert not options.hosts
+        check_host(options.hosts, "example.org")
+    check_host(AddressOptions(allowed_host=["Example.org"]).hosts, "example.org:443")
+
+
+def test_only_requests_to_known_hosts_are_answered() -> None:
+    with serving(toy_llm(), hosts=["127.0.0.1"]) as it:
+        assert it.get("/v1/models").status_code == 200
+        for path in ("/v1/models", "/metrics"):
+            answer = it.get(path, headers={"Host": "evil.example:8000"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
+        assert it.get("/health", headers={"Host": "evil.example"}).status_code == 200
 
 
 def test_a_key_may_be_any_text() -> None:

@@ -47,6 +47,16 @@ class AddressOptions:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="One more name that requests may be addressed to, where the server is on the loopback without a key; "
+            "may be repeated.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     cors: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,6 +77,14 @@ class AddressOptions:
             "--traces", metavar="URL", help="Send OpenTelemetry traces there (OTLP/HTTP).", rich_help_panel=_SERVER
         ),
     ] = None
+
+    @property
+    def hosts(self) -> list[str]:
+        """What requests may be addressed to; empty: anything. See `Settings.hosts`."""
+        local = self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+        if self.api_key or not local:
+            return []
+        return ["localhost", "127.0.0.1", "::1", self.host, *(name.lower() for name in self.allowed_host or ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +173,7 @@ def serve(
     settings = Settings(
         model=address.served_model_name or Path(model.model).name,
         api_keys=tuple(address.api_key or ()),
+        hosts=address.hosts,
         cors_origins=tuple(address.cors or ()),
         max_body=limits.max_body,
         max_prompt=limits.max_prompt,

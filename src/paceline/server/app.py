@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 import paceline
 from paceline.llm import LLM
 from paceline.server import errors, openapi
-from paceline.server.limits import Logged, Settings, check_key
+from paceline.server.limits import Logged, Settings, check_host, check_key
 from paceline.server.metrics import MEDIA_TYPE
 from paceline.server.pages import add_page
 from paceline.server.serving import Service
@@ -63,10 +63,11 @@ def _closing(service: Service) -> Callable[[FastAPI], Any]:
 
 
 def _guarded(service: Service) -> APIRouter:
-    """What takes a key, where there are keys."""
+    """What not everybody may ask for."""
     bearer = Depends(HTTPBearer(auto_error=False))
 
     def authorised(request: Request) -> None:
+        check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, request.headers.get("authorization", ""))
 
     router = APIRouter(dependencies=[Depends(authorised), bearer], responses=openapi.FAILURES)

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,8 @@ class Settings:
 
     model: its name in the API; `aliases`: further names that requests may give.
     api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
+    hosts: names that requests may be addressed to; none: any. Where there are no keys they keep out web pages whose own
+    name was made to lead here (DNS rebinding).
     cors_origins: web origins whose pages may ask ("*": all); none: CORS is off.
     max_body: bytes of a body. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt.
     max_choices: replies to one request, over all its prompts. max_requests: requests that are being answered at once.
@@ -35,6 +38,7 @@ class Settings:
     model: str
     aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     max_body: int = 4 * 2**20
     max_prompt: int | None = None
@@ -63,6 +67,20 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
             "the API key is missing or wrong. Send Authorization: Bearer KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def check_host(hosts: Sequence[str], given: str) -> None:
+    """`given`: the header Host. Raises `ApiError` 403 unless it names one of `hosts`, whatever the port."""
+    try:
+        name = urlsplit(f"//{given}").hostname
+    except ValueError:
+        name = None
+    if hosts and name not in hosts:
+        raise ApiError(
+            403,
+            f"this server is not addressed as {given!r}. Start it with --allowed-host for that name, or with --api-key",
+            code="unknown_host",
         )
 
 

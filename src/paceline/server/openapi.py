@@ -34,6 +34,7 @@ class ErrorBody(BaseModel):
 _MEANINGS = {
     400: "The body is malformed, or a parameter unknown or out of range; `param` names it.",
     401: "The API key is missing or wrong.",
+    403: "Not addressed as this server may be.",
     404: "No such model or path.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
