@@ -256,12 +256,16 @@ def test_a_worker_at_rest_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch
     llm = toy()
     worker = Worker(llm)
 
+    async def rest(times: int) -> None:
+        while len(given) < times:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(given) == times
+
     async def work() -> None:
-        await asyncio.sleep(0.3)
-        assert given == [0]
+        await rest(1)
         await read(worker.submit(job(llm, "hello", Sampling(max_new_tokens=4))))
-        await asyncio.sleep(0.3)
-        assert given == [0, 1]
+        await rest(2)
 
     run(worker, work())
 

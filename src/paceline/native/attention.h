@@ -150,7 +150,7 @@ class Attention {
         return at < capacity_ ? at : at - capacity_;
     }
 
-    // Into the second cache: texts of a batch are too many for what the processor foresees by itself.
+    // Nearer, but not into the first cache: texts of a batch are too many for what the processor foresees by itself.
     static void fetch(const bf16* from, int size) {
         for (int i = 0; i < size; i += 32) __builtin_prefetch(from + i, 0, 1);
     }
@@ -242,9 +242,9 @@ class Attention {
         const int64_t open = std::min(columns_, masked_ * LANES);
         for (int64_t c = 0; c < columns_; c += 2) {
             Ints pairs[N];
-            const bf16* even = values + line(c) * size;
-            fetch(even + COLUMNS_AHEAD * size, 2 * size);
-            interleave<N>(pairs, even, values + line(c + 1) * size);
+            const bf16 *even = values + line(c) * size, *odd = values + line(c + 1) * size;
+            fetch(even + COLUMNS_AHEAD * size, N * LANES), fetch(odd + COLUMNS_AHEAD * size, N * LANES);
+            interleave<N>(pairs, even, odd);
             const bool spoilt = c >= open && !finite<N>(pairs);
             for (int i = 0; i < Q; i++) {
                 const int32_t pair = load<int32_t>(weights + i * width_ + c);

@@ -38,7 +38,7 @@ class Group {
 
    private:
     // What it has of a view.
-    struct Part {
+    struct OfView {
         std::vector<Slot> slots;
         std::vector<int64_t> lines, sources, copied, copy_lines;
 
@@ -66,36 +66,43 @@ class Group {
         }
     };
 
-    std::vector<Part> parts_;  // of each view
+    std::vector<OfView> parts_;
     std::vector<View> views_;
 };
 
 class Groups {
    public:
-    // False where there would be fewer than threads.
+    // False where barriers keep threads busier.
     bool cut(const Pass& pass, int views, int layers) {
         used_ = 0, layers_ = layers;
-        if (pass.threads < 2 || pass.rows < ROWS * pass.threads) return false;
+        if (!PARALLEL || pass.threads < 2 || pass.rows < ROWS * pass.threads) return false;
         if (groups_.size() < size_t(pass.rows / ROWS + 1)) groups_.resize(pass.rows / ROWS + 1);
         // As large as may be, since every group reads all weights, and so many that there is one to choose.
         const int each = std::max(ROWS, (pass.rows / (2 * pass.threads) + TILE - 1) / TILE * TILE);
-        int from = 0;
+        int from = 0, largest = 0, chain = 0, longest = 0;
         const Group* piece_before = nullptr;
         auto close = [&](int to, bool goes_on) {
             Group& group = groups_[used_++];
             group.become(pass, views, from, to, piece_before);
+            chain = piece_before ? chain + 1 : 1, longest = std::max(longest, chain);
+            largest = std::max(largest, to - from);
             piece_before = goes_on ? &group : nullptr, from = to;
         };
         for (const Slot* s = pass.views->slots; s < pass.views->slots + pass.slots; s++) {
             const int end = s->first + s->rows;
             const bool causal = is_causal(pass, views, int(s - pass.views->slots));
-            while (causal && end - from >= each + ROWS) close(from + each, from + each > s->first);
+            while (causal && end - from >= each + ROWS) close(from + each, true);
             if (end - from >= each) close(end, false);
         }
         if (from < pass.rows) close(pass.rows, false);
-        if (used_ < pass.threads) used_ = 0;
+        // A group cannot be shared out, and the pieces of a text set out one after the other: with few layers, alone.
+        const bool uneven = 4 * pass.threads * largest > 5 * pass.rows;
+        const bool in_turn = 4 * int64_t(pass.threads) * (longest + layers - 1) > 5 * int64_t(used_) * layers;
+        if (used_ < pass.threads || uneven || in_turn) used_ = 0;
         return used_ > 0;
     }
+
+    int count() const { return used_; }
 
     // The groups in turn, for what must be done before the threads set out.
     Group* begin() { return groups_.data(); }

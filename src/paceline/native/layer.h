@@ -44,10 +44,19 @@ inline void normed(float* to, const float* x, const float* weight, int size, flo
     for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
 }
 
+template <class T>
+void grow(std::vector<T>& v, int rows, int width) {
+    if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);
+}
+
 // What one thread works with.
 struct Own {
     std::vector<float> line;  // a row
     Attention attention;
+
+    void reserve(const Layer& l, const Pass& pass) {
+        grow(line, 1, l.hidden), attention.reserve(pass.views[l.view], l.heads, pass.slots);
+    }
 };
 
 // What the stages of a layer hand on; kept for the next pass by the thread that runs them. All memory is had before
@@ -56,7 +65,6 @@ struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, inner;  // [rows, *]
     std::vector<bf16> heads;                                     // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_mlp, to_down;
-    std::vector<Own> own;
 
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
@@ -65,21 +73,14 @@ struct Scratch {
         grow(mixed, rows, q), grow(added, rows, l.hidden), grow(inner, rows, l.ffn);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.gate_up), to_down.reserve(rows, l.down);
-        if (own.size() < size_t(pass.threads)) own.resize(pass.threads);
-        for (Own& o : own) grow(o.line, 1, l.hidden), o.attention.reserve(pass.views[l.view], l.heads, pass.slots);
-    }
-
-    template <class T>
-    static void grow(std::vector<T>& v, int rows, int width) {
-        if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);
     }
 };
 
 // One thread's part of a layer. Rows, heads and outputs are shared out anew at every stage, a barrier between any two.
 class Part {
    public:
-    Part(const Layer& layer, const Pass& pass, Scratch& scratch, const Team& team)
-        : l(layer), pass(pass), s(scratch), own(scratch.own[team.me]), team(team), rows(pass.rows), mine(team.share(rows)),
+    Part(const Layer& layer, const Pass& pass, Scratch& scratch, Own& own, const Team& team)
+        : l(layer), pass(pass), s(scratch), own(own), team(team), rows(pass.rows), mine(team.share(rows)),
           queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size) {}
 
     // `entry` [rows, width]: what attention is made from, the normed stream where null.

@@ -1,4 +1,5 @@
 // A run of decoder layers over the rows of one pass, and single products: what the Python files of this folder call.
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -24,8 +25,9 @@ struct Run {
     int tapped;
     bf16* heard;
 
-    void reserve(Scratch& s, const Pass& pass) const {
-        for (int i = 0; i < count; i++) s.reserve(layers[i], pass, width);
+    template <class Kept, class... More>
+    void reserve(Kept& kept, const Pass& pass, More... more) const {
+        for (int i = 0; i < count; i++) kept.reserve(layers[i], pass, more...);
     }
 
     void enter(Scratch& s, const Pass& pass) const {
@@ -37,8 +39,8 @@ struct Run {
     }
 
     // A thread's part of a layer, and of telling what comes out of it to those who want it.
-    void layer(Scratch& s, const Pass& pass, int i, const Team& team) const {
-        Part(layers[i], pass, s, team).run(i || !entry ? nullptr : s.entry.data(), width);
+    void layer(Scratch& s, const Pass& pass, int i, Own& own, const Team& team) const {
+        Part(layers[i], pass, s, own, team).run(i || !entry ? nullptr : s.entry.data(), width);
         const int tap = int(std::find(taps, taps + tapped, i + 1) - taps), hidden = layers->hidden;
         bf16* to = tap < tapped ? heard + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
         const Span mine = team.share(pass.rows);  // the rows that this thread has finished when a layer ends
@@ -48,6 +50,20 @@ struct Run {
         }
     }
 };
+
+// What a thread that runs passes keeps for the next.
+struct Kept {
+    Scratch scratch;
+    Groups groups;
+    Barrier barrier;
+    std::vector<Own> own;  // of each thread
+};
+
+int views_of(const Layer* layers, int count) {
+    int views = 0;
+    for (const Layer* l = layers; l < layers + count; l++) views = std::max(views, l->view + 1);
+    return views;
+}
 
 }  // namespace
 
@@ -79,36 +95,39 @@ const char* paceline_built_for() {
 int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
                     const int32_t* taps, int tapped, bf16* heard) {
     // By reference: a name of thread_local would be each thread's own.
-    static thread_local Scratch kept_scratch;
-    static thread_local Groups kept_groups;
-    static thread_local Barrier kept_barrier;
-    Scratch& scratch = kept_scratch;
-    Groups& groups = kept_groups;
-    Barrier& barrier = kept_barrier;
+    static thread_local Kept kept_here;
+    Kept& kept = kept_here;
+    Groups& groups = kept.groups;
     const Run run{layers, count, x, entry, entry ? width : 0, taps, tapped, heard};
     bool apart = false;
     try {
-        int views = 0;
-        for (int i = 0; i < count; i++) views = std::max(views, layers[i].view + 1);
-        apart = groups.cut(*pass, views, count);
-        for (Group& group : groups) run.reserve(group.scratch, group.pass);
-        if (!apart) run.reserve(scratch, *pass);
+        apart = groups.cut(*pass, views_of(layers, count), count);
+        for (Group& group : groups) run.reserve(group.scratch, group.pass, run.width);
+        if (!apart) run.reserve(kept.scratch, *pass, run.width);
+        if (kept.own.size() < size_t(pass->threads)) kept.own.resize(pass->threads);
+        for (Own& own : kept.own) run.reserve(own, *pass);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    if (!apart) run.enter(scratch, *pass);
+    if (!apart) run.enter(kept.scratch, *pass);
 #pragma omp parallel num_threads(pass->threads)
     {
-        if (!apart) {
-            const Team team = team_here(barrier);
-            for (int i = 0; i < count; i++) run.layer(scratch, *pass, i, team);
-        }
+        const Team team = team_here(kept.barrier);
+        Own& own = kept.own[team.me];
+        for (int i = 0; i < count && !apart; i++) run.layer(kept.scratch, *pass, i, own, team);
         for (Group* group = nullptr; apart && (group = groups.next(group));) {
             if (!group->done) run.enter(group->scratch, group->pass);
-            run.layer(group->scratch, group->pass, group->done, {0, 1, nullptr});
+            run.layer(group->scratch, group->pass, group->done, own, {0, 1, nullptr});
         }
     }
     return 0;
+}
+
+// Into how many groups `paceline_layers` would cut a pass; 0: none. For tests.
+int paceline_groups(const Layer* layers, int count, const Pass* pass) {
+    Groups groups;
+    groups.cut(*pass, views_of(layers, count), count);
+    return groups.count();
 }
 
 // See `contenders`.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <thread>
 
 #if defined(_OPENMP)
@@ -23,7 +24,7 @@ class Barrier {
    public:
     // For `count` threads, each time the same ones.
     void wait(int count) {
-        const int now = round_.load(std::memory_order_acquire);
+        const uint32_t now = round_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1) + 1 == count) {
             arrived_.store(0);
             round_.store(now + 1);
@@ -40,21 +41,22 @@ class Barrier {
    private:
     static constexpr int LOOKS = 5000;  // some 0.1 ms
 
-    std::atomic<int> arrived_{0}, round_{0}, sleepers_{0};
+    std::atomic<int> arrived_{0}, sleepers_{0};
+    std::atomic<uint32_t> round_{0};
 
     static void relax() {
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
-        asm volatile("yield");
+        asm volatile("isb");  // `yield` takes no time on most
 #endif
     }
 
 #if defined(__linux__)
-    void sleep(int now) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void sleep(uint32_t now) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
     void wake() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0); }
 #else
-    void sleep(int) { std::this_thread::yield(); }
+    void sleep(uint32_t) { std::this_thread::yield(); }
     void wake() {}
 #endif
 };
@@ -79,13 +81,13 @@ struct Team {
     }
 };
 
-// The threads of a parallel region; one where the compiler has none (Apple's).
-inline Team team_here(Barrier& barrier) {
+// Whether the compiler has parallel regions; Apple's has not.
 #if defined(_OPENMP)
-    return {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+constexpr bool PARALLEL = true;
+inline Team team_here(Barrier& barrier) { return {omp_get_thread_num(), omp_get_num_threads(), &barrier}; }
 #else
-    return {0, 1, &barrier};
+constexpr bool PARALLEL = false;
+inline Team team_here(Barrier& barrier) { return {0, 1, &barrier}; }
 #endif
-}
 
 }  // namespace paceline
