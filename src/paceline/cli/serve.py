@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,6 +19,8 @@ from paceline.errors import InvalidOption
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.server.worker import Seats
+
+T = TypeVar("T")
 
 _SERVER, _LIMITS = "Server", "Limits"
 _FREE = ("suffix", "ngram")
@@ -169,7 +173,13 @@ def serve(
     drafter = {"auto": "suffix", "none": None}.get(model.drafter, model.drafter)
     default = Speculation(drafter)
     named = [drafter] if drafter else []
-    llm = _load(model, list(dict.fromkeys([*named, *(also or []), *_FREE])), progress_wanted(quiet))
+    names = list(dict.fromkeys([*named, *(also or []), *_FREE]))
+
+    def prepare() -> tuple[LLM, Worker]:
+        llm = _load(model, names, progress_wanted(quiet))
+        return llm, Worker(llm, limits.seats(llm), default)
+
+    llm, worker = _aside(prepare)
     settings = Settings(
         model=address.served_model_name or Path(model.model).name,
         api_keys=tuple(address.api_key or ()),
@@ -181,9 +191,19 @@ def serve(
         log_prompts=address.log_prompts,
         trace_endpoint=address.traces,
     )
-    worker = Worker(llm, limits.seats(llm), default)
     say = partial(_ready, settings.model, len(settings.api_keys), quiet)
     run(create_app(worker, llm, settings), worker, address.host, address.port, address.grace, say)
+
+
+def _aside(work: Callable[[], T]) -> T:
+    """In a thread of its own, which ends.
+
+    Whoever computes with torch gets a pool of threads for life, and where all pools together are more than there are
+    cores OpenMP puts threads to sleep at every barrier: a pool of the main thread's would cost the engine's nearly half
+    of its speed, wherever torch runs the layers.
+    """
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(work).result()
 
 
 def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
