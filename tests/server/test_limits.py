@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from paceline.cli.serve import AddressOptions
+from paceline.cli.serve import AddressOptions, _aside
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
@@ -92,6 +93,15 @@ def test_only_requests_to_known_hosts_are_answered() -> None:
             answer = it.get(path, headers={"Host": "evil.example:8000"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
         assert it.get("/health", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
+    """Its pool of OpenMP threads ends with it."""
+    thread = _aside(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    with pytest.raises(InvalidOption):
+        _aside(lambda: check_address("127.0.0.1.example.invalid", 1))
 
 
 def test_a_key_may_be_any_text() -> None:
