@@ -52,8 +52,14 @@ class _Kept:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         # What a round weighs: it grows, instead of all that was before it fading.
         self._unit, self._round = 1.0, 0
-        self.tokens = self._expect()
+        self._expected: list[float] | None = None
+
+    @property
+    def tokens(self) -> list[float]:
         """What a round may be expected to give with so many levels (0, 1, ...), the target's own token included."""
+        # Asked once in a round, in which every request adds what it has shown.
+        self._expected = self._expected or self._expect()
+        return self._expected
 
     def add(self, accepted: int, depth: int, weight: float, round: int) -> None:
         """A draft, `depth` deep, was right for `accepted` tokens."""
@@ -68,7 +74,7 @@ class _Kept:
             self._kept[d] += weight * self._unit * right
             self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
             self._usual[d] += weight * (right - self._usual[d]) / self._rounds[d]
-        self.tokens = self._expect()
+        self._expected = None
 
     def _age(self, fade: float) -> None:
         self._unit /= max(fade, 1e-9)
