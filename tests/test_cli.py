@@ -847,7 +847,6 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-
     code = "import sys, paceline.cli; print(sorted({'torch', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -26,7 +26,7 @@ class Group {
     void become(const Pass& all, int views, int from, int to, const Group* piece_before) {
         before = piece_before, done = 0, busy = false;
         pass = all;
-        pass.rows = to - from, pass.lines = all.lines + from, pass.threads = 1;
+        pass.rows = to - from, pass.lines = all.lines + from;
         parts_.resize(views), views_.resize(views);
         for (int v = 0; v < views; v++) {
             views_[v] = all.views[v];
