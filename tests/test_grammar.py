@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import random
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import grammar as module
+from paceline import grammar_cache as module
 from paceline.errors import InvalidOption
 from paceline.grammar import Grammar, Matcher
 from paceline.llm import LLM
@@ -247,7 +248,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
     grammar = GRAMMARS["digits"][0]
     text = follow(matcher(grammar), 40, random.Random(3))
     Failing.left = len(text) - 1
-    inner = module._compiled(grammar, WORDS, SIZE, frozenset({END}))
+    inner = module.compiled(grammar._form, WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Failing(inner), frozenset({END}))  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         allowed(rows, text[:1], text[1:])
@@ -258,7 +259,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
 
 def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
     grammar = GRAMMARS["nested"][0]
-    inner = module._compiled(grammar, WORDS, SIZE, frozenset({END}))
+    inner = module.compiled(grammar._form, WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Stiff(inner), frozenset({END}))  # type: ignore[arg-type]
     text = follow(matcher(grammar), 12, random.Random(2))
     for done in range(len(text)):
@@ -314,7 +315,10 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
 
     limits = llguidance.LLParserLimits(max_items_in_row=3, step_max_items=4)
     compiled = llguidance.LLMatcher(
-        module._words(WORDS, SIZE, frozenset({END})), module._source(Grammar.lark(NESTED)), log_level=0, limits=limits
+        module._words(WORDS, SIZE, frozenset({END})),
+        module.source(module.Form("lark", NESTED)),
+        log_level=0,
+        limits=limits,
     )
     rows = Matcher(compiled, frozenset({END}))
     with pytest.raises(InvalidOption, match="cannot be followed"):
@@ -349,16 +353,24 @@ def test_any_json_object() -> None:
         assert not any(tokens[-1] in allowed(rows, [], tokens[:at]) for at in [len(tokens) - 1])
 
 
-def test_a_grammar_is_compiled_once() -> None:
+def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar.json_schema(PERSON)
     assert grammar == GRAMMARS["schema"][0]
     assert hash(Sampling(grammar=grammar)) == hash(Sampling(grammar=GRAMMARS["schema"][0]))
-    before = module._compiled.cache_info().misses
     matcher(grammar)
-    once = module._compiled.cache_info().misses
+    monkeypatch.setattr(module.grammar_compile, "matcher", None)
     matcher(Grammar.json_schema(json.dumps(PERSON)))
-    assert module._compiled.cache_info().misses == once
-    assert once - before <= 1
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is thrown out is counted as long as a reply is written by it."""
+    monkeypatch.setattr(module, "_compiled", module.Cache(30 * 2**20))
+    before = module.live_bytes()
+    rows = [Grammar("regex", f"kept{n}", size=2**20).matcher(WORDS, SIZE, [END]) for n in range(5)]
+    assert module.live_bytes() - before == 5 * 13 * 2**20
+    del rows
+    gc.collect()
+    assert module.live_bytes() - before == 2 * 13 * 2**20
 
 
 def test_llguidance_is_imported_by_the_first_grammar() -> None:

@@ -1,18 +1,21 @@
 """Chat messages -> the text a model was trained on, by the jinja template that the model brings.
 
-A template is code of whoever made the model: it runs in jinja's sandbox, sees the messages and a few helpers, and
-changes nothing. The helpers and flags are those that templates on the hub expect (transformers' chat templating).
+A template is code of whoever made the model: it runs in jinja's sandbox (`paceline.template`), sees the messages and a
+few helpers, changes nothing, and has limits of time and memory.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from paceline.errors import InvalidPrompt
+from paceline.errors import InvalidPrompt, TimedOut
+from paceline.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
+
+_SECONDS, _MEMORY = 5.0, 512 * 2**20
+"""What a template may take: processor time, and bytes beyond those of the helper process."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -75,50 +78,31 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
-    """The prompt text. `values`: what the template may use besides the messages, special tokens for instance.
+    """Return the prompt text. `values`: what the template may use besides the messages, special tokens for instance.
 
-    Raises `InvalidPrompt` for malformed messages and for whatever the template itself objects to.
+    The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
+    `InvalidPrompt` for malformed messages, for whatever the template itself objects to, and beyond those limits, and
+    `TimedOut` where the machine was too busy.
     """
     checked = check_messages(messages)
-    defaults = {"tools": None, "documents": None}
     try:
-        return str(_compiled(template).render(messages=checked, **{**defaults, **values}))
-    except RecursionError as error:
-        raise InvalidPrompt("the chat template never ends") from error
-    except Exception as error:  # a template fails with whatever its code runs into
+        code = _compiled(template)
+        given = {"tools": None, "documents": None, **values, "messages": checked}
+        return str(SANDBOX.run("paceline.template:render", (code, given), _SECONDS, _MEMORY))
+    except JobFailed as error:
         raise InvalidPrompt(
             f"the model's chat template refuses these messages ({error})",
             "Check roles and their order, or skip the template with raw=True (--raw)",
         ) from error
+    except OverLimit as error:
+        raise InvalidPrompt(
+            f"the model's chat template needs more than {_SECONDS:g} s or {_MEMORY >> 20} MiB for these messages",
+            "Send fewer messages, or skip the template with raw=True (--raw)",
+        ) from error
+    except Unfinished as error:
+        raise TimedOut("the machine was too busy to apply the chat template", "Try again") from error
 
 
 @lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks the model's own turns for training; here it only lets them through."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment.from_string(template)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Unlike jinja's own, neither HTML-escaped nor marked safe."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _compiled(template: str) -> str:
+    return str(SANDBOX.run("paceline.template:compile_template", template, _SECONDS, _MEMORY))

@@ -10,11 +10,11 @@ Masks come from llguidance (the extra "grammar"), which is imported when a gramm
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,14 +22,13 @@ from torch import Tensor
 
 from paceline.cuts import Floats
 from paceline.errors import InvalidOption
+from paceline.grammar_cache import NAMES, Compiled, Form, Kind, compiled, one_line, source
 from paceline.sampler import Forcing, Prefix
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
     from paceline.tokenizer import Tokenizer
-
-Kind = Literal["json_schema", "regex", "lark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,17 @@ class Grammar:
     kind: Kind
     text: str
     whitespace: bool = False
+    size: int = field(default=0, compare=False)
+    """Bytes that it takes when it is compiled, where that has been measured."""
 
     def __post_init__(self) -> None:
-        if self.kind not in _NAMES or not isinstance(self.text, str):
+        if self.kind not in NAMES or not isinstance(self.text, str):
             raise InvalidOption(f"a grammar of kind {self.kind!r} is unknown", "Use Grammar.json_schema and the others")
-        _source(self)
+        source(self._form)
+
+    @property
+    def _form(self) -> Form:
+        return Form(self.kind, self.text, self.whitespace)
 
     @staticmethod
     def json(*, whitespace: bool = False) -> Grammar:
@@ -93,7 +98,8 @@ class Grammar:
                 "a grammar ends with an end-of-sequence token, and the model has none", "Give stop_token_ids"
             )
         stops = frozenset(ends)
-        return Matcher(_compiled(self, tokenizer, size, stops), stops, least, frozenset(late))
+        made = compiled(self._form, tokenizer, size, stops, self.size)
+        return Matcher(made.matcher, stops, least, frozenset(late), made)
 
 
 class Matcher(Forcing):
@@ -105,9 +111,15 @@ class Matcher(Forcing):
     """
 
     def __init__(
-        self, compiled: LLMatcher, ends: frozenset[int], least: int = 0, late: frozenset[int] = frozenset()
+        self,
+        compiled: LLMatcher,
+        ends: frozenset[int],
+        least: int = 0,
+        late: frozenset[int] = frozenset(),
+        held: Compiled | None = None,
     ) -> None:
-        self._compiled, self._ends = compiled, ends
+        """`held`: what counts the grammar's bytes as long as a reply is written by it."""
+        self._compiled, self._ends, self._held = compiled, ends, held
         self._least, self._late = least, sum(1 << token for token in late)
         self._masks: dict[tuple[int, ...], _Allowed] = {}
         self._length = 0
@@ -247,7 +259,7 @@ class Matcher(Forcing):
 
     def _check(self) -> None:
         if self._now.is_error():
-            said = _one_line(self._now.get_error())
+            said = one_line(self._now.get_error())
             raise InvalidOption(f"the grammar cannot be followed after {len(self._read)} tokens: {said}", "Simplify it")
 
 
@@ -279,84 +291,3 @@ def _ceilings() -> Floats:
     """[256, 8]: for each byte of a mask what its tokens' logits may be at most."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(np.inf), np.float32(-np.inf))
-
-
-_NAMES: dict[Kind, str] = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
-
-
-@lru_cache(maxsize=256)
-def _source(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it, checked as far as that needs no model."""
-    make = _library().LLMatcher
-    source: str
-    if grammar.kind == "regex":
-        source = make.grammar_from_regex(grammar.text)
-    elif grammar.kind == "lark":
-        source = make.grammar_from_lark(grammar.text)
-    else:
-        line = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        try:
-            source = make.grammar_from_json_schema(grammar.text, defaults={} if grammar.whitespace else line)
-        except ValueError as error:
-            raise _bad(grammar, str(error)) from error
-    wrong: str = make.validate_grammar(source)
-    # What it merely warns of is how a grammar should be written.
-    if wrong and not wrong.startswith("WARNING"):
-        raise _bad(grammar, wrong)
-    return source
-
-
-@lru_cache(maxsize=32)
-def _compiled(grammar: Grammar, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLMatcher:
-    """At the beginning of a text; to be copied, which costs nothing and shares what is learnt of the grammar."""
-    compiled: LLMatcher = _library().LLMatcher(_words(tokenizer, size, ends), _source(grammar), log_level=0)
-    if compiled.is_error():
-        raise _bad(grammar, compiled.get_error())
-    return compiled
-
-
-def _bad(grammar: Grammar, said: str) -> InvalidOption:
-    return InvalidOption(f"{_NAMES[grammar.kind]} cannot be used: {_one_line(said)}", "See docs/sampling.md")
-
-
-def _one_line(said: str) -> str:
-    """What llguidance says, without its state."""
-    line = " ".join(said.partition("<state>")[0].split())
-    return line if len(line) <= 300 else line[:300] + "..."
-
-
-@lru_cache(maxsize=4)
-def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
-    """A model's tokens as llguidance knows them: by the bytes that they add to a text."""
-    library = _library()
-    asked = library.TokenizerWrapper(_Words(tokenizer, size, ends))
-    words: LLTokenizer = library.LLTokenizer(asked, n_vocab=size, eos_token=sorted(ends))
-    return words
-
-
-class _Words:
-    """What llguidance asks of a tokenizer."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> None:
-        self._encode = tokenizer.spell
-        names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
-        texts = {i: said for i, said in tokenizer.surfaces.items() if i not in ends}
-        self.eos_token_id = min(ends)
-        self.tokens = [texts.get(i, names.get(i, b"")) for i in range(size)]
-        # A model may have more rows than there are tokens.
-        self.special_token_ids = [i for i in range(size) if i in names and i not in texts]
-
-    def __call__(self, text: str) -> Sequence[int]:
-        return self._encode(text)
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise InvalidOption(
-            "grammars take llguidance, which is not installed", 'Install it: pip install "paceline[grammar]"'
-        ) from error
-    return llguidance

@@ -21,6 +21,7 @@ from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
 from paceline.sampling import Sampling, Vocabulary
+from paceline.sandbox import SANDBOX
 from paceline.session import Session
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
@@ -281,6 +282,7 @@ def load(
 
     Raises `PacelineError`: what is wrong and what to do about it.
     """
+    SANDBOX.start()  # for the chat template; it starts while the model is read
     budget = to_tree(draft)
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
     check_mode(quantize)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,6 +59,48 @@ def _behind_another(backend: tokenizers.Tokenizer, words: Mapping[int, str]) -> 
     start = len(backend.decode(before))
     pairs = backend.decode_batch([[*before, i] for i in words], skip_special_tokens=False)
     return {i: text[start:].encode(errors="replace") for i, text in zip(words, pairs, strict=True)}
+
+
+_COMPOSE = 4
+"""Characters of a text that Unicode normalisation makes one of, at most."""
+_SHRINK = {"NFC": _COMPOSE, "NFKC": _COMPOSE, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
+"""Kinds of normalizers that drop nothing -> how many times shorter they make a text, in characters."""
+_KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
+"""Kinds of pre-tokenizers that drop nothing, `Split` unless it is told to."""
+
+
+def longest(backend: tokenizers.Tokenizer, said: Mapping[int, bytes]) -> int | None:
+    """The most characters of a text that one token can stand for; None where a token may swallow any number.
+
+    `said`: what each token adds to a text. A text is never longer than this times its number of tokens.
+    """
+    special = backend.get_added_tokens_decoder().values()
+    byte_level = bool(backend.decoder) and backend.decoder.decode(["Ġ", "Ċ"]) == " \n"
+    whole = byte_level or getattr(backend.model, "byte_fallback", False)
+    if not whole or any(token.lstrip or token.rstrip for token in special):
+        return None
+    shrink = 1
+    for kind, state in _steps(backend.normalizer):
+        if kind == "Replace" and len(state["pattern"].get("String", "")) > len(state["content"]):
+            return None
+        if kind == "Replace" and "String" not in state["pattern"]:
+            return None
+        if kind != "Replace" and kind not in _SHRINK:
+            return None
+        shrink *= _SHRINK.get(kind, 1)
+    for kind, state in _steps(backend.pre_tokenizer):
+        if kind not in _KEEP or state.get("behavior") == "Removed":
+            return None
+    return shrink * max([*map(len, said.values()), *(len(token.content) for token in special)], default=1)
+
+
+def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The kind and settings of a normalizer or pre-tokenizer, of each of its steps if it has several."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    steps = state.get("normalizers") or state.get("pretokenizers") or [state]
+    return [(step["type"], step) for step in steps]
 
 
 class Speller:

@@ -111,6 +111,13 @@ class Tokenizer:
 
         return surfaces(self._backend)
 
+    @cached_property
+    def longest(self) -> int | None:
+        """The most characters of a text that one token can stand for; None where there is no such bound."""
+        from paceline.surfaces import longest
+
+        return longest(self._backend, self.surfaces)
+
     def token_id(self, token: str | None) -> int | None:
         """The id of one token spelled exactly so, or None."""
         return None if token is None else self._backend.token_to_id(token)

@@ -34,9 +34,10 @@ def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        openapi_url=None,
         lifespan=_closing(service),
     )
-    app.include_router(_guarded(service))
+    app.include_router(_guarded(service, app))
     _add_open_routes(app, service)
     add_page(app, PAGE)
     errors.install(app)
@@ -57,12 +58,12 @@ def _closing(service: Service) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.tracer.close()
+        service.close()
 
     return lifespan
 
 
-def _guarded(service: Service) -> APIRouter:
+def _guarded(service: Service, app: FastAPI) -> APIRouter:
     """What not everybody may ask for."""
     bearer = Depends(HTTPBearer(auto_error=False))
 
@@ -107,6 +108,10 @@ def _guarded(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Counters in Prometheus' text format."""
         return Response(service.metrics.text(), media_type=MEDIA_TYPE)
+
+    @router.get("/openapi.json", include_in_schema=False)
+    async def description() -> JSONResponse:
+        return JSONResponse(app.openapi())
 
     return router
 

@@ -12,26 +12,67 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from paceline.server.errors import ApiError, bad_request, invalid_body
+from paceline.server.planning import LONG, Lane, Planning
 
 _DEPTH = 100
 """Lists and objects within each other at most; a chat or a JSON schema of people's has some ten."""
 _SECONDS = 60.0
 """A body that takes longer to arrive is not waited for."""
-_LARGE = 1 << 16
-"""Bytes of a body that would keep the event loop, and with it every stream, for a while."""
 _LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, kind: type[Body], limit: int) -> Body:
-    """The body as a `kind`. `limit`: bytes. Raises `ApiError` 400, 408 or 413."""
-    _check_type(request.headers.get("content-type", ""))
-    try:
-        data = await asyncio.wait_for(_bytes(request, limit), _SECONDS)
-    except asyncio.TimeoutError:  # another class until Python 3.11
-        raise ApiError(408, f"the body did not arrive within {_SECONDS:g} seconds", code="timeout") from None
-    return await asyncio.to_thread(_understood, data, kind) if len(data) > _LARGE else _understood(data, kind)
+class Bodies:
+    """Reads bodies: each up to a limit, and no more bytes of all of them at once than another one."""
+
+    def __init__(self, planning: Planning, limit: int, total: int) -> None:
+        """`limit`: bytes of one body. `total`: bytes of all large ones that are being read or understood."""
+        self._planning, self._limit, self._total = planning, limit, total
+        self._held = 0
+
+    async def read(self, request: Request, kind: type[Body]) -> tuple[Body, Lane]:
+        """The body as a `kind`, and where a request of its size is to be planned.
+
+        Raises `ApiError` 400, 408, 413 or 503, and starlette's `ClientDisconnect`.
+        """
+        _check_type(request.headers.get("content-type", ""))
+        data = bytearray()
+        try:
+            await asyncio.wait_for(self._receive(request, data), _SECONDS)
+            lane: Lane = "long" if len(data) > LONG else "short"
+            if lane == "short":
+                return _understood(bytes(data), kind), lane
+            return await self._planning.run(lane, lambda: _understood(bytes(data), kind)), lane
+        except asyncio.TimeoutError:  # another class until Python 3.11
+            raise ApiError(408, f"the body did not arrive within {_SECONDS:g} seconds", code="timeout") from None
+        finally:
+            self._held -= _counted(len(data))
+
+    async def _receive(self, request: Request, data: bytearray) -> None:
+        """Adds to `data` what arrives. Without a Content-Length (chunked) too, no more than the limit is kept."""
+        too_long = ApiError(413, f"the body has more than {self._limit} bytes", code="body_too_large")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and len(declared) < 20 and int(declared) > self._limit:
+            raise too_long
+        async for part in request.stream():
+            before = _counted(len(data))
+            data += part
+            self._held += _counted(len(data)) - before
+            if len(data) > self._limit:
+                raise too_long
+            if self._held > self._total:
+                raise ApiError(
+                    503,
+                    "too many large requests are arriving at once. Send it again in a moment",
+                    code="too_many_bytes",
+                    headers={"Retry-After": "1"},
+                )
+
+
+def _counted(size: int) -> int:
+    """Bytes that count: small bodies are always welcome."""
+    return size if size > LONG else 0
 
 
 def _understood(data: bytes, kind: type[Body]) -> Body:
@@ -47,20 +88,6 @@ def _check_type(given: str) -> None:
     name, _, charset = parameters.strip().partition("=")
     if kind.strip() != "application/json" or (name == "charset" and charset.strip('"') not in ("utf-8", "utf8")):
         raise bad_request("the content type is not application/json in UTF-8. Send Content-Type: application/json")
-
-
-async def _bytes(request: Request, limit: int) -> bytes:
-    """Without a Content-Length (chunked) too, no more than the limit is kept."""
-    too_long = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
-        raise too_long
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > limit:
-            raise too_long
-    return bytes(data)
 
 
 def parse(data: bytes) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import PacelineError, PromptTooLong
+from paceline.errors import PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.running import Plan, Round
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.trials import Trials
 from paceline.server.words import Words
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -92,7 +93,7 @@ class Choice:
         return choice
 
 
-def plan(llm: LLM, settings: Settings, words: Words, body: ChatRequest) -> Plan:
+def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: ChatRequest) -> Plan:
     """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     family = tools.family(llm.tokenizer.chat_template)
@@ -104,8 +105,10 @@ def plan(llm: LLM, settings: Settings, words: Words, body: ChatRequest) -> Plan:
         raise bad_request(
             "tools and structured output exclude each other. Send tool_choice none, or one of them", "tools"
         )
-    grammar = options.grammar(body, lark)
-    tokens = chat_ids(llm, body.messages, body.tools if offered else None, body.chat_template_kwargs or {})
+    grammar = options.grammar(trials, body, lark)
+    text = chat_text(llm, body.messages, body.tools if offered else None, body.chat_template_kwargs or {})
+    options.check_fits(llm, settings, text, "messages")
+    tokens = chat_ids(llm, text)
     options.check_length(llm, settings, tokens, "messages")
     asked = body.max_completion_tokens or body.max_tokens or llm.model.target.context_length - len(tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -134,14 +137,14 @@ def _opener(llm: LLM, family: tools.Family) -> tuple[int, str] | None:
     return (token, family.opens) if token is not None and token in llm.tokenizer.special_ids else None
 
 
-def chat_ids(
+def chat_text(
     llm: LLM,
     messages: Sequence[Message],
     offered: Sequence[Tool] | None,
     values: dict[str, Any],
     *,
     generation: bool = True,
-) -> list[int]:
+) -> str:
     """The chat's prompt. `values`: further names for the template. Raises `ApiError` 400 naming the messages."""
     chat = [_plain(message) for message in messages]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
@@ -155,10 +158,17 @@ def chat_ids(
             from paceline.chat_template import check_messages
 
             chat, given = tools.with_tools(check_messages(chat), given), []
-        text = llm.tokenizer.apply_chat_template(chat, generation, tools=given or None, **values)
-        return llm.encode(llm.tokenizer.encode(text, special=False))
-    except PromptTooLong:
+        return llm.tokenizer.apply_chat_template(chat, generation, tools=given or None, **values)
+    except TimedOut:
         raise
+    except PacelineError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def chat_ids(llm: LLM, text: str) -> list[int]:
+    """The tokens of a chat's prompt. Raises `ApiError` 400 naming the messages."""
+    try:
+        return llm.encode(llm.tokenizer.encode(text, special=False))
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 

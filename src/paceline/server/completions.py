@@ -14,6 +14,7 @@ from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.running import Plan, Round
 from paceline.server.schema import CompletionRequest
+from paceline.server.trials import Trials
 from paceline.server.words import Words
 from paceline.stream import Chunk
 
@@ -68,14 +69,17 @@ class TextChoice:
         return choice
 
 
-def plan(llm: LLM, settings: Settings, words: Words, body: CompletionRequest) -> Plan:
+def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: CompletionRequest) -> Plan:
     """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     given = _prompts(body)
+    for at, prompt in enumerate(given):
+        if isinstance(prompt, str):
+            options.check_fits(llm, settings, prompt, f"prompt.{at}" if len(given) > 1 else "prompt")
     prompts = [_ids(llm, prompt, f"prompt.{at}" if len(given) > 1 else "prompt") for at, prompt in enumerate(given)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
-    grammar = options.grammar(body)
+    grammar = options.grammar(trials, body)
     sampling = options.sampling(llm, body, body.max_tokens or _LENGTH, body.logprobs, grammar)
     jobs = options.jobs(llm, settings, body, prompts, sampling)
     before = [_echo(llm, prompt) if body.echo else "" for prompt in given]

@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from paceline.errors import (
     InvalidOption,
@@ -29,6 +31,8 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 """Of the request that is being answered; it stands in every log line about it."""
 
 _UNKNOWN = "extra_forbidden"
+_GONE = 499
+"""The client has closed the connection: this status is only seen in the log."""
 
 
 class ApiError(Exception):
@@ -142,6 +146,10 @@ def install(app: FastAPI) -> None:
     async def on_error(_: Request, error: Exception) -> JSONResponse:
         return respond(api_error(error))
 
+    async def on_leaving(_: Request, error: Exception) -> Response:
+        return Response(status_code=_GONE)
+
     app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientDisconnect, on_leaving)
     for kind in (ApiError, PacelineError, Busy, Closing):
         app.add_exception_handler(kind, on_error)

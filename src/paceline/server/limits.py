@@ -28,10 +28,11 @@ class Settings:
     hosts: names that requests may be addressed to; none: any. Where there are no keys they keep out web pages whose own
     name was made to lead here (DNS rebinding).
     cors_origins: web origins whose pages may ask ("*": all); none: CORS is off.
-    max_body: bytes of a body. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt.
-    max_choices: replies to one request, over all its prompts. max_requests: requests that are being answered at once.
-    timeout: seconds that a request has if it says nothing (None: no limit). stall: seconds that a client may leave its
-    stream unread before it is given up.
+    max_body: bytes of a body. max_bodies: bytes of all large bodies that arrive at once. max_prompt: tokens of a prompt
+    (None: the model's context). max_n: samples of one prompt. max_choices: replies to one request, over all its
+    prompts. max_requests: requests that are being answered at once.
+    timeout: seconds from its arrival that a request has if it says nothing (None: no limit). stall: seconds that a
+    client may leave its stream unread before it is given up.
     log_prompts: write prompts into the log. trace_endpoint: where OpenTelemetry traces go (OTLP over HTTP).
     """
 
@@ -41,6 +42,7 @@ class Settings:
     hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     max_body: int = 4 * 2**20
+    max_bodies: int = 64 * 2**20
     max_prompt: int | None = None
     max_n: int = 16
     max_choices: int = 64

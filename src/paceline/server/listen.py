@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import signal
 import socket
 import sys
@@ -19,6 +20,9 @@ _SWITCH = 0.001
 """Seconds after which the event loop's thread hands the interpreter to the engine's, which waits for nothing else."""
 _MARGIN = 1.0
 """Seconds of the grace that are kept for telling clients why their stream has ended."""
+
+_HARD = 5.0
+"""Seconds beyond the grace after which the process is ended, whatever it is doing."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -76,4 +80,6 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not from within the handler, which may have interrupted anything."""
         super().handle_exit(sig, frame)
+        # Whatever hangs by then, in native code too: tell where in the log, and end.
+        faulthandler.dump_traceback_later(self._grace + _MARGIN + _HARD, exit=True)
         self._loop.call_soon_threadsafe(self._worker.drain, self._grace)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.drafting import OFF, Speculation
 from paceline.errors import PacelineError
+from paceline.grammar import Grammar
+from paceline.grammar_cache import Kind
 from paceline.llm import LLM
 from paceline.sampling import Sampling
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.limits import Settings
-from paceline.server.schema import ChatRequest, ObjectFormat, Request, SchemaFormat, SpeculationOptions
-from paceline.server.worker import Job
+from paceline.server.planning import Lane
+from paceline.server.schema import ChatRequest, NamedTool, ObjectFormat, Request, SchemaFormat, SpeculationOptions
+from paceline.server.trials import Trials
+from paceline.server.worker import Busy, Job
 from paceline.types import Tree
 
 _SAME = (
@@ -76,10 +81,11 @@ def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation
     return Speculation(drafter, most)
 
 
-def grammar(body: Request, forced: str | None = None) -> Any:
-    """What the reply must be, as a `paceline.grammar.Grammar`, or None. `forced`: a Lark grammar of tool calls.
+def grammar(trials: Trials, body: Request, forced: str | None = None) -> Grammar | None:
+    """What the reply must be. `forced`: a Lark grammar of tool calls.
 
-    Raises `ApiError` 400 for two wishes at once and for a schema, expression or grammar that is none.
+    Blocks until the grammar has been tried out. Raises `ApiError` 400 for two wishes at once and for a schema,
+    expression or grammar that is malformed or takes too much to compile, `Busy` where it cannot be tried out now.
     """
     wishes = dict(_wishes(body))
     if forced is not None:
@@ -87,15 +93,21 @@ def grammar(body: Request, forced: str | None = None) -> Any:
     if len(wishes) > 1:
         raise bad_request(f"{' and '.join(wishes)} exclude each other. Send one of them", next(iter(wishes)))
     for param, (kind, content) in wishes.items():
-        return _grammar(param, kind, content)
+        text = content if isinstance(content, str) else json.dumps(content)
+        try:
+            return Grammar(kind, text, size=trials.size(kind, text))
+        except Busy:
+            raise
+        except PacelineError as error:
+            raise bad_request(f"{param}: {error}", param) from error
     return None
 
 
-def _wishes(body: Request) -> list[tuple[str, tuple[str, Any]]]:
-    found: list[tuple[str, tuple[str, Any]]] = []
+def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
+    found: list[tuple[str, tuple[Kind, Any]]] = []
     wanted = body.response_format if isinstance(body, ChatRequest) else None
     if isinstance(wanted, ObjectFormat):
-        found.append(("response_format", ("json", None)))
+        found.append(("response_format", ("json_schema", {"type": "object"})))
     if isinstance(wanted, SchemaFormat):
         found.append(("response_format", ("json_schema", wanted.json_schema.schema_)))
     if body.guided_json is not None:
@@ -107,29 +119,37 @@ def _wishes(body: Request) -> list[tuple[str, tuple[str, Any]]]:
     return found
 
 
-def _grammar(param: str, kind: str, content: Any) -> Any:
-    """The one place that knows `paceline.grammar`."""
-    try:
-        from paceline.grammar import Grammar
-    except ImportError as error:
-        raise bad_request(
-            'structured output needs llguidance. Install it on the server: pip install "paceline[serve]"', param
-        ) from error
-    try:
-        make = getattr(Grammar, kind)
-        return make() if kind == "json" else make(content)
-    except PacelineError as error:
-        raise bad_request(f"{param}: {error}", param) from error
+def lane(body: Request, given: Lane) -> Lane:
+    """Where to plan a request. `given`: by its size."""
+    choice = body.tool_choice if isinstance(body, ChatRequest) else None
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    return "grammar" if forced or wants_grammar(body) else given
 
 
 def wants_grammar(body: Request) -> bool:
     return bool(_wishes(body))
 
 
+def check_fits(llm: LLM, settings: Settings, text: str, param: str) -> None:
+    """Raises `ApiError` 400 for a text that is too long whatever its tokens are: said before it is tokenised."""
+    longest = llm.tokenizer.longest
+    most = _most(llm, settings)
+    if longest is not None and len(text) > longest * most:
+        raise bad_request(
+            f"the prompt has {len(text)} characters, more than {most} tokens can hold. Shorten it",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def _most(llm: LLM, settings: Settings) -> int:
+    context = llm.model.target.context_length
+    return min(context - 1, settings.max_prompt or context)
+
+
 def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str) -> None:
     """Raises `ApiError` 400 for a prompt that is too long, or leaves no room for a reply."""
-    context = llm.model.target.context_length
-    most = min(context - 1, settings.max_prompt or context)
+    most = _most(llm, settings)
     if len(tokens) > most:
         raise bad_request(
             f"the prompt has {len(tokens)} tokens, {most} are possible here. Shorten it",
@@ -153,7 +173,8 @@ def jobs(
     timeout = settings.timeout if body.timeout is None else body.timeout
     made = []
     for tokens in prompts:
-        sampling.sampler(tokens, vocabulary=llm.vocabulary)  # refuses what it must before anything is queued
+        # Refuses what it must before anything is queued, and keeps what was compiled until the reply begins.
+        sampler = sampling.sampler(tokens, vocabulary=llm.vocabulary)
         group = object()
-        made += [Job(tokens, sampling, sample, how, timeout, group) for sample in range(n)]
+        made += [Job(tokens, sampling, sample, how, timeout, group, held=sampler) for sample in range(n)]
     return made

@@ -74,7 +74,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Run:
-    """The replies to one request. `close` must follow `start`, whatever happens between."""
+    """The replies to one request. `close` must follow `enter`, whatever happens between."""
 
     worker: Worker
     gate: Gate
@@ -84,17 +84,16 @@ class Run:
     error: Exception | None = None
     open: bool = False
 
-    def start(self, jobs: Sequence[Job]) -> None:
-        """All or none. Raises `Busy`, `Closing` and `ApiError` 429."""
+    def enter(self) -> None:
+        """Take a place at the gate; `close` gives it back. Raises `ApiError` 429."""
         self.gate.enter()
         self.open = True
-        try:
-            for job in jobs:
-                now = time.perf_counter()
-                self.replies.append(Progress(job, self.worker.submit(job), now, now))
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `Closing`."""
+        for job in jobs:
+            now = time.perf_counter()
+            self.replies.append(Progress(job, self.worker.submit(job), now, now))
 
     def close(self) -> None:
         """Cancels what still runs; closing twice does nothing."""

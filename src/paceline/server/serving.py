@@ -7,24 +7,29 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from paceline.errors import TimedOut
 from paceline.llm import LLM
-from paceline.server import bodies, chat, completions, schema
+from paceline.server import chat, completions, options, schema
+from paceline.server.bodies import Bodies
 from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.events import DONE, EventStream, dumps, event
 from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
+from paceline.server.planning import Lane, Planning
 from paceline.server.running import Plan, Run, unless_gone
 from paceline.server.tracing import Tracer, tracer
+from paceline.server.trials import Trials
 from paceline.server.words import Words
 from paceline.server.worker import Worker
 
-_GONE = 499
-"""The client closed the connection: nobody sees this but the log."""
+T = TypeVar("T")
 
 
 class Service:
@@ -37,26 +42,59 @@ class Service:
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
         self.gate = Gate(settings.max_requests)
+        self.trials = Trials(llm)
+        self.planning = Planning()
+        self.bodies = Bodies(self.planning, settings.max_body, settings.max_bodies)
+
+    def close(self) -> None:
+        """Drop requests that are being planned, and send the last traces."""
+        self.planning.close()
+        self.tracer.close()
 
     async def chat(self, request: Request) -> Response:
-        body = await bodies.read(request, schema.ChatRequest, self.settings.max_body)
+        arrived = time.monotonic()
+        body, lane = await self.bodies.read(request, schema.ChatRequest)
         shape = Shape("chatcmpl-", "chat.completion", "chat.completion.chunk", self.settings.model)
-        return await self._answer(request, body, shape, lambda: chat.plan(self.llm, self.settings, self.words, body))
+        plan = partial(chat.plan, self.llm, self.settings, self.words, self.trials, body)
+        return await self._answer(request, body, shape, options.lane(body, lane), plan, arrived)
 
     async def complete(self, request: Request) -> Response:
-        body = await bodies.read(request, schema.CompletionRequest, self.settings.max_body)
+        arrived = time.monotonic()
+        body, lane = await self.bodies.read(request, schema.CompletionRequest)
         shape = Shape("cmpl-", "text_completion", "text_completion", self.settings.model)
-        return await self._answer(
-            request, body, shape, lambda: completions.plan(self.llm, self.settings, self.words, body)
-        )
+        plan = partial(completions.plan, self.llm, self.settings, self.words, self.trials, body)
+        return await self._answer(request, body, shape, options.lane(body, lane), plan, arrived)
 
-    async def _answer(self, request: Request, body: schema.Request, shape: Shape, plan: Callable[[], Plan]) -> Response:
+    async def planned(self, request: Request, lane: Lane, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Return what `work` returns, in a thread. Ends it, raising `ClientDisconnect`, when the client leaves, and
+        `TimedOut` after `timeout` seconds."""
+        planning = asyncio.wait_for(self.planning.run(lane, work), timeout)
+        try:
+            done = await unless_gone(planning, request.receive)
+        except asyncio.TimeoutError:  # another class until Python 3.11
+            raise TimedOut(
+                "the request took longer than its timeout before its reply began", "Give it longer"
+            ) from None
+        if done is None:
+            raise ClientDisconnect
+        return cast(T, done)
+
+    async def _answer(
+        self, request: Request, body: schema.Request, shape: Shape, lane: Lane, plan: Callable[[], Plan], arrived: float
+    ) -> Response:
         if self.settings.log_prompts:
             LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
-        # Templates, tokenizers and grammars take their time: not on the event loop, where others are being served.
-        planned = await asyncio.to_thread(plan)
+        timeout = self.settings.timeout if body.timeout is None else body.timeout
         run = Run(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
-        run.start([replace(job, client=_client(request)) for job in planned.jobs])
+        run.enter()
+        try:
+            left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+            planned = await self.planned(request, lane, plan, left)
+            left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+            run.start([replace(job, client=_client(request), timeout=left) for job in planned.jobs])
+        except BaseException:
+            run.close()
+            raise
         answer = Answer(run, planned, shape)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -65,7 +103,9 @@ class Service:
             whole = await unless_gone(answer.whole(), request.receive)
         finally:
             answer.close()
-        return Response(status_code=_GONE) if whole is None else Response(dumps(whole), media_type="application/json")
+        if whole is None:
+            raise ClientDisconnect
+        return Response(dumps(whole), media_type="application/json")
 
 
 def _client(request: Request) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
-from paceline.server import bodies, options
-from paceline.server.chat import chat_ids
+from paceline.server import options
+from paceline.server.chat import chat_ids, chat_text
 from paceline.server.errors import bad_request
 from paceline.server.schema import DetokenizeRequest, TokenizeRequest
 from paceline.server.serving import Service
@@ -43,9 +43,9 @@ def _defaults(service: Service) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, request: Request) -> dict[str, Any]:
-    body = await bodies.read(request, TokenizeRequest, service.settings.max_body)
+    body, lane = await service.bodies.read(request, TokenizeRequest)
     options.check_model(service.settings, body.model)
-    tokens = await asyncio.to_thread(_ids, service, body)
+    tokens = await service.planned(request, lane, partial(_ids, service, body))
     most = service.llm.model.target.context_length
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 
@@ -54,15 +54,15 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return service.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
     generation = body.add_generation_prompt is not False
-    return chat_ids(service.llm, body.messages, body.tools, {}, generation=generation)
+    return chat_ids(service.llm, chat_text(service.llm, body.messages, body.tools, {}, generation=generation))
 
 
 async def detokenize(service: Service, request: Request) -> dict[str, Any]:
-    body = await bodies.read(request, DetokenizeRequest, service.settings.max_body)
+    body, lane = await service.bodies.read(request, DetokenizeRequest)
     options.check_model(service.settings, body.model)
     size = service.llm.model.target.vocab_size
     for at, token in enumerate(body.tokens):
         if token >= size:
             raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
-    text = await asyncio.to_thread(service.llm.tokenizer.decode, body.tokens, False)
+    text = await service.planned(request, lane, partial(service.llm.tokenizer.decode, body.tokens, False))
     return {"prompt": text}

@@ -54,7 +54,7 @@ class Seats:
 class Job:
     """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
     `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt.
-    `client`: who asks; those who wait get seats in turn."""
+    `client`: who asks; those who wait get seats in turn. `held`: kept alive until the reply begins."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -63,6 +63,7 @@ class Job:
     timeout: float | None = None
     group: Hashable | None = None
     client: Hashable | None = None
+    held: object = None
 
 
 @dataclass(frozen=True, slots=True)
