@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 
 from paceline.drafters.words import SAMPLE
+from paceline.tokenizer import Tokenizer
 from tests.test_tokenizer import AWKWARD
 from tests.vocabularies import KINDS, tokenizer
 
@@ -59,3 +61,20 @@ def test_a_text_is_spelled_in_tokens_that_say_it_and_nothing_else(kind: str) -> 
         assert words.special_ids.isdisjoint(ids)
     if kind.startswith("byte-level") and "space" not in kind:
         assert words.spell("the best one") == words.encode("the best one", special=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [SAMPLE, "aaaa" * 500, " " * 999, "e\u0301" * 300, "</s>" * 50, "한" * 99, *AWKWARD])
+def test_no_token_stands_for_more_characters_than_the_longest(kind: str, text: str) -> None:
+    words = tokenizer(kind)
+    if words.longest is not None:
+        assert len(text) <= words.longest * len(words.encode(text, special=False))
+    assert (words.longest is None) == (kind in ("word piece", "unigram", "letters"))
+
+
+def test_tokens_that_swallow_spaces_have_no_bound() -> None:
+    words = tokenizer("byte-level")
+    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
+    backend.add_special_tokens([tokenizers.AddedToken("<|end|>", rstrip=True)])
+    assert len(backend.encode("<|end|>" + " " * 999, add_special_tokens=False).ids) == 1
+    assert Tokenizer(backend).longest is None

@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-from paceline.sandboxed import find
+from paceline.sandboxed import STARTED, find
 
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
 """Set, by another thread, once nobody waits any more for what this context computes."""
@@ -61,16 +62,17 @@ class Sandbox:
             with self._lock:
                 self._started()
 
-    def run(self, job: str, argument: Any, seconds: float, memory: int) -> Any:
+    def run(self, job: str, argument: Any, seconds: float, memory: int, prepared: Hashable = None) -> Any:
         """Return what the function `job` ("module:name") makes of `argument` in a fork of the helper.
 
         `argument` is pickled, and the result must be JSON. `seconds`: processor time. `memory`: bytes that the job may
-        allocate. Raises `JobFailed` for an error of the job's, `OverLimit`, `Unfinished`.
+        allocate. `prepared`: the key under which `prepare` made what the job needs. Raises `JobFailed` for an error of
+        the job's, `OverLimit`, `Unfinished`.
         """
         if not can_fork():
             return _here(job, argument)
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
-        return _result(self._ask(b"j", (job, argument, seconds, memory), deadline))
+        return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
     def prepare(self, key: Hashable, job: str, argument: Callable[[], Any]) -> None:
         """Run `job` once per `key` in the helper itself, without limits: forks made later find what it leaves behind.
@@ -83,35 +85,41 @@ class Sandbox:
             if key in self._prepared:
                 return
         if can_fork():
-            _result(self._ask(b"p", (job, argument(), 0.0, 0), time.monotonic() + 60))
+            self._ask(b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
         else:
             _here(job, argument())
         with self._lock:
             self._prepared.add(key)
 
-    def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float) -> bytes:
-        """Return the answer's bytes, b"" if the job ended without one. Starts the helper again if it has died."""
-        data = pickle.dumps(message)
+    def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
+        """Hand a job to the helper and return its result."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                try:
-                    socket.send_fds(self._running(), [kind], [theirs.fileno()])
-                except OSError:
-                    self._forget()
-                    socket.send_fds(self._running(), [kind], [theirs.fileno()])
+                self._send(kind, theirs, prepared)
             try:
                 ours.settimeout(max(0.01, deadline - time.monotonic()))
-                ours.sendall(data)
-                return _read(ours, deadline)
-            except TimeoutError:
+                ours.sendall(pickle.dumps(message))
+                answer = _read(ours, deadline)
+            except OSError:  # it took too long, or ended
                 raise Unfinished from None
-            except OSError:  # it ended while it was told what to do
-                return b""
+        if not answer.startswith(STARTED):
+            self._forget()
+            raise Unfinished
+        return _result(answer[len(STARTED) :])
 
-    def _running(self) -> socket.socket:
-        with self._lock:
-            return self._started()
+    def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> None:
+        """Give the helper a connection, and start it again once if it has died."""
+        for _ in range(2):
+            with self._lock:
+                control = self._started()
+                if prepared is not None and prepared not in self._prepared:
+                    raise Unfinished
+            with suppress(OSError):
+                socket.send_fds(control, [kind], [connection.fileno()])
+                return
+            self._forget()
+        raise Unfinished
 
     def _forget(self) -> None:
         with self._lock:

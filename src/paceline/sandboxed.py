@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import socket
-import threading
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +17,10 @@ from typing import Any
 
 _FIRST = "paceline.template:render"
 """Imported ahead of the first job, and so by no fork."""
+
+
+STARTED = b"!"
+"""Sent before a job runs: one that ends without an answer then went over its limits."""
 
 
 def main(descriptor: int) -> None:
@@ -48,26 +51,32 @@ def _answer(connection: socket.socket, limited: bool = False) -> None:
     try:
         with connection.makefile("rb") as sent:
             name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
+        connection.sendall(STARTED)
         if limited:
-            threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+            _end_with(connection)
             _limit(seconds, memory)
         said = {"made": find(name)(argument)}
     except MemoryError:
         return  # The parent reports a job without an answer as one over its limits.
     except Exception as error:
         said = {"failed": f"{error}" or type(error).__name__}
+    _end_with(connection, False)
     try:
         connection.sendall(json.dumps(said).encode())
     except OSError:
         return
 
 
-def _end_with(connection: socket.socket) -> None:
-    """End this fork when the parent closes its end: nobody waits for the result."""
-    try:
-        connection.recv(1)
-    finally:
-        os._exit(1)
+def _end_with(connection: socket.socket, armed: bool = True) -> None:
+    """Let the kernel end this process when the parent closes its end: the result is no longer wanted.
+
+    It sends SIGIO, which ends a process that does not handle it, whatever code it is in.
+    """
+    import fcntl  # Unix alone has it, and this module is imported everywhere
+
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
 
 
 def _limit(seconds: float, memory: int) -> None:

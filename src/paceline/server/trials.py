@@ -66,7 +66,7 @@ class Trials:
                 "paceline.grammar_compile:prepare",
                 lambda: (self._key, *spelled(model.tokenizer, size, ends), sorted(ends)),
             )
-            return int(SANDBOX.run("paceline.grammar_compile:measure", about, SECONDS, MEMORY))
+            return int(SANDBOX.run("paceline.grammar_compile:measure", about, SECONDS, MEMORY, self._key))
         except JobFailed as error:
             return refused(kind, f"{error}")
         except OverLimit:

@@ -1,0 +1,160 @@
+"""Requests before they reach the engine: grammars, long texts, deadlines, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from paceline.grammar_cache import live_bytes
+from paceline.llm import LLM
+from paceline.server import trials
+from tests.server.running import Serving, serving
+from tests.toys import toy_llm
+from tests.vocabularies import byte_level, speaker
+
+pytest.importorskip("llguidance")
+
+SLOW: dict[str, Any] = {"type": "integer", "multipleOf": 10000301}
+"""Takes minutes and gigabytes to compile."""
+
+
+@pytest.fixture(scope="module")
+def spoken() -> Any:
+    """A model with a tokenizer that has bytes for a bound."""
+    with serving(LLM(speaker(byte_level()))) as it:
+        yield it
+
+
+def sent(it: Serving, path: str, body: Any, size: int | None = None) -> socket.socket:
+    """A connection over which a request has gone out, or its first `size` bytes."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", int(it.address.rpartition(":")[2])), timeout=60)
+    connection.sendall(head.encode() + data[:size])
+    return connection
+
+
+def test_a_grammar_that_takes_too_much_is_refused(spoken: Serving) -> None:
+    before = live_bytes()
+    for _ in range(2):  # the second time, from memory
+        answer = spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "guided_json": SLOW})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "guided_json"
+        assert "takes more than 2 s" in answer.json()["error"]["message"]
+    assert live_bytes() == before
+
+
+def test_timeouts_count_from_the_arrival(spoken: Serving) -> None:
+    body = {"prompt": "a", "max_tokens": 4, "timeout": 0.3, "guided_json": {**SLOW, "multipleOf": 10000303}}
+    answer = spoken.post("/v1/completions", body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> None:
+    began = time.monotonic()
+    for n in range(12):
+        body = {"prompt": "a", "max_tokens": 4, "guided_json": {**SLOW, "multipleOf": 10000321 + 2 * n}}
+        with sent(spoken, "/v1/completions", body):
+            time.sleep(0.05)
+    assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 4}).status_code == 200
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    assert spoken.post("/v1/completions", {"prompt": "a", "guided_json": schema}).status_code == 200
+    assert time.monotonic() - began < 20
+    assert spoken.idle()
+
+
+def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_LIVE", 1)
+    answer = spoken.post("/v1/completions", {"prompt": "a", "guided_regex": "[ab]{3}c"})
+    assert answer.status_code == 429
+
+
+def test_only_so_many_requests_are_planned_at_once() -> None:
+    with serving(LLM(speaker(byte_level())), max_requests=1) as it:
+        body = {"prompt": "a", "guided_json": {**SLOW, "multipleOf": 10000393}}
+        with sent(it, "/v1/completions", body):
+            assert refused_soon(it)
+
+
+def refused_soon(it: Serving) -> bool:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if it.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 429:
+            return True
+    return False
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    spoken: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spoken.llm.tokenizer, "encode", None)
+    for path, body in (
+        ("/v1/completions", {"prompt": "ab" * 500_000}),
+        ("/v1/completions", {"prompt": ["a" * 50_000]}),
+    ):
+        answer = spoken.post(path, body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    with serving(toy_llm()) as it:  # whose tokenizer has no bound
+        assert it.post("/v1/completions", {"prompt": "ab" * 50_000}).json()["error"]["code"] == (
+            "context_length_exceeded"
+        )
+
+
+def test_a_client_that_leaves_in_its_body_is_one_line(spoken: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+    for size in (5, 100_000):
+        caplog.clear()
+        with sent(spoken, "/v1/completions", {"prompt": "a" * 200_000}, size):
+            time.sleep(0.2)
+        until = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.02)
+        assert [record.exc_info for record in caplog.records] == [None]
+        assert "/v1/completions 499" in caplog.records[0].getMessage()
+    assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_bodies_in_flight_are_bounded_together() -> None:
+    with serving(toy_llm(), max_bodies=1_000_000) as it:
+        waiting = [sent(it, "/v1/completions", {"prompt": "a" * 500_000}, 400_000) for _ in range(2)]
+        statuses = [it.post("/tokenize", {"prompt": "a" * 500_000}).status_code for _ in range(2)]
+        small = it.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code
+        for connection in waiting:
+            connection.close()
+        assert 503 in statuses
+        assert small == 200
+        until = time.monotonic() + 10
+        while it.post("/tokenize", {"prompt": "a" * 500_000}).status_code == 503 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert it.post("/tokenize", {"prompt": "a" * 900_000}).status_code == 200, "all of it was given back"
+
+
+def test_the_description_is_for_those_who_may_ask() -> None:
+    with serving(toy_llm(), api_keys=("k",)) as it:
+        assert it.get("/openapi.json").status_code == 401
+        assert it.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()["info"]["title"] == "Paceline"
+    with serving(toy_llm(), hosts=["127.0.0.1"]) as it:
+        assert it.get("/openapi.json", headers={"Host": "evil.example"}).status_code == 403
+        assert it.get("/openapi.json").status_code == 200
+
+
+def test_short_requests_do_not_wait_for_long_texts(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, encode = threading.Event(), spoken.llm.tokenizer.encode
+
+    def slow(text: str, special: bool = True) -> list[int]:
+        if len(text) > 1000:
+            held.wait(30)
+        return encode(text, special)
+
+    monkeypatch.setattr(spoken.llm.tokenizer, "encode", slow)
+    with sent(spoken, "/tokenize", {"prompt": "a" * 100_000}), sent(spoken, "/tokenize", {"prompt": "a" * 100_000}):
+        time.sleep(0.3)
+        assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        held.set()
