@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 # Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: setup demo test check parity bench clean
+.PHONY: setup demo test test-slow check parity bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow tests/slow
 
 check: setup
 	$(BIN)/ruff format --check .

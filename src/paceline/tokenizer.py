@@ -129,7 +129,8 @@ class Tokenizer:
         Unicode (lone surrogates).
         """
         try:
-            return list(self._backend.encode(text, add_special_tokens=special).ids)
+            # As a batch of one: `encode` keeps the interpreter from all other threads as long as it takes.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         except (TypeError, UnicodeError) as error:
             raise InvalidPrompt(
                 "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
@@ -158,7 +159,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text; bytes that are no UTF-8 become U+FFFD. Raises `InvalidPrompt` for ids that are no ids."""
         try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+            # As a batch of one, for the reason that `encode` gives.
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         except (OverflowError, TypeError) as error:
             raise InvalidPrompt("token ids must be integers from 0 up") from error
 

@@ -67,7 +67,7 @@ def _guarded(service: Service, app: FastAPI) -> APIRouter:
     """What not everybody may ask for."""
     bearer = Depends(HTTPBearer(auto_error=False))
 
-    def authorised(request: Request) -> None:
+    async def authorised(request: Request) -> None:  # not async, it would take a thread for each request
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, request.headers.get("authorization", ""))
 
