@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CorruptModel, InvalidOption, InvalidPrompt, UnsupportedModel
-from paceline.models.files import read_json
+from paceline.models.reading import MIB, read_json_if_there, read_text
+from paceline.models.schema import TOKENIZER, check
 
 if TYPE_CHECKING:
     import tokenizers
 
     from paceline.surfaces import Speller
 
+_AGAIN = "Fetch the model again"
+_LIMIT = 128 * MIB
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,11 +40,20 @@ class Tokenizer:
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
         """From tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
-        config = {**_json(path / "special_tokens_map.json"), **_json(path / "tokenizer_config.json")}
+        config: dict[str, Any] = {}
+        for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
+            found = read_json_if_there(file)
+            check(file, found, TOKENIZER)
+            config |= found
         backend = _backend_from_folder(path)
-        _add_listed(backend, config.get("added_tokens_decoder"))
         special = {key: text for key in _NAMED if (text := _text(config.get(key))) is not None}
-        _frame_as_told(backend, config, special)
+        try:
+            _add_listed(backend, config.get("added_tokens_decoder"))
+            _frame_as_told(backend, config, special)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CorruptModel(
+                f"{path / 'tokenizer_config.json'} does not fit its tokenizer ({error})", _AGAIN
+            ) from error
         return Tokenizer(backend, special, _template(path, config))
 
     @staticmethod
@@ -74,6 +86,11 @@ class Tokenizer:
         backend.no_padding()
         special = {key: text for key in _NAMED if (text := _text(getattr(tokenizer, key))) is not None}
         return Tokenizer(backend, special, _one_template(tokenizer.chat_template))
+
+    @property
+    def kind(self) -> str:
+        """The model in the sense of the `tokenizers` library: "BPE", "Unigram", "WordPiece" or "WordLevel"."""
+        return type(self._backend.model).__name__
 
     @property
     def vocab_size(self) -> int:
@@ -180,10 +197,11 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
             f"{path} has no tokenizer.json",
             "Save one with transformers: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
         )
+    text = read_text(file, _LIMIT)
     try:
-        backend = Backend.from_file(str(file))
+        backend = Backend.from_str(text)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise CorruptModel(f"{file} is no tokenizer ({error})", "Fetch the model again") from error
+        raise CorruptModel(f"{file} is not a tokenizer ({error})", _AGAIN) from error
     # Left from training; a prompt is never cut or padded here.
     backend.no_truncation()
     backend.no_padding()
@@ -229,7 +247,7 @@ def _template(path: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config's: a string, or a list of which "default" is taken."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
@@ -241,8 +259,3 @@ def _one_template(found: Any) -> str | None:
     if isinstance(found, Mapping):
         found = found.get("default", next(iter(found.values()), None))
     return found if isinstance(found, str) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no file."""
-    return read_json(path) if path.exists() else {}

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Fields = Mapping[str, Any]
 
+_LONGEST_TOKEN = 1024
+"""In characters: finding the ways to cut a token into two others takes time that grows with its length squared."""
+
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Phi-3's other added tokens take the white space that follows them.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
@@ -50,8 +53,13 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
 
 def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     tokens = fields.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+    if not tokens:
         raise CorruptModel("the GGUF file holds no vocabulary", "Fetch the file again")
+    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:
+        raise CorruptModel(
+            f"the GGUF vocabulary holds a token of {longest} characters; at most {_LONGEST_TOKEN} are read",
+            "Convert the model again",
+        )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
         raise CorruptModel("the GGUF vocabulary holds a token twice", "Convert the model again")
