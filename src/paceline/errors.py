@@ -14,13 +14,18 @@ _LONGEST = 1000
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
-    """The text with line breaks, control characters and lone surrogates escaped, cut in the middle if it is long."""
+    """The text with spaces for line breaks, control characters and lone surrogates escaped, cut in the middle if it is
+    long."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(_printable(c) for c in text)
+
+
+def _printable(c: str) -> str:
+    return c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
 
 
 class PacelineError(Exception):

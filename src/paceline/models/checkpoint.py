@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.models.families import ties_head
 from paceline.models.files import is_adapter
-from paceline.models.lazy import LazyTensors
+from paceline.models.lazy import LazyTensors, Renamed
 from paceline.models.reading import MIB, read_json, read_json_if_there
 from paceline.models.schema import GENERATION, IDENTITY, TEXT, check, check_value, mapping, shown
 from paceline.tokenizer import Tokenizer
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AGAIN = "Fetch the model again"
 _INDEX_LIMIT, _LONGEST_NAME = 32 * MIB, 255
 
@@ -51,6 +53,9 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
     generation = read_json_if_there(path / "generation_config.json")
     check(path / "generation_config.json", generation, GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
+    if EMBEDDING not in weights and ties_head(config):
+        # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
+        weights = Renamed(weights, HEAD, EMBEDDING)
     return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
 
 

@@ -226,6 +226,12 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     return config
 
 
+def ties_head(raw: Raw) -> bool:
+    """Whether the output head is the embedding, which a family's configs may leave unsaid."""
+    name = raw.get("model_type")
+    return bool({**(FAMILIES[name].defaults if name in FAMILIES else {}), **raw}.get("tie_word_embeddings"))
+
+
 def _common(raw: Raw) -> ModelConfig:
     """What every family reads."""
     heads = raw["num_attention_heads"]
@@ -243,7 +249,7 @@ def _common(raw: Raw) -> ModelConfig:
         context_length=_context(raw, rope),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         activation=raw.get("hidden_act", "silu"),
-        tied=bool(raw.get("tie_word_embeddings")),
+        tied=ties_head(raw),
         rope=rope,
     )
 

@@ -110,6 +110,9 @@ class GGUFTensors(LazyTensors):
         codes, fix = self._tensors[name].codes(), self._fix(name)
         return codes[fix(torch.arange(len(codes.codes)))] if codes and fix else codes
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
     def _fix(self, name: str) -> Fix | None:
         if self._layout.shifted and name.endswith("norm.weight"):
             return _unshift

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
-from paceline.models.checkpoint import Checkpoint, open_checkpoint, open_weights
+from paceline.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
+from paceline.models.families import ties_head
 from paceline.models.files import ADAPTER_CONFIG, is_adapter, resolve
-from paceline.models.lazy import LazyTensors, own_codes
+from paceline.models.lazy import LazyTensors, own_codes, shape_of
 from paceline.models.reading import read_json
 from paceline.models.schema import ADAPTER, check, shown
 from paceline.quantize import Codes
 from paceline.tokenizer import Tokenizer
 
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PREFIX = "base_model.model."
 _AGAIN = "Fetch the adapter again"
 
@@ -209,7 +209,7 @@ class Merged(LazyTensors):
         """`untied`: the head starts as the embedding, and is a tensor of its own from here on."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
-        self._names = dict.fromkeys([*base, *([_HEAD] if untied else []), *sorted(biases)])
+        self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -225,17 +225,24 @@ class Merged(LazyTensors):
     def codes(self, name: str) -> Codes | None:
         """The base's own, of a matrix that the adapter leaves as it is."""
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
-        return None if changed or (name == _HEAD and self._untied) else own_codes(self._base, name)
+        return None if changed or (name == HEAD and self._untied) else own_codes(self._base, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The base's, except of tensors that the adapter brings whole: products keep the shape."""
+        source = EMBEDDING if name == HEAD and self._untied else name
+        if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
+            return tuple(self[name].shape)
+        return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
         """The tensor before any product is added: the base's, or the one that replaces it."""
-        source = _EMBED if name == _HEAD and self._untied else name
+        source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
             # A trained embedding leaves a tied head alone, but one that has products of its own was only resized.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
-        fixed = slice(1, None) if name in (_EMBED, _HEAD) else slice(None)
+        fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
             raise _misfit(self._adapter, name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
         return tensor
@@ -285,15 +292,15 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     """
     adapter = open_adapter(path, allow_pickle=allow_pickle)
     names = set(base.tensors)
-    tied = bool(base.config.get("tie_word_embeddings", _HEAD not in names))
-    names |= {_HEAD} if tied else set()
+    tied = ties_head(base.config)
+    names |= {HEAD} if tied else set()
     for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
             raise _misfit(adapter, name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
-        name for name in (_EMBED, _HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
+        name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
     }
-    untied = tied and bool(touched) and not (adapter.rules.keeps_tie and _EMBED in touched)
+    untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
     config |= _vocabulary(adapter, base.config.get("vocab_size"), tied)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
@@ -302,10 +309,10 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
 
 def _vocabulary(adapter: Adapter, size: int | None, tied: bool) -> dict[str, int]:
     """The new `vocab_size` where tokens were added before training: embedding and head then come whole."""
-    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (_EMBED, _HEAD) if name in adapter.whole}
+    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):
         return {}
-    if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and _EMBED in rows)):
+    if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
         raise _misfit(adapter, next(iter(rows)), f"{held}, and the vocabulary is {size}")
     return {"vocab_size": next(iter(rows.values()))}
