@@ -280,20 +280,23 @@ def _read_medusa(folder: _Folder) -> Found:
 
 
 def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
-    found = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in tensors]
-    places = [(int(x[1]), int(x[2])) for x in found if x]
-    if not places:
-        raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.0.layers.0.weight", _AGAIN)
+    found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
+    places = {(int(x[1]), int(x[2])) for x in found if x}
+    heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
+    # Of N blocks that number themselves as far as 10^9, one of the first N + 1 is missing.
+    for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
+        if (head, layer) not in places:
+            raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
     own = folder.raw.get("paceline") or {}
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
     if vocab is None:
         raise CorruptModel(f"config.json of the head {folder.path} lacks vocab_size", _AGAIN)
     return MedusaConfig(
-        hidden=tensors["blocks.0.layers.0.weight"].shape[-1] if (0, 0) in places else 0,
+        hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
         vocab_size=vocab,
-        heads=max(head for head, _ in places) + 1,
-        layers=max(layer for _, layer in places) + 1,
+        heads=heads,
+        layers=layers,
         shared=shared,
         draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
         paths=tuple(tuple(path) for path in own.get("paths", ())),
