@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CorruptModel, InvalidOption, InvalidPrompt, UnsupportedModel
-from paceline.models.reading import MIB, read_json_if_there, read_text
+from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
+from paceline.models.reading import MIB, library_errors, read_json_if_there, read_text
 from paceline.models.schema import TOKENIZER, check
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from paceline.surfaces import Speller
 
-_AGAIN = "Fetch the model again"
 _LIMIT = 128 * MIB
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -47,13 +46,9 @@ class Tokenizer:
             config |= found
         backend = _backend_from_folder(path)
         special = {key: text for key in _NAMED if (text := _text(config.get(key))) is not None}
-        try:
+        with library_errors(f"{path / 'tokenizer_config.json'} does not fit its tokenizer"):
             _add_listed(backend, config.get("added_tokens_decoder"))
             _frame_as_told(backend, config, special)
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise CorruptModel(
-                f"{path / 'tokenizer_config.json'} does not fit its tokenizer ({error})", _AGAIN
-            ) from error
         return Tokenizer(backend, special, _template(path, config))
 
     @staticmethod
@@ -138,12 +133,13 @@ class Tokenizer:
         Special tokens spelled out in the text become those tokens. Raises `InvalidPrompt` for text that is not
         Unicode (lone surrogates).
         """
-        try:
-            return list(self._backend.encode(text, add_special_tokens=special).ids)
-        except (TypeError, UnicodeError) as error:
-            raise InvalidPrompt(
-                "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
-            ) from error
+        with library_errors("the model's tokenizer fails on this text"):
+            try:
+                return list(self._backend.encode(text, add_special_tokens=special).ids)
+            except (TypeError, UnicodeError) as error:
+                raise InvalidPrompt(
+                    "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
+                ) from error
 
     def spell(self, text: str) -> list[int]:
         """Token ids that add exactly this to a text that has begun: cut as `encode` cuts it where that can be.
@@ -198,10 +194,8 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
             "Save one with transformers: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
         )
     text = read_text(file, _LIMIT)
-    try:
+    with library_errors(f"{file} is not a tokenizer"):
         backend = Backend.from_str(text)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise CorruptModel(f"{file} is not a tokenizer ({error})", _AGAIN) from error
     # Left from training; a prompt is never cut or padded here.
     backend.no_truncation()
     backend.no_padding()

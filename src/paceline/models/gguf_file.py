@@ -133,7 +133,8 @@ def dequantize(data: Any, kind: gguf.GGMLQuantizationType) -> Any:
     step = _PIECE // size
     for start in range(0, len(blocks), step):
         piece = blocks[start : start + step]
-        values[start : start + step] = gguf.dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
+        with np.errstate(all="ignore"):  # scales of a damaged file may be infinite
+            values[start : start + step] = gguf.dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
     return values.reshape(-1)
 
 
@@ -153,7 +154,8 @@ def read_gguf(path: Path) -> GGUFFile:
 def _read(path: Path) -> GGUFFile:
     try:
         # Copy-on-write: torch wants writable memory, and the file stays as it is.
-        reader = _Reader(path, "c")
+        with np.errstate(all="ignore"):  # sums of sizes that overflow are found out where they are used
+            reader = _Reader(path, "c")
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except _DAMAGED as error:
         if "GGMLQuantizationType" in str(error):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_splitters import SPLITTERS, Splitter
+from paceline.models.reading import library_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -124,10 +125,8 @@ def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> token
 
 
 def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any:
-    try:
+    with library_errors("the GGUF vocabulary and merges do not fit", "Convert the model again"):
         return make(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise CorruptModel(f"the GGUF vocabulary and merges do not fit ({error})", "Convert it again") from error
 
 
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:

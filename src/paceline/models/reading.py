@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 
 MIB = 1 << 20
 _CONFIG_LIMIT = 8 * MIB
@@ -75,6 +77,22 @@ def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """`read_json`, or {} where there is no such file."""
     return read_json(path) if path.exists() else {}
+
+
+@contextmanager
+def library_errors(cause: str, fix: str = _AGAIN) -> Iterator[None]:
+    """Turns whatever the tokenizers library raises into a `CorruptModel` with this cause and its reason.
+
+    It raises bare `Exception`, and for a panic in its Rust code a `BaseException` whose class cannot be imported.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptModel(f"{cause} ({error})", fix) from error
 
 
 def _too_deep(path: Path) -> CorruptModel:
