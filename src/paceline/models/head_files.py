@@ -24,7 +24,7 @@ from paceline.models.files import resolve
 from paceline.models.head_check import MAPS, check_tensors
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 from paceline.models.reading import read_json
-from paceline.models.schema import HEAD, check
+from paceline.models.schema import HEAD, HEAD_IDENTITY, check
 from paceline.types import Tap
 
 Raw = Mapping[str, Any]
@@ -82,6 +82,7 @@ def open_head(
             f"{path} holds no learned drafter that Paceline knows",
             "It reads EAGLE, Medusa, DFlash and speculators heads; a whole model drafts as model:REF",
         )
+    _check_fields(path / "config.json", raw)
     folder = _Folder(path, raw, _tensors(path, allow_pickle))
     try:
         layout, config, tensors = reader(folder)
@@ -122,14 +123,17 @@ def holds_head(path: Path) -> bool:
 
 
 def _read_head_config(path: Path) -> dict[str, Any]:
-    """config.json in this folder, its fields and those of the objects within it checked."""
-    file = path / "config.json"
-    raw = read_json(file)
+    raw = read_json(path / "config.json")
+    check(path / "config.json", raw, HEAD_IDENTITY)
+    return raw
+
+
+def _check_fields(file: Path, raw: Raw) -> None:
+    """Raises `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
     check(file, raw, HEAD)
     for key in ("paceline", "eagle_config", "dflash_config", "speculators_config"):
         check(file, raw.get(key) or {}, HEAD)
     check(file, _verifier(raw), HEAD)
-    return raw
 
 
 def _target(raw: Raw) -> str | None:
@@ -326,7 +330,7 @@ def _read_speculators_dflash(folder: _Folder) -> Found:
     _refuse_dflash(folder, raw, sliding=False)
     mutual = raw.get("sliding_window_non_causal", False)
     causal = tuple(x.window is not None and not mutual for x in layer.plan)
-    taps = tuple(raw["aux_hidden_state_layer_ids"])
+    taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
     config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
     # The target's own, which are never trained; a head over all tokens is the target's too.
     idle = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))

@@ -220,26 +220,29 @@ ADAPTER: Mapping[str, Kind] = {
 """adapter_config.json."""
 
 _TAPS = listed(whole(0, LAYERS))
-HEAD: Mapping[str, Kind] = {
+HEAD_IDENTITY: Mapping[str, Kind] = {
     "architectures": listed(TEXT) | NULL,
-    "model_type": TEXT | NULL,
     "speculators_model_type": TEXT | NULL,
+}
+"""config.json of a folder that may be a learned drafter: what tells it from a model."""
+
+HEAD: Mapping[str, Kind] = {
     "speculators_config": OBJECT | NULL,
     "transformer_layer_config": OBJECT,
     "paceline": OBJECT | NULL,
     "eagle_config": OBJECT | NULL,
     "dflash_config": OBJECT | NULL,
     "eagle_aux_hidden_state_layer_ids": _TAPS | NULL,
-    "aux_hidden_state_layer_ids": _TAPS,
+    "aux_hidden_state_layer_ids": _TAPS | NULL,
     "target_layer_ids": _TAPS | NULL,
     "num_target_layers": _LAYERS | NULL,
     "target_layers": _LAYERS | NULL,
     "target_hidden_size": _SIZE | NULL,
     "draft_vocab_size": _ROWS | NULL,
-    "hidden_size": _SIZE,
-    "vocab_size": _ROWS,
+    "hidden_size": _SIZE | NULL,
+    "vocab_size": _ROWS | NULL,
     "block_size": whole(2, 4096) | NULL,
-    "mask_token_id": _ID,
+    "mask_token_id": _ID | NULL,
     "layers": whole(0, LAYERS),
     "rank": whole(0, 2**20),
     "paths": listed(listed(whole())),
