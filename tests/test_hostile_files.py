@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.errors import CorruptModel, PacelineError, UnsupportedModel, one_line
 from paceline.models.checkpoint import eos_token_ids, open_checkpoint
 from paceline.models.files import resolve
@@ -131,6 +133,36 @@ JSON_FILES = [
 def test_json_nested_200000_deep(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     assert name in refused(lambda: judged(folder)).cause
+
+
+@pytest.mark.parametrize("part", ["[],", "{},", '"",'])
+def test_json_of_millions_of_empty_values(folder: Path, part: str) -> None:
+    (folder / "config.json").write_text('{"a":[' + part * ((7 << 20) // len(part)) + "0]}")
+    assert "lacks" in refused(lambda: judged(folder)).cause
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_text('{"model_type": ["llama"]}'),
+        lambda path: path.write_text('{"architectures": 3}'),
+        lambda path: path.write_text(DEEP),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    ],
+)
+def test_the_command_line_prints_one_line(folder: Path, change: Callable[[Path], object]) -> None:
+    change(folder / "config.json")
+    result = CliRunner().invoke(app, ["info", str(folder)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["n_layer", "num_layers"])
+def test_a_model_that_transformers_would_run_has_a_bounded_number_of_layers(folder: Path, name: str) -> None:
+    configured(folder, model_type="gpt2", **{name: 4 * 10**9})
+    assert f"{name} must be" in refused(lambda: judged(folder)).cause
 
 
 @pytest.mark.parametrize("depth", [70, 900])

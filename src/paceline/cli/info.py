@@ -64,7 +64,7 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
         "own_codes": _own_codes(header),
-        "vocab_size": checkpoint.config["vocab_size"],
+        "vocab_size": checkpoint.config.get("vocab_size") or checkpoint.tokenizer.vocab_size,
         "tokens": checkpoint.tokenizer.vocab_size,
         "tokenizer": _tokenizer_kind(checkpoint, header),
         "eos": [{"id": i, "token": checkpoint.tokenizer.decode([i], skip_special=False)} for i in eos],

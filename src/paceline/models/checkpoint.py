@@ -19,7 +19,7 @@ from paceline.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AGAIN = "Fetch the model again"
-_INDEX_LIMIT, _LONGEST_NAME = 32 * MIB, 255
+_INDEX_LIMIT, _LONGEST_NAME = 16 * MIB, 255
 
 
 @dataclass(frozen=True)

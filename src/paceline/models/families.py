@@ -211,7 +211,7 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     out of their range (see `schema.py`) or contradict each other.
     """
     refuse_other_kinds(raw, where)
-    name = raw.get("model_type", "?")
+    name = raw["model_type"]
     if name not in FAMILIES:
         raise UnsupportedModel(f"model type {name!r} is not supported", f"Paceline runs {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[name]
@@ -314,13 +314,15 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     """Raises `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config that
     does not say what the model is. `where`: how error messages name the source."""
     check(where, raw, IDENTITY)
-    name = (raw.get("architectures") or [raw.get("model_type", "?")])[0]
+    if "model_type" not in raw:
+        raise CorruptModel(f"{where} lacks model_type", _AGAIN)
+    name = (raw.get("architectures") or [raw["model_type"]])[0]
     if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
     recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
-    if any(word in str(raw.get("model_type", "")).lower() for word in recurrent):
+    if any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
             f"{name} is a recurrent model, whose state cannot drop rejected tokens",
             "Use an attention-only model",

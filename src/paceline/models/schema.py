@@ -113,8 +113,10 @@ IDENTITY: Mapping[str, Kind] = {
     "model_type": TEXT,
     "architectures": listed(TEXT) | NULL,
     "is_encoder_decoder": FLAG | NULL,
+    **{name: whole(0, LAYERS) | NULL for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer")},
     "eos_token_id": _ID | listed(_ID) | NULL,
     "tie_word_embeddings": FLAG | NULL,
+    "vocab_size": _ROWS | NULL,
 }
 """config.json of any model, whatever runs it."""
 
