@@ -109,7 +109,7 @@ def test_a_tree_is_of_paths_of_ranks_whoever_gives_it(path: tuple[int, ...], tmp
         write_head(tmp_path / "new", head_of(replace(COMPACT, paths=((0,), path))), "paceline")
     folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
     own = json.loads((folder / "config.json").read_text())["paceline"]
-    with pytest.raises(CorruptModel, match="a path is ranks from 0 on"):
+    with pytest.raises(CorruptModel, match=r"a path is ranks from 0 on|paths must be"):
         open_head(configured(folder, paceline=own | {"paths": [[0], list(path)]}))
 
 
@@ -133,10 +133,10 @@ def test_quantised_weights_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"draft_vocab_size": "many"}, "gives 'many' for draft_vocab_size"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size must be .* got 'many'"),
         ({"draft_vocab_size": 17}, "shape"),
-        ({"transformer_layer_config": None}, "makes no sense"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, -2]}, r"\[1, -2\] as layers"),
+        ({"transformer_layer_config": None}, "transformer_layer_config must be an object, got null"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, -2]}, r"layer_ids must be .* got \[1, -2\]"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"holds fc_norm\.2\.weight"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_medusa_head_that_skips_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("paths", [[[0], []], [[0, -1]], [[True]], ["0"], [0], 7])
 def test_a_medusa_tree_of_no_places(paths: object, tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
-    with pytest.raises(CorruptModel, match=r"a path is ranks from 0 on|makes no sense"):
+    with pytest.raises(CorruptModel, match=r"a path is ranks from 0 on|paths must be"):
         open_head(configured(folder, paceline={"paths": paths}))
 
 

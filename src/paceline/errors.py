@@ -10,17 +10,36 @@ if TYPE_CHECKING:
     from paceline.reply import Completion
 
 
+_LONGEST = 1000
+
+
+def one_line(text: str, longest: int = _LONGEST) -> str:
+    """The text with spaces for line breaks, control characters and lone surrogates escaped, cut in the middle if it is
+    long."""
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(_printable(c) for c in text)
+
+
+def _printable(c: str) -> str:
+    return c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
+
+
 class PacelineError(Exception):
     """Base of all errors a user can cause or cure; the command line prints it as one line.
 
-    `cause` says what is wrong, `fix` what to do about it, `partial` what had been written of a reply by then.
+    `cause` says what is wrong, `fix` what to do about it, `partial` what had been written of a reply by then. Both
+    texts are kept to one line of printable characters: they may quote files and requests that anyone can have written.
     """
 
     partial: Completion | list[Completion] | None = None
 
     def __init__(self, cause: str, fix: str = "") -> None:
-        self.cause, self.fix = cause, fix
-        super().__init__(f"{cause}. {fix}" if fix else cause)
+        self.cause, self.fix = one_line(cause), one_line(fix)
+        super().__init__(f"{self.cause}. {self.fix}" if fix else self.cause)
 
 
 class ModelNotFound(PacelineError, FileNotFoundError):

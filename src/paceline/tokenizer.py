@@ -9,14 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CorruptModel, InvalidOption, InvalidPrompt, UnsupportedModel
-from paceline.models.files import read_json
+from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
+from paceline.models.reading import MIB, library_errors, read_json_if_there, read_text
+from paceline.models.schema import TOKENIZER, check
 
 if TYPE_CHECKING:
     import tokenizers
 
     from paceline.surfaces import Speller
 
+_LIMIT = 128 * MIB
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,11 +39,16 @@ class Tokenizer:
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
         """From tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
-        config = {**_json(path / "special_tokens_map.json"), **_json(path / "tokenizer_config.json")}
+        config: dict[str, Any] = {}
+        for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
+            found = read_json_if_there(file)
+            check(file, found, TOKENIZER)
+            config |= found
         backend = _backend_from_folder(path)
-        _add_listed(backend, config.get("added_tokens_decoder"))
         special = {key: text for key in _NAMED if (text := _text(config.get(key))) is not None}
-        _frame_as_told(backend, config, special)
+        with library_errors(f"{path / 'tokenizer_config.json'} does not fit its tokenizer"):
+            _add_listed(backend, config.get("added_tokens_decoder"))
+            _frame_as_told(backend, config, special)
         return Tokenizer(backend, special, _template(path, config))
 
     @staticmethod
@@ -74,6 +81,11 @@ class Tokenizer:
         backend.no_padding()
         special = {key: text for key in _NAMED if (text := _text(getattr(tokenizer, key))) is not None}
         return Tokenizer(backend, special, _one_template(tokenizer.chat_template))
+
+    @property
+    def kind(self) -> str:
+        """The model in the sense of the `tokenizers` library: "BPE", "Unigram", "WordPiece" or "WordLevel"."""
+        return type(self._backend.model).__name__
 
     @property
     def vocab_size(self) -> int:
@@ -128,13 +140,14 @@ class Tokenizer:
         Special tokens spelled out in the text become those tokens. Raises `InvalidPrompt` for text that is not
         Unicode (lone surrogates).
         """
-        try:
-            # As a batch of one: `encode` keeps the interpreter from all other threads as long as it takes.
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
-        except (TypeError, UnicodeError) as error:
-            raise InvalidPrompt(
-                "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
-            ) from error
+        with library_errors("the model's tokenizer fails on this text"):
+            try:
+                # As a batch of one: `encode` keeps the interpreter from all other threads as long as it takes.
+                return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+            except (TypeError, UnicodeError) as error:
+                raise InvalidPrompt(
+                    "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
+                ) from error
 
     def spell(self, text: str) -> list[int]:
         """Token ids that add exactly this to a text that has begun: cut as `encode` cuts it where that can be.
@@ -189,10 +202,9 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
             f"{path} has no tokenizer.json",
             "Save one with transformers: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
         )
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise CorruptModel(f"{file} is no tokenizer ({error})", "Fetch the model again") from error
+    text = read_text(file, _LIMIT)
+    with library_errors(f"{file} is not a tokenizer"):
+        backend = Backend.from_str(text)
     # Left from training; a prompt is never cut or padded here.
     backend.no_truncation()
     backend.no_padding()
@@ -238,7 +250,7 @@ def _template(path: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config's: a string, or a list of which "default" is taken."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
@@ -250,8 +262,3 @@ def _one_template(found: Any) -> str | None:
     if isinstance(found, Mapping):
         found = found.get("default", next(iter(found.values()), None))
     return found if isinstance(found, str) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no file."""
-    return read_json(path) if path.exists() else {}

@@ -15,8 +15,6 @@ from paceline.cli.options import AllowPickle, Revision, Token, progress_wanted
 from paceline.cli.show import percent
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.table import Table
 
     from paceline.models.checkpoint import Checkpoint
@@ -66,9 +64,9 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
         "own_codes": _own_codes(header),
-        "vocab_size": checkpoint.config["vocab_size"],
+        "vocab_size": checkpoint.config.get("vocab_size") or checkpoint.tokenizer.vocab_size,
         "tokens": checkpoint.tokenizer.vocab_size,
-        "tokenizer": _tokenizer_kind(path, header),
+        "tokenizer": _tokenizer_kind(checkpoint, header),
         "eos": [{"id": i, "token": checkpoint.tokenizer.decode([i], skip_special=False)} for i in eos],
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "generation": checkpoint.generation,
@@ -160,12 +158,11 @@ def _folder_tensors(checkpoint: Checkpoint) -> tuple[str, Tensors]:
     return ("safetensors" if safe else "pickle"), sizes
 
 
-def _tokenizer_kind(path: Path, header: GGUFFile | None) -> str:
+def _tokenizer_kind(checkpoint: Checkpoint, header: GGUFFile | None) -> str:
     if header:
         parts = [header.fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
         return " / ".join(str(part) for part in parts if part)
-    kind = json.loads((path / "tokenizer.json").read_text(encoding="utf-8")).get("model") or {}
-    return str(kind.get("type", "unknown"))
+    return checkpoint.tokenizer.kind
 
 
 def _table(lines: list[tuple[str, str]]) -> Table:

@@ -10,11 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from paceline.models.files import is_adapter, read_json
-from paceline.models.lazy import LazyTensors
+from paceline.models.families import ties_head
+from paceline.models.files import is_adapter
+from paceline.models.lazy import LazyTensors, Renamed
+from paceline.models.reading import MIB, read_json, read_json_if_there
+from paceline.models.schema import GENERATION, IDENTITY, TEXT, check, check_value, mapping, shown
 from paceline.tokenizer import Tokenizer
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AGAIN = "Fetch the model again"
+_INDEX_LIMIT, _LONGEST_NAME = 16 * MIB, 255
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,12 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
     config = _config(path)
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    generation = read_json_if_there(path / "generation_config.json")
+    check(path / "generation_config.json", generation, GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
+    if EMBEDDING not in weights and ties_head(config):
+        # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
+        weights = Renamed(weights, HEAD, EMBEDDING)
     return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
 
 
@@ -57,17 +66,16 @@ def eos_token_ids(
 
     Raises `CorruptModel` for anything but an id or a list of ids.
     """
+    check("config.json", config, {"eos_token_id": IDENTITY["eos_token_id"]})
+    check("generation_config.json", generation, {"eos_token_id": GENERATION["eos_token_id"]})
     ids = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
     if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]
     return tuple(dict.fromkeys(ids))
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in values):
-        raise CorruptModel(f"eos_token_id is {value!r}", "It must be a token id or a list of them")
-    return values
+def _ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -76,6 +84,7 @@ def _config(path: Path) -> dict[str, Any]:
             f"{path} is an adapter, not a model", "Name its base model, and this folder as the adapter"
         )
     config = read_json(path / "config.json")
+    check(path / "config.json", config, IDENTITY)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
         raise UnsupportedModel(f"{path} is quantised with {method}", "Use the unquantised checkpoint or a GGUF file")
@@ -103,16 +112,17 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
     index = path / f"{single}.index.json"
     if not index.exists():
         return {path / single: None} if (path / single).exists() else None
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise CorruptModel(f"{index} holds no weight_map", _AGAIN)
-    shards: dict[Path, tuple[str, ...] | None] = {}
-    for file in dict.fromkeys(where.values()):
-        # A shard beside its index: a name with folders in it would read files elsewhere on the machine.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CorruptModel(f"{index} names the shard {file!r}", _AGAIN)
-        shards[path / file] = tuple(name for name, home in where.items() if home == file)
-    return shards
+    where = read_json(index, _INDEX_LIMIT).get("weight_map")
+    check_value(index, "weight_map", where, mapping(TEXT))
+    if not where:
+        raise CorruptModel(f"{index} names no tensors", _AGAIN)
+    shards: dict[Path, list[str]] = {}
+    for name, file in where.items():
+        # A shard lies beside its index: a name with folders in it would read files elsewhere on the machine.
+        if Path(file).name != file or not file.isprintable() or len(file.encode()) > _LONGEST_NAME:
+            raise CorruptModel(f"{index} names the shard {shown(file)}, which is not a file name", _AGAIN)
+        shards.setdefault(path / file, []).append(name)
+    return {file: tuple(names) for file, names in shards.items()}
 
 
 Read = Callable[[str], Tensor]

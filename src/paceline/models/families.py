@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
+from paceline.models.schema import DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
 from paceline.runner import ACTIVATIONS
 
 Raw = Mapping[str, Any]
@@ -23,12 +25,13 @@ class Family:
     """What is peculiar to one `model_type`.
 
     `refine`: from the config and what every family reads of it to the whole. `reads`: the keys of `_PECULIAR` that it
-    looks at. `defaults`: for keys that a config may leave out.
+    looks at. `defaults`: for keys that a config may leave out. `fields`: the kinds of its own keys.
     """
 
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
     reads: frozenset[str] = frozenset()
     defaults: Raw = field(default_factory=dict)
+    fields: Mapping[str, Kind] = field(default_factory=dict)
 
 
 def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -122,8 +125,6 @@ def _layered(
     sparse: Sequence[bool] | None = None,
 ) -> ModelConfig:
     """The config with these layers. A window as wide as the context is none."""
-    if wrong := [w for w in windows if w is not None and (not isinstance(w, int) or w < 1)]:
-        raise CorruptModel(f"a sliding window of {wrong[0]!r} tokens makes no sense", _AGAIN)
     ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
     bounded = [w if w and w < base.context_length else None for w in windows]
     return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))
@@ -143,8 +144,8 @@ _WINDOW, _WINDOWS = frozenset({"sliding_window"}), frozenset({"sliding_window", 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(_windows_everywhere, _WINDOW, {"sliding_window": 4096}),
-    "qwen2": Family(_qwen, _WINDOWS, _QWEN),
-    "qwen3": Family(_qwen, _WINDOWS, _QWEN | {"head_dim": 128}),
+    "qwen2": Family(_qwen, _WINDOWS, _QWEN, QWEN),
+    "qwen3": Family(_qwen, _WINDOWS, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
         _windows_everywhere,
         _WINDOW | {"partial_rotary_factor"},
@@ -159,21 +160,25 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 2000000.0,
             "tie_word_embeddings": True,
         },
+        SMOLLM3,
     ),
     "gemma2": Family(
         _gemma2,
         _GEMMA_READS | {"attn_logit_softcapping"},
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        GEMMA,
     ),
     "gemma3_text": Family(
         _gemma3,
         _GEMMA_READS,
         _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+        GEMMA,
     ),
     "mixtral": Family(
         _mixtral,
         _WINDOW,
         {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        MIXTURE,
     ),
     "qwen3_moe": Family(
         _qwen3_moe,
@@ -186,6 +191,7 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": False,
             "decoder_sparse_step": 1,
         },
+        MIXTURE,
     ),
 }
 """model_type -> what it changes. Biases and fused projections need no entry: they are read as they come."""
@@ -198,23 +204,32 @@ _PECULIAR = (
 """Keys that change the mathematics and leave no trace in the tensors: a family that does not read one refuses it."""
 
 
-def read_config(raw: Raw) -> ModelConfig:
-    """Raises `UnsupportedModel` for what the native decoder does not run, `CorruptModel` for missing keys."""
-    name = raw.get("model_type", "?")
-    refuse_other_kinds(raw)
+def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
+    """The config of a native decoder. `where`: how error messages name the source.
+
+    Raises `UnsupportedModel` for what the native decoder does not run, `CorruptModel` for keys that are missing, are
+    out of their range (see `schema.py`) or contradict each other.
+    """
+    refuse_other_kinds(raw, where)
+    name = raw["model_type"]
     if name not in FAMILIES:
         raise UnsupportedModel(f"model type {name!r} is not supported", f"Paceline runs {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[name]
     raw = {**family.defaults, **raw}
+    check(where, raw, {**DECODER, **family.fields})
+    _refuse_peculiar(raw, family)
     try:
-        _refuse_peculiar(raw, family)
         config = family.refine(raw, _common(raw))
     except KeyError as missing:
-        raise CorruptModel(f"config.json of a {name} model lacks {missing}", _AGAIN) from missing
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise CorruptModel(f"config.json of a {name} model makes no sense ({error})", "Fetch it again") from error
-    _check(raw, config)
+        raise CorruptModel(f"{where} of a {name} model lacks {missing}", _AGAIN) from missing
+    _check(config)
     return config
+
+
+def ties_head(raw: Raw) -> bool:
+    """Whether the output head is the embedding, which a family's configs may leave unsaid."""
+    name = raw.get("model_type")
+    return bool({**(FAMILIES[name].defaults if name in FAMILIES else {}), **raw}.get("tie_word_embeddings"))
 
 
 def _common(raw: Raw) -> ModelConfig:
@@ -234,7 +249,7 @@ def _common(raw: Raw) -> ModelConfig:
         context_length=_context(raw, rope),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         activation=raw.get("hidden_act", "silu"),
-        tied=raw.get("tie_word_embeddings", False),
+        tied=ties_head(raw),
         rope=rope,
     )
 
@@ -258,19 +273,14 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
     return max(length, int(numbers["factor"] * numbers["original_max_position_embeddings"]))
 
 
-def _check(raw: Raw, c: ModelConfig) -> None:
-    sizes = {n: getattr(c, n) for n in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")}
-    sizes["context_length"] = c.context_length
-    if c.experts:
-        sizes |= {"experts": c.experts.count, "experts per token": c.experts.used, "expert size": c.experts.ffn}
-    if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
-        raise CorruptModel(f"config.json gives no positive number for {', '.join(wrong)}", _AGAIN)
+def _check(c: ModelConfig) -> None:
+    """What no single field shows."""
     if c.experts and c.experts.used > c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", _AGAIN)
     if c.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
-    if c.heads % c.kv_heads or c.head_dim % 2:
-        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit")
+    if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
+        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", _AGAIN)
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
@@ -300,15 +310,19 @@ def _within_rope(raw: Raw, key: str) -> Any:
     return (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get(key)
 
 
-def refuse_other_kinds(raw: Raw) -> None:
-    """Multimodal, encoder-decoder and recurrent models, named for what they are."""
-    name = (raw.get("architectures") or [raw.get("model_type", "?")])[0]
+def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
+    """Raises `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config that
+    does not say what the model is. `where`: how error messages name the source."""
+    check(where, raw, IDENTITY)
+    if "model_type" not in raw:
+        raise CorruptModel(f"{where} lacks model_type", _AGAIN)
+    name = (raw.get("architectures") or [raw["model_type"]])[0]
     if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
     recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
-    if any(word in str(raw.get("model_type", "")).lower() for word in recurrent):
+    if any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
             f"{name} is a recurrent model, whose state cannot drop rejected tokens",
             "Use an attention-only model",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.errors import ModelNotFound, UnsupportedModel
 from paceline.models.demo import PACKAGED, packaged
+from paceline.models.reading import open_regular
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
@@ -59,20 +59,13 @@ def resolve(
 def _local(path: Path) -> Path:
     if path.is_dir():
         return _in_folder(path)
-    if path.suffix == ".gguf" or _starts_with(path, b"GGUF"):
-        return path
+    with open_regular(path) as file:
+        if path.suffix == ".gguf" or file.read(4) == b"GGUF":
+            return path
     raise UnsupportedModel(
         f"{path} is neither a folder nor a GGUF file",
         "For safetensors, name the folder that also holds config.json",
     )
-
-
-def _starts_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError as error:
-        raise ModelNotFound(f"cannot open {path}: {error.strerror}", "Check its permissions") from error
 
 
 def _in_folder(folder: Path) -> Path:
@@ -178,18 +171,3 @@ def _not_fetched(name: str, revision: str | None, error: Exception) -> ModelNotF
         f"the hub model {name} is not on this machine and cannot be fetched ({reason})",
         "Check the network and free disk space, or fetch it elsewhere and name the folder",
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `ModelNotFound` or `CorruptModel`, both naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFound(f"{path} is missing", "The folder is no complete model; fetch it again") from error
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check its permissions") from error
-    except ValueError as error:
-        raise CorruptModel(f"{path} is not valid JSON ({error})", "Fetch the model again") from error
-    if not isinstance(data, dict):
-        raise CorruptModel(f"{path} holds no JSON object", "Fetch the model again")
-    return data

@@ -16,6 +16,7 @@ import torch
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_file import GGUFFile, read_gguf
 from paceline.models.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
+from paceline.models.schema import GGUF, GGUF_ARCHITECTURE, check, check_value
 
 Fields = Mapping[str, Any]
 Config = dict[str, Any]
@@ -23,13 +24,19 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A file's metadata by the keys' last parts: what every architecture spells with its own name in front."""
+    """A file's metadata by the keys' last parts: what every architecture spells with its own name in front.
+
+    Each value is checked against `schema.GGUF_ARCHITECTURE` where it is read.
+    """
 
     file: GGUFFile
     architecture: str
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self.file.fields.get(f"{self.architecture}.{key}", default)
+        name = f"{self.architecture}.{key}"
+        if name in self.file.fields:
+            check_value(self.file.path, name, self.file.fields[name], GGUF_ARCHITECTURE[key])
+        value = self.file.fields.get(name, default)
         # Stored as float32; the shortest decimal that rounds to it is what config.json says.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -42,7 +49,10 @@ class Metadata:
     def factors(self, name: str) -> list[float] | None:
         """One of `ROPE_FACTORS`."""
         tensor = self.file.tensors.get(name)
-        return None if tensor is None else tensor.read().to(torch.float64).flatten().tolist()
+        if tensor is None:
+            return None
+        tensor.check()
+        return tensor.read().to(torch.float64).flatten().tolist()
 
 
 def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
@@ -52,13 +62,12 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     are not read.
     """
     file = read_gguf(path)
+    check(path, file.fields, GGUF)
     name = _architecture(file)
     try:
         config = _config(Metadata(file, name))
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CorruptModel(f"the metadata of {path} makes no model ({error})", "Fetch the file again") from error
     return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
 
 
@@ -86,8 +95,9 @@ _OTHER_KINDS = (
 
 def _architecture(file: GGUFFile) -> str:
     """The architecture's name. Raises `UnsupportedModel` for what the file is instead of such a model."""
-    name, title = str(file.fields.get("general.architecture", "?")), file.path.name
-    if int(file.fields.get("split.count", 1)) > 1:
+    name: str = file.fields.get("general.architecture", "?")
+    title = file.path.name
+    if file.fields.get("split.count", 1) > 1:
         raise UnsupportedModel(f"{title} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
     if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
         raise UnsupportedModel(f"{title} is no model but a GGUF of type {kind!r}", "Name the model's own file")

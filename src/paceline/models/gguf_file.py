@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_codes import gguf_codes
+from paceline.models.reading import open_regular
 from paceline.quantize import Codes, quantize
 
 _DAMAGED = (ValueError, KeyError, IndexError, OverflowError, struct.error, MemoryError, TypeError)
 _PIECE = 1 << 18
+_LONGEST_ARRAY = 1 << 24
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
@@ -39,6 +41,8 @@ class _Reader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         count, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if count > _LONGEST_ARRAY:  # of empty strings, which a sparse file holds for free
+            raise ValueError(f"an array of {count} elements")
         if kind == gguf.GGUFValueType.STRING:
             parts, end = self._strings(start, count)
         elif kind in self.gguf_scalar_to_np:
@@ -129,7 +133,8 @@ def dequantize(data: Any, kind: gguf.GGMLQuantizationType) -> Any:
     step = _PIECE // size
     for start in range(0, len(blocks), step):
         piece = blocks[start : start + step]
-        values[start : start + step] = gguf.dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
+        with np.errstate(all="ignore"):  # scales of a damaged file may be infinite
+            values[start : start + step] = gguf.dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
     return values.reshape(-1)
 
 
@@ -149,7 +154,8 @@ def read_gguf(path: Path) -> GGUFFile:
 def _read(path: Path) -> GGUFFile:
     try:
         # Copy-on-write: torch wants writable memory, and the file stays as it is.
-        reader = _Reader(path, "c")
+        with np.errstate(all="ignore"):  # sums of sizes that overflow are found out where they are used
+            reader = _Reader(path, "c")
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except _DAMAGED as error:
         if "GGMLQuantizationType" in str(error):
@@ -157,18 +163,15 @@ def _read(path: Path) -> GGUFFile:
         raise CorruptModel(f"{path} is damaged or cut off ({error})", "Fetch the file again") from error
     tensors = {tensor.name: GGUFTensor(tensor) for tensor in reader.tensors}
     for name, tensor in tensors.items():
-        if math.prod(tensor.shape) == 0:
+        if not tensor.shape or math.prod(tensor.shape) == 0:
             raise CorruptModel(f"{name} in {path} is empty", "Fetch the file again")
     return GGUFFile(path, fields, tensors)
 
 
 def _check_start(path: Path) -> None:
     """Magic and version, for a clear word before the library tries."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(24)
-    except OSError as error:
-        raise ModelNotFound(f"cannot open {path}: {error.strerror}", "Check the path and its permissions") from error
+    with open_regular(path) as file:
+        start = file.read(24)
     if start[:4] != b"GGUF":
         raise CorruptModel(f"{path} is not a GGUF file", "Check the path, or fetch the file again")
     if len(start) < 24:

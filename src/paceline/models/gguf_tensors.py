@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_file import GGUFFile, GGUFTensor
 from paceline.models.lazy import LazyTensors
+from paceline.models.schema import EXPERTS
 from paceline.quantize import Codes
 
 Fix = Callable[[Tensor], Tensor]
@@ -109,6 +110,9 @@ class GGUFTensors(LazyTensors):
         codes, fix = self._tensors[name].codes(), self._fix(name)
         return codes[fix(torch.arange(len(codes.codes)))] if codes and fix else codes
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
     def _fix(self, name: str) -> Fix | None:
         if self._layout.shifted and name.endswith("norm.weight"):
             return _unshift
@@ -146,6 +150,10 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: Layout) -> dict[str, GGUFTe
         return {}
     prefix = f"model.layers.{layer}"
     if part in layout.experts:
+        if tensor.shape[0] > EXPERTS:
+            raise CorruptModel(
+                f"{name} stacks {tensor.shape[0]} experts; at most {EXPERTS} are read", "Fetch the file again"
+            )
         pattern = f"{prefix}.{layout.experts[part]}.{kind}"
         return {pattern.format(e): GGUFTensor(tensor.info, e) for e in range(tensor.shape[0])}
     return {f"{prefix}.{layout.names[part]}.{kind}": tensor} if part in layout.names else {}

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.gguf_splitters import SPLITTERS, Splitter
+from paceline.models.reading import library_errors
 
 if TYPE_CHECKING:
     import tokenizers
 
 Fields = Mapping[str, Any]
+
+_LONGEST_TOKEN = 1024
+"""In characters: finding the ways to cut a token into two others takes time that grows with its length squared."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Phi-3's other added tokens take the white space that follows them.
@@ -50,8 +54,13 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
 
 def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     tokens = fields.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+    if not tokens:
         raise CorruptModel("the GGUF file holds no vocabulary", "Fetch the file again")
+    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:
+        raise CorruptModel(
+            f"the GGUF vocabulary holds a token of {longest} characters; at most {_LONGEST_TOKEN} are read",
+            "Convert the model again",
+        )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
         raise CorruptModel("the GGUF vocabulary holds a token twice", "Convert the model again")
@@ -116,10 +125,8 @@ def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> token
 
 
 def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any:
-    try:
+    with library_errors("the GGUF vocabulary and merges do not fit", "Convert the model again"):
         return make(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise CorruptModel(f"the GGUF vocabulary and merges do not fit ({error})", "Convert it again") from error
 
 
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:

@@ -20,9 +20,11 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig
 from paceline.models.families import read_config
-from paceline.models.files import read_json, resolve
+from paceline.models.files import resolve
 from paceline.models.head_check import MAPS, check_tensors
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+from paceline.models.reading import read_json
+from paceline.models.schema import HEAD, HEAD_IDENTITY, check
 from paceline.types import Tap
 
 Raw = Mapping[str, Any]
@@ -46,17 +48,11 @@ class _Folder:
     tensors: Tensors
 
     def number(self, key: str, raw: Raw | None = None) -> int:
-        """A whole number of the config that makes sense as a size or an id."""
-        value = (self.raw if raw is None else raw).get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CorruptModel(f"config.json of the head {self.path} gives {value!r} for {key}", _AGAIN)
+        """A number that the config (or `raw`, a part of it) must hold."""
+        value: int | None = (self.raw if raw is None else raw).get(key)
+        if value is None:
+            raise CorruptModel(f"config.json of the head {self.path} lacks {key}", _AGAIN)
         return value
-
-    def ids(self, value: Any, shift: int = 0) -> tuple[Tap, ...]:
-        """Numbers of layers as taps."""
-        if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
-            raise CorruptModel(f"config.json of the head {self.path} gives {value!r} as layers to listen to", _AGAIN)
-        return tuple(x + shift for x in value)
 
 
 Found = tuple[str, HeadConfig, Tensors]
@@ -79,18 +75,19 @@ def open_head(
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
         raise UnsupportedModel(f"{path} is a file, and a head is a folder", "Name the folder that holds config.json")
-    raw = read_json(path / "config.json")
+    raw = _read_head_config(path)
     reader = _reader(path, raw)
     if reader is None:
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
             "It reads EAGLE, Medusa, DFlash and speculators heads; a whole model drafts as model:REF",
         )
+    _check_fields(path / "config.json", raw)
     folder = _Folder(path, raw, _tensors(path, allow_pickle))
     try:
         layout, config, tensors = reader(folder)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptModel(f"config.json of the head {path} makes no sense ({error!r})", _AGAIN) from error
+    except KeyError as missing:
+        raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
     tensors = complete(config, tensors)
     check_tensors(path, config, tensors)
     own = dict(raw.get("paceline") or {})
@@ -122,13 +119,29 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 def holds_head(path: Path) -> bool:
     """Whether the config.json in this folder is a learned drafter's, and not a model's. Raises `UnsupportedModel` for
     one of a kind that Paceline does not run."""
-    return (path / "config.json").exists() and _reader(path, read_json(path / "config.json")) is not None
+    return (path / "config.json").exists() and _reader(path, _read_head_config(path)) is not None
+
+
+def _read_head_config(path: Path) -> dict[str, Any]:
+    raw = read_json(path / "config.json")
+    check(path / "config.json", raw, HEAD_IDENTITY)
+    return raw
+
+
+def _check_fields(file: Path, raw: Raw) -> None:
+    """Raises `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
+    check(file, raw, HEAD)
+    for key in ("paceline", "eagle_config", "dflash_config", "speculators_config"):
+        check(file, raw.get(key) or {}, HEAD)
+    check(file, _verifier(raw), HEAD)
 
 
 def _target(raw: Raw) -> str | None:
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path") or raw.get("base_model_name_or_path")
-    return str(name) if name else None
+    return _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or None
+
+
+def _verifier(raw: Raw) -> Raw:
+    return (raw.get("speculators_config") or {}).get("verifier") or {}
 
 
 def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
@@ -182,7 +195,7 @@ def _read_speculators_eagle3(folder: _Folder) -> Found:
     raw = folder.raw
     layer = _one_layer(folder, raw["transformer_layer_config"])
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    config = _eagle3(folder, layer, folder.ids(ids) if ids else ())
+    config = _eagle3(folder, layer, tuple(ids or ()))
     return "speculators", config, {_plain(name): tensor for name, tensor in folder.tensors.items()}
 
 
@@ -206,8 +219,8 @@ def _read_eagle(folder: _Folder) -> Found:
     if "lm_head.weight" not in tensors:  # which only speculators leaves to the target
         raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
     ids, nested = raw.get("eagle_aux_hidden_state_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
-    taps = folder.ids(ids) if ids else folder.ids(nested, 1) if nested else ()
-    return layout, _eagle3(folder, layer, taps), tensors
+    taps = ids or [x + 1 for x in nested or ()]
+    return layout, _eagle3(folder, layer, tuple(taps)), tensors
 
 
 def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> EagleConfig:
@@ -271,20 +284,23 @@ def _read_medusa(folder: _Folder) -> Found:
 
 
 def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
-    found = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in tensors]
-    places = [(int(x[1]), int(x[2])) for x in found if x]
-    if not places:
-        raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.0.layers.0.weight", _AGAIN)
+    found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
+    places = {(int(x[1]), int(x[2])) for x in found if x}
+    heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
+    # Of N blocks that number themselves as far as 10^9, one of the first N + 1 is missing.
+    for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
+        if (head, layer) not in places:
+            raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
     own = folder.raw.get("paceline") or {}
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
     if vocab is None:
         raise CorruptModel(f"config.json of the head {folder.path} lacks vocab_size", _AGAIN)
     return MedusaConfig(
-        hidden=tensors["blocks.0.layers.0.weight"].shape[-1] if (0, 0) in places else 0,
+        hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
         vocab_size=vocab,
-        heads=max(head for head, _ in places) + 1,
-        layers=max(layer for _, layer in places) + 1,
+        heads=heads,
+        layers=layers,
         shared=shared,
         draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
         paths=tuple(tuple(path) for path in own.get("paths", ())),
@@ -303,7 +319,7 @@ def _read_dflash(folder: _Folder) -> Found:
     said = own.get("causal") if said is None else said
     causal = tuple(x.window is not None if said is None else bool(said) for x in layer.plan)
     ids = own.get("target_layer_ids")
-    taps = folder.ids(ids, 1) if ids else _spread(folder.number("num_target_layers"), layer.layers)
+    taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
     size = raw.get("block_size") or own.get("block_size")
     return "reference", _block(folder, layer, taps, size, own, causal), folder.tensors
 
@@ -314,7 +330,7 @@ def _read_speculators_dflash(folder: _Folder) -> Found:
     _refuse_dflash(folder, raw, sliding=False)
     mutual = raw.get("sliding_window_non_causal", False)
     causal = tuple(x.window is not None and not mutual for x in layer.plan)
-    taps = folder.ids(raw.get("aux_hidden_state_layer_ids"))
+    taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
     config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
     # The target's own, which are never trained; a head over all tokens is the target's too.
     idle = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
@@ -350,8 +366,8 @@ def _block(
     folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
     """`own`: the part of the config that names the mask token."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-        raise CorruptModel(f"config.json of the head {folder.path} gives a block_size of {size!r}", _AGAIN)
+    if size is None:
+        raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
     vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
     return BlockConfig(
         layer=layer,

@@ -11,9 +11,9 @@ import torch
 
 from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.models.config import ModelConfig
-from paceline.models.files import read_json
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.models.loader import Loaded
+from paceline.models.reading import read_json
 from paceline.protocols import Host
 from paceline.types import Tap
 

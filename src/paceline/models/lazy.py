@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from paceline.quantize import Codes, Mode
@@ -31,10 +32,46 @@ class LazyTensors(Mapping[str, Tensor]):
         """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
         return None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape. Subclasses whose tensors are costly to read know it without reading them."""
+        return tuple(self[name].shape)
+
 
 def own_codes(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
     """See `LazyTensors.codes`. Tensors in memory have none."""
     return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
+
+
+def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """A tensor's shape, read as cheaply as these tensors allow."""
+    return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
+
+
+class Outlines(LazyTensors):
+    """The tensors of a checkpoint without their values: on the meta device, which has none."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.empty(shape_of(self._tensors, name), device="meta")
+
+
+class Renamed(LazyTensors):
+    """Tensors of which one has another name than in the file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], old: str, new: str) -> None:
+        self._tensors = tensors
+        self._names: Mapping[str, str] = {new if name == old else name: name for name in tensors}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def codes(self, name: str) -> Codes | None:
+        return own_codes(self._tensors, self._names[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return shape_of(self._tensors, self._names[name])
 
 
 class Quantised(LazyTensors):

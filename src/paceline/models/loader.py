@@ -18,7 +18,7 @@ from paceline.models.checkpoint import Checkpoint, eos_token_ids
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import read_config, refuse_other_kinds
-from paceline.models.lazy import Quantised
+from paceline.models.lazy import Outlines, Quantised
 from paceline.models.lora import Merged, open_model
 from paceline.protocols import Target
 from paceline.quantize import Mode, check_mode
@@ -100,11 +100,15 @@ def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
 
 
 def native(checkpoint: Checkpoint) -> ModelConfig | None:
-    """What the native decoder runs the model by; None: it goes through transformers. Raises `UnsupportedModel` where
-    neither can."""
-    refuse_other_kinds(checkpoint.config)
+    """How a model runs, for `load` and `info` alike: the native decoder's config, or None for transformers.
+
+    Raises `UnsupportedModel` where neither runs it, with the reason, and `CorruptModel` where the config is wrong or
+    the names and shapes of the tensors do not fit it. No tensor is read.
+    """
+    where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
+    refuse_other_kinds(checkpoint.config, where)
     try:
-        return read_config(checkpoint.config)
+        config = read_config(checkpoint.config, where)
     except UnsupportedModel as error:
         if checkpoint.path.is_file():
             raise
@@ -114,6 +118,8 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
                 'Run it through transformers: pip install "paceline[transformers]"',
             ) from error
         return None
+    Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))
+    return config
 
 
 def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:

@@ -16,18 +16,23 @@ import torch
 from torch import Tensor
 
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
-from paceline.models.checkpoint import Checkpoint, open_checkpoint, open_weights
-from paceline.models.files import ADAPTER_CONFIG, is_adapter, read_json, resolve
-from paceline.models.lazy import LazyTensors, own_codes
+from paceline.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
+from paceline.models.families import ties_head
+from paceline.models.files import ADAPTER_CONFIG, is_adapter, resolve
+from paceline.models.lazy import LazyTensors, own_codes, shape_of
+from paceline.models.reading import read_json
+from paceline.models.schema import ADAPTER, check, shown
 from paceline.quantize import Codes
 from paceline.tokenizer import Tokenizer
 
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PREFIX = "base_model.model."
 _AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
 """Module, part, and what follows: an adapter's name ("default") in some files, "weight" or "bias" in most."""
+
+_MOST_COSTS, _LONGEST_PATTERN = 3, 256
+"""Groups and repetitions in a pattern, and its characters: matching takes time that grows with powers of these."""
 
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.[^.]+$)")
 """What PEFT puts between a module and its own tensors while it is wrapped."""
@@ -49,14 +54,18 @@ _REBASED = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Initialisations that also change the base model's weights, which an adapter alone does not tell."""
 
 
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
+"""What a module's name may match, and the value for it: the first match counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What adapter_config.json says about a merge. `transposed`: weights lie as [in, out] (fan_in_fan_out)."""
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Patterns
+    alphas: Patterns
     rank_stabilised: bool
     transposed: bool
     dora: bool
@@ -70,34 +79,55 @@ class Rules:
         return _matching(self.alphas, module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
 
 
-def _matching(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+def _matching(patterns: Patterns, module: str, otherwise: float) -> float:
     """The value of the first pattern that matches the end of a module's name, from a dot on."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
 
 
 def read_rules(path: Path) -> Rules:
     """The adapter's config. Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged one."""
-    raw = read_json(path / ADAPTER_CONFIG)
+    raw = _read_adapter_config(path)
     _refuse_other_kinds(path, raw)
-    try:
-        rules = Rules(
-            rank=int(raw["r"]),
-            alpha=float(raw["lora_alpha"]),
-            ranks={key: int(value) for key, value in (raw.get("rank_pattern") or {}).items()},
-            alphas={key: float(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
-            rank_stabilised=bool(raw.get("use_rslora")),
-            transposed=bool(raw.get("fan_in_fan_out")),
-            dora=bool(raw.get("use_dora")),
-            keeps_tie=bool(raw.get("ensure_weight_tying")),
-        )
-        for pattern in (*rules.ranks, *rules.alphas):
-            re.compile(pattern)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise CorruptModel(f"{path / ADAPTER_CONFIG} makes no adapter ({reason})", _AGAIN) from error
-    if min([rules.rank, *rules.ranks.values()]) < 1:
-        raise CorruptModel(f"{path / ADAPTER_CONFIG} gives a rank below 1", _AGAIN)
-    return rules
+    if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
+        raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
+    return Rules(
+        rank=raw["r"],
+        alpha=raw["lora_alpha"],
+        ranks=_patterns(path, raw.get("rank_pattern")),
+        alphas=_patterns(path, raw.get("alpha_pattern")),
+        rank_stabilised=bool(raw.get("use_rslora")),
+        transposed=bool(raw.get("fan_in_fan_out")),
+        dora=bool(raw.get("use_dora")),
+        keeps_tie=bool(raw.get("ensure_weight_tying")),
+    )
+
+
+def _read_adapter_config(path: Path) -> dict[str, Any]:
+    """adapter_config.json in this folder, its fields checked."""
+    raw = read_json(path / ADAPTER_CONFIG)
+    check(path / ADAPTER_CONFIG, raw, ADAPTER)
+    return raw
+
+
+def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
+    """Raises `UnsupportedModel` for expressions that could take exponential time to match, since anyone may have
+    written them, and `CorruptModel` for those that are not regular expressions."""
+    found = []
+    for pattern, value in (given or {}).items():
+        plain = pattern.replace("(?:", "(")
+        costs = len(re.findall(r"[*+?{(]", plain))
+        if costs > _MOST_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
+            raise UnsupportedModel(
+                f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
+                f"Name the modules, or use at most {_MOST_COSTS} groups and repetitions, and no repeated group",
+            )
+        try:
+            found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CorruptModel(
+                f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)} ({error})", _AGAIN
+            ) from error
+    return tuple(found)
 
 
 def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
@@ -179,7 +209,7 @@ class Merged(LazyTensors):
         """`untied`: the head starts as the embedding, and is a tensor of its own from here on."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
-        self._names = dict.fromkeys([*base, *([_HEAD] if untied else []), *sorted(biases)])
+        self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -195,17 +225,24 @@ class Merged(LazyTensors):
     def codes(self, name: str) -> Codes | None:
         """The base's own, of a matrix that the adapter leaves as it is."""
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
-        return None if changed or (name == _HEAD and self._untied) else own_codes(self._base, name)
+        return None if changed or (name == HEAD and self._untied) else own_codes(self._base, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The base's, except of tensors that the adapter brings whole: products keep the shape."""
+        source = EMBEDDING if name == HEAD and self._untied else name
+        if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
+            return tuple(self[name].shape)
+        return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
         """The tensor before any product is added: the base's, or the one that replaces it."""
-        source = _EMBED if name == _HEAD and self._untied else name
+        source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
             # A trained embedding leaves a tied head alone, but one that has products of its own was only resized.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
-        fixed = slice(1, None) if name in (_EMBED, _HEAD) else slice(None)
+        fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
             raise _misfit(self._adapter, name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
         return tensor
@@ -255,15 +292,15 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     """
     adapter = open_adapter(path, allow_pickle=allow_pickle)
     names = set(base.tensors)
-    tied = bool(base.config.get("tie_word_embeddings", _HEAD not in names))
-    names |= {_HEAD} if tied else set()
+    tied = ties_head(base.config)
+    names |= {HEAD} if tied else set()
     for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
             raise _misfit(adapter, name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
-        name for name in (_EMBED, _HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
+        name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
     }
-    untied = tied and bool(touched) and not (adapter.rules.keeps_tie and _EMBED in touched)
+    untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
     config |= _vocabulary(adapter, base.config.get("vocab_size"), tied)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
@@ -272,17 +309,17 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
 
 def _vocabulary(adapter: Adapter, size: int | None, tied: bool) -> dict[str, int]:
     """The new `vocab_size` where tokens were added before training: embedding and head then come whole."""
-    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (_EMBED, _HEAD) if name in adapter.whole}
+    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):
         return {}
-    if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and _EMBED in rows)):
+    if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
         raise _misfit(adapter, next(iter(rows)), f"{held}, and the vocabulary is {size}")
     return {"vocab_size": next(iter(rows.values()))}
 
 
 def _base_name(path: Path) -> str:
-    return str(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    return _read_adapter_config(path).get("base_model_name_or_path") or ""
 
 
 def open_model(
@@ -312,12 +349,12 @@ def open_model(
 
 
 def _base_of(folder: Path, fetch: dict[str, Any]) -> Path:
-    name, revision = _base_name(folder), read_json(folder / ADAPTER_CONFIG).get("revision")
+    name, revision = _base_name(folder), _read_adapter_config(folder).get("revision")
     give = f"Name the base model, and {folder} as its adapter"
     if not name:
         raise ModelNotFound(f"the adapter {folder} does not say which model it belongs to", give)
     try:
-        return resolve(name, revision=str(revision) if revision else None, **fetch)
+        return resolve(name, revision=revision or None, **fetch)
     except ModelNotFound as error:
         raise ModelNotFound(f"the base model of the adapter {folder}: {error.cause}", give) from error
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import RopeConfig
+from paceline.models.schema import NULL, OBJECT, ROPE, check, check_value
 
 Rope = tuple[Tensor, Tensor] | None
 """Of a pass: cosines and signed sines (see `Rotary`), or None where positions are not encoded."""
@@ -139,8 +140,11 @@ Numbers = dict[str, float]
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
     """From `rope_scaling` or transformers 5's `rope_parameters`, which brings its own `rope_theta`.
 
-    `raw`: the config around it. Raises `UnsupportedModel` for rules and keys that are not known.
+    `raw`: the config around it. Raises `UnsupportedModel` for rules and keys that are not known, `CorruptModel` for
+    values that are out of their range.
     """
+    check_value("config.json", "rope scaling", scaling, OBJECT | NULL)
+    check("rope scaling", scaling or {}, ROPE)
     given = {key: value for key, value in (scaling or {}).items() if value is not None}
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     if kind not in KINDS:
@@ -154,7 +158,9 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     rotated = int(head_dim * share)
     factors, long = (_floats(given.get(key, ())) for key in ("short_factor", "long_factor"))
     factors = factors or _floats(raw.get("rope_freqs") or ())
-    if rotated < 2 or rotated % 2 or any(len(x) not in (0, rotated // 2) for x in (factors, long)):
+    # The base of "dynamic" grows by a power whose exponent is R / (R - 2).
+    least = 4 if kind == "dynamic" else 2
+    if rotated < least or rotated % 2 or any(len(x) not in (0, rotated // 2) for x in (factors, long)):
         raise CorruptModel(
             f"rope scaling {kind!r} with {len(factors)} factors does not fit {rotated} rotated dimensions of a head"
         )

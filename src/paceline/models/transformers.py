@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.errors import InvalidOption, UnsupportedModel, is_out_of_memory
 from paceline.layout import NONE, ancestors, depths
 from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
@@ -160,8 +160,10 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
     """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    except (ValueError, KeyError, ImportError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # transformers raises whatever a config of the wrong kind happens to hit
+        if is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModel(f"transformers does not load {path} ({reason})", "Use another model") from error
     return CausalLM(model.to(device))
 
