@@ -9,9 +9,10 @@ import pytest
 
 from paceline.chat_template import check_messages, render
 from paceline.errors import InvalidPrompt
+from paceline.server.calls import Call, Reader
 from paceline.server.chat import Choice
 from paceline.server.running import Round
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, Call, Family, Reader, family, knows_tools, with_tools
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family, family, knows_tools, with_tools
 from paceline.server.words import Words
 from paceline.stream import Chunk
 from tests.toys import toy_tokenizer

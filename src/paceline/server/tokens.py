@@ -54,7 +54,8 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return service.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
     generation = body.add_generation_prompt is not False
-    return chat_ids(service.llm, body.messages, body.tools, {}, generation=generation)
+    continued = bool(body.continue_final_message)
+    return chat_ids(service.llm, body.messages, body.tools, {}, generation=generation, continued=continued)
 
 
 async def detokenize(service: Service, request: Request) -> dict[str, Any]:
