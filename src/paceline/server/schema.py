@@ -119,9 +119,9 @@ class Request(OtherServers):
     def _fits_together(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams. Send stream=true")
-        if self.repeat_last_n not in (None, -1) and self.penalty not in (None, 1):
+        _, penalty = self.length, self.penalty
+        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
             raise ValueError("repeat_last_n must be -1 beside a penalty: the whole text counts here")
-        _ = self.length
         return self
 
 

@@ -26,9 +26,10 @@ def model_entry(service: Service, name: str) -> dict[str, Any]:
     """Raises `ApiError` 404."""
     options.check_model(service.settings, name)
     llm = service.llm
+    default = llm.engine.pilots[service.worker.default.drafter]
     about = {
         "drafters": [pilot.name for pilot in llm.engine.pilots],
-        "default": service.worker.default.drafter,
+        "default": default.name if default else None,
         "exact": llm.exact,
         "context_length": llm.model.target.context_length,
         "sampling": _defaults(service),
