@@ -15,9 +15,11 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # A list of a million wrong things is not told one by one: that takes seconds in which nobody else is served.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
 Schema = dict[str, Any]
 
 
@@ -71,11 +73,11 @@ class Request(OtherServers):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: Annotated[Stop | list[Stop] | None, _at_most(MAX_STOPS, "stop strings")] = None
+    stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings")] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias] | None, _at_most(MAX_BIASES, "tokens")] = None
+    logit_bias: Annotated[Biases | None, _at_most(MAX_BIASES, "tokens")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
