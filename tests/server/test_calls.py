@@ -145,6 +145,13 @@ def test_a_forced_call_that_is_cut_is_part_of_one(talker: Serving, length: int) 
     assert (last.delta.to_dict(), last.finish_reason) == ({}, "length")
 
 
+def test_a_forced_call_that_a_stop_string_cuts_is_no_finished_one(talker: Serving) -> None:
+    cut = ask(talker, tools=[SHAPE], tool_choice="required", stop='"start"').choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.tool_calls[0].function.arguments.startswith('{"kind": "')
+    assert "start" not in cut.message.tool_calls[0].function.arguments
+
+
 def read(form: Family, text: str, step: int, names: Any = ("add", "add_all")) -> tuple[list[Call], str]:
     reader = ForcedReader(form, names)
     pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])[1]]

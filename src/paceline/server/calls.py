@@ -40,6 +40,8 @@ class ForcedReader:
         self._held, self._arguments = "", ""
         self._called: str | None = None
         self._inside = False
+        self.complete = False
+        """Whether the call was whole at the end of the reply."""
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
         """(text to show, which there is none of, and what came of the call)."""
@@ -77,8 +79,8 @@ class ForcedReader:
 
     def flush(self) -> tuple[str, list[Piece]]:
         """The rest of arguments that were cut off; what follows complete ones is the call's end."""
-        complete = not self._inside or _is_json(self._arguments)
-        return "", [] if complete else list(self._show(self._held))
+        self.complete = _is_json(self._arguments)
+        return "", [] if self.complete or not self._inside else list(self._show(self._held))
 
 
 class Reader:

@@ -91,7 +91,8 @@ class Choice:
         return found
 
     def _finish(self, ended: str) -> str:
-        if self.calls and ended != "length":
+        cut = isinstance(self.reader, ForcedReader) and not self.reader.complete
+        if self.calls and ended != "length" and not cut:
             return "function_call" if self.former else "tool_calls"
         return FINISH.get(ended, ended)
 
