@@ -94,6 +94,7 @@ class OtherServers(Strict):
     post_sampling_probs: Annotated[Any, Only(False)] = None
 
     # What else may be asked of a request.
+    n_cmpl: Annotated[Any, Only(1)] = None
     n_indent: Annotated[Any, Only(0)] = None
     t_max_predict_ms: Annotated[Any, Only(0, -1)] = None
     truncate_prompt_tokens: Annotated[Any, Only(-1)] = None

@@ -55,6 +55,7 @@ Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
+    continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
 class SpeculationOptions(Strict):
