@@ -249,6 +249,7 @@ def test_what_the_clients_helpers_return_can_be_sent_back(talker: Serving) -> No
             assert ask(talker, messages=[*ASK, said, result], max_tokens=2).choices[0].finish_reason == "length"
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its parsed content
 def test_parsed_content_and_refusals_can_be_sent_back(talker: Serving) -> None:
     class Answer(BaseModel):
         point: Point
