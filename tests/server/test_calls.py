@@ -199,6 +199,11 @@ def test_tools_beside_a_response_format_give_a_call_or_the_form(talker: Serving)
     assert none.message.content == '{"answer": 1}'
 
 
+def test_a_form_beside_tools_may_be_any_json(talker: Serving) -> None:
+    made = ask(talker, tools=[CLOSED], extra_body={"guided_json": {}}, logit_bias=bias("n"))
+    assert made.choices[0].message.content == "null"
+
+
 def test_a_regular_expression_cannot_stand_beside_tools(talker: Serving) -> None:
     body = {"messages": ASK, "tools": [CLOSED], "guided_regex": "a"}
     answer = talker.post("/v1/chat/completions", body)

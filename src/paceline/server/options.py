@@ -104,7 +104,7 @@ def content_schema(body: Request) -> Any:
     for param, (kind, _) in wishes.items():
         if len(wishes) > 1 or kind not in ("json", "json_schema"):
             raise bad_request(f"tools and {' and '.join(wishes)} exclude each other. Send one of them", param)
-    return next((content or {"type": "object"} for _, content in wishes.values()), None)
+    return next(({"type": "object"} if content is None else content for _, content in wishes.values()), None)
 
 
 def _wishes(body: Request) -> list[tuple[str, tuple[str, Any]]]:

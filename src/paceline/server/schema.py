@@ -188,7 +188,7 @@ class Message(Strict):
         if self.calls and self.role != "assistant":
             raise ValueError("tool_calls and function_call are for the assistant's messages")
         if self.content is None and not (self.role == "assistant" and (self.calls or self.refusal)):
-            raise ValueError("a message needs its content (null only beside tool_calls)")
+            raise ValueError("a message needs its content (null only beside tool_calls, function_call or refusal)")
         return self
 
 
