@@ -255,7 +255,7 @@ def test_threads(shop: Shop) -> None:
         (["x", "--stop", ""], "stop="),
         (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),
         (["x", "-n", "0"], "max_new_tokens=0"),
-        (["x", "--repetition-penalty", "0"], "repetition_penalty is 0"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty=0.0 is out of range"),
         (["x", "--frequency-penalty", "3"], "frequency_penalty=3.0"),
         (["x", "--presence-penalty", "-3"], "presence_penalty=-3.0"),
         (["x", "--typical-p", "2"], "typical_p=2.0"),

@@ -40,6 +40,7 @@ def support(logits: torch.Tensor, **cuts: float) -> list[int]:
         {"stop_when": [5]},
         {"processors": ["x"]},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
         {"repetition_penalty": -1.0},
         {"frequency_penalty": 2.5},
         {"presence_penalty": float("nan")},

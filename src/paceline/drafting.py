@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.controller import Controller, Round
@@ -71,24 +74,44 @@ class Group:
     price: float
 
 
+def shown_name(name: str) -> str:
+    """A drafter's name without folders of this machine: `model:draft` of `model:/home/me/draft`."""
+    return re.sub(r"(?<=[:@])[^:@]+", lambda found: _base(found[0]), name)
+
+
+def _base(reference: str) -> str:
+    path = Path(reference)
+    local = path.is_absolute() or reference.startswith((".", "~")) or path.exists()
+    return path.name or path.resolve().name if local else reference
+
+
 class Pilots:
-    """An engine's drafters by name; the first is the default."""
+    """An engine's drafters by name; the first is the default. A drafter has a name that may be shown to anyone, and is
+    found under the one it was given too."""
 
     def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: Tree | None) -> None:
         named = {DEFAULT: drafters} if isinstance(drafters, Drafter) else drafters or {}
-        self._named = {name: Pilot(name, drafter, draft) for name, drafter in named.items()}
+        self._named: dict[str, Pilot] = {}
+        for name, drafter in named.items():
+            pilot = Pilot(self._unused(shown_name(name)), drafter, draft)
+            self._named |= {pilot.name: pilot, name: pilot}
         self.default = Speculation(next(iter(self._named), None))
+
+    def _unused(self, name: str) -> str:
+        """Two drafters may come from folders of one name."""
+        return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in self._named)
 
     def __getitem__(self, name: str | None) -> Pilot | None:
         """Raises `InvalidOption` for a name that there is not."""
         if name is None:
             return None
         if name not in self._named:
-            raise InvalidOption(f"no drafter {name!r} is loaded", f"There are {', '.join(self._named) or 'none'}")
+            names = ", ".join(pilot.name for pilot in self)
+            raise InvalidOption(f"no drafter {name!r} is loaded", f"There are {names or 'none'}")
         return self._named[name]
 
     def __iter__(self) -> Iterator[Pilot]:
-        return iter(self._named.values())
+        return iter(dict.fromkeys(self._named.values()))
 
     @staticmethod
     def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:

@@ -16,6 +16,7 @@ from paceline.drafting import Group, Pilot, Pilots, Speculation, learn
 from paceline.errors import OutOfMemory, memory_named
 from paceline.exact import exactness, seamless
 from paceline.prefix import PrefixCache
+from paceline.prompt_logprobs import PromptLogprobs
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampler import Sampler
 from paceline.stats import Clock, Exact, Stats
@@ -39,6 +40,8 @@ class Request:
     """What drafts for it."""
     most: Tree | None = None
     """At most so much per round; None: as much as suits the drafter."""
+    scores: PromptLogprobs | None = None
+    """Takes the prompt's own log-probabilities; a prompt that is scored is fed whole, whatever is known of it."""
     heard: int = 0
     """How much of the text the drafter had been told when it last made a draft."""
     finish: FinishReason | None = None
@@ -177,16 +180,19 @@ class Engine:
         `most`: no more than so many at once, where it makes no difference how a prompt is cut.
         """
         clock = Clock()
-        done = self.cache.lengths[request.slot] or self._recall(request)
+        scores = request.scores
+        done = self.cache.lengths[request.slot] or (0 if scores else self._recall(request))
         most = CHUNK if most < CHUNK and not self.seamless else most
         chunk = request.text[done : min(done + most, request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
-            out = self._forward(rows, Want("none", taps=self.pilots.taps([request])))
+            out = self._forward(rows, Want("all" if scores else "none", taps=self.pilots.taps([request])))
             self.cache.commit(request.slot, range(1, len(chunk)))
             if request.pilot:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
                 request.pilot.drafter.feed(request.slot, chunk, taps)
+            if scores:
+                scores.push(done, request.text[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
             if done + len(chunk) == request.position:
                 self._keep(request)
         clock.lap("prefill")

@@ -17,6 +17,7 @@ from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.models.head_files import open_head
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
+from paceline.prompt_logprobs import PromptLogprobs
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
@@ -181,13 +182,17 @@ class LLM:
         sample: int = 0,
         like: Request | None = None,
         speculation: Speculation | None = None,
+        scores: PromptLogprobs | None = None,
     ) -> Request:
-        """A slot for one reply, for whoever runs the engine's rounds himself (see `Engine.start`)."""
+        """A slot for one reply, for callers that run the engine's rounds themselves (see `Engine.start`). `scores`
+        takes the prompt's log-probabilities."""
         sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         stats = Stats(sampler.noise.seed, promise(sampler, self.exact))
-        return self.engine.start(sampler, text, stats, like, speculation)
+        request = self.engine.start(sampler, text, stats, None if scores else like, speculation)
+        request.scores = scores
+        return request
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """`encode`, for a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""

@@ -48,7 +48,7 @@ class Sampling:
     temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
 
     Applied to the logits before temperature, in this order, at every drafted token as at every other:
-    repetition_penalty: > 1 makes tokens of prompt and reply less likely (1: off), as in transformers.
+    repetition_penalty: > 1 makes tokens of prompt and reply less likely (0.01 to 1000; 1: off), as in transformers.
     frequency_penalty, presence_penalty: -2 to 2, subtracted per occurrence in the reply and once, as in OpenAI's API.
     logit_bias: token id -> what is added to its logit; -inf bans it.
     bad_words: what must not be written: strings (with and without a space before them) or sequences of token ids.
@@ -98,7 +98,7 @@ class Sampling:
         for name, (kind, low, high) in _RANGES.items():
             if (value := getattr(self, name)) is not None or name not in ("seed", "logprobs"):
                 (_whole if kind is int else _real)(name, value, low, high)
-        for name in ("repetition_penalty", "top_p", "typical_p"):
+        for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise InvalidOption(f"{name} is 0", f"Give {name} > 0; 1 is off")
         if 0.0 < self.temperature < 1e-3:
@@ -207,7 +207,7 @@ class Sampling:
 _RANGES: dict[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, 2**31),
     "temperature": (float, 0.0, 1000.0),
-    "repetition_penalty": (float, 0.0, 1000.0),
+    "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
     "frequency_penalty": (float, -2.0, 2.0),
     "presence_penalty": (float, -2.0, 2.0),
     "no_repeat_ngram_size": (int, 0, 2**31),

@@ -9,6 +9,10 @@ from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
+from tests.vocabularies import byte_level, speaker
+
+TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}<tool_call>{% endif %}\n{% endfor %}"
+"""A template that knows tools, and tells of them in few tokens."""
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +26,12 @@ def served() -> Iterator[Serving]:
 def plain(served: Serving) -> LLM:
     """The same model by itself, without a drafter."""
     return LLM(served.llm.model)
+
+
+@pytest.fixture(scope="session")
+def talker() -> Iterator[Serving]:
+    """A random toy whose tokens are bytes and syllables, so that it can write JSON where a grammar makes it."""
+    words = byte_level()
+    words.chat_template = TOOLS + "{% if tools %}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    with serving(LLM(speaker(words, seed=3), {"suffix": Suffix(), "ngram": NGram()}), model="talker") as it:
+        yield it

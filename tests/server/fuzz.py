@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 
-_ODD: Any = st.one_of(
+ODD: Any = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**70), 2**70),
@@ -19,7 +19,7 @@ _ODD: Any = st.one_of(
     st.sampled_from(["", "\ud800", "0", "auto", "a" * 300, [], {}, [[]], {"a": {}}, 1e999, -0.0]),
 )
 _JSON: Any = st.recursive(
-    _ODD,
+    ODD,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
@@ -34,7 +34,7 @@ _CALL = st.fixed_dictionaries(
         )
     }
 )
-_MESSAGE = st.fixed_dictionaries(
+MESSAGE = st.fixed_dictionaries(
     {
         "role": _ROLES,
         "content": st.one_of(
@@ -104,7 +104,7 @@ _RIGHT: dict[str, Any] = {
     "chat_template_kwargs": st.dictionaries(st.text(max_size=4), _JSON, max_size=2),
 }
 _NEEDED: dict[str, Any] = {
-    "/v1/chat/completions": {"messages": st.lists(_MESSAGE, min_size=1, max_size=2)},
+    "/v1/chat/completions": {"messages": st.lists(MESSAGE, min_size=1, max_size=2)},
     "/v1/completions": {
         "prompt": st.one_of(
             st.text("ab ", max_size=5),
@@ -112,7 +112,7 @@ _NEEDED: dict[str, Any] = {
             st.lists(st.text("ab", max_size=3), max_size=3),
         )
     },
-    "/tokenize": {"prompt": st.text(max_size=5), "messages": st.lists(_MESSAGE, max_size=2)},
+    "/tokenize": {"prompt": st.text(max_size=5), "messages": st.lists(MESSAGE, max_size=2)},
     "/detokenize": {"tokens": st.one_of(st.lists(st.integers(-1, 40), max_size=4), _JSON)},
 }
 

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from paceline.drafters.ngram import NGram
+from paceline.drafters.suffix import Suffix
+from paceline.drafting import shown_name
 from paceline.errors import PacelineError
+from paceline.llm import LLM
 from paceline.server import errors
 from paceline.server.pages import POLICY, add_page
 from paceline.server.worker import Busy, Closing
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
+from tests.toys import toy_model
 
 BODIES = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
 
@@ -35,6 +40,36 @@ def test_models(served: Serving) -> None:
     assert served.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
 
 
+def test_drafters_are_shown_without_folders(tmp_path: Path) -> None:
+    paths = [tmp_path / "one" / "draft", tmp_path / "two" / "draft"]
+    named = {"suffix": Suffix(), f"model:{paths[0]}": NGram(), f"model:{paths[1]}": NGram()}
+    with serving(LLM(toy_model(), named)) as it:
+        answer = it.get("/v1/models")
+        assert str(tmp_path) not in answer.text
+        assert answer.json()["data"][0]["paceline"]["drafters"] == ["suffix", "model:draft", "model:draft-2"]
+        for asked, shown in ((f"model:{paths[1]}", "model:draft-2"), ("model:draft", "model:draft")):
+            made = it.post("/v1/completions", {"prompt": "hello", "speculation": {"drafter": asked}}).json()
+            assert made["usage"]["speculation"]["drafter"] == shown
+        wrong = it.post("/v1/completions", {"prompt": "hello", "speculation": {"drafter": "x"}})
+        assert "model:draft-2" in wrong.json()["error"]["message"]
+        assert str(tmp_path) not in wrong.text
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("suffix", "suffix"),
+        ("early-exit:4+suffix", "early-exit:4+suffix"),
+        ("suffix+eagle3:/home/me/head", "suffix+eagle3:head"),
+        ("model:/srv/base@/home/me/adapter", "model:base@adapter"),
+        ("model:./draft.gguf", "model:draft.gguf"),
+        ("eagle3:owner/name", "eagle3:owner/name"),
+    ],
+)
+def test_names_of_drafters(given: str, shown: str) -> None:
+    assert shown_name(given) == shown
+
+
 def test_tokens_there_and_back(served: Serving) -> None:
     made = served.post("/tokenize", {"prompt": "hello", "model": "toy"}).json()
     assert made == {"tokens": [7, 4, 11, 11, 14], "count": 5, "max_model_len": 256}
@@ -44,6 +79,10 @@ def test_tokens_there_and_back(served: Serving) -> None:
     bare = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
     assert served.post("/tokenize", bare).json()["count"] == chat["count"] - 3
     assert served.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    begun = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so a"}]}
+    continued = served.post("/tokenize", {**begun, "continue_final_message": True}).json()["tokens"]
+    text = served.post("/detokenize", {"tokens": continued}).json()["prompt"]
+    assert text == "<user:hi><assistant:so a"
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),

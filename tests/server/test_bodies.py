@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
 from paceline.server.schema import CompletionRequest
+from tests.server.described import Asked, Document
 from tests.server.fuzz import BODIES, PATHS, sound
 from tests.server.running import Serving
 
@@ -99,6 +100,18 @@ def test_a_charset_may_be_said(served: Serving) -> None:
 def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> None:
     path, data = case
     sound(served.post(path, content=data, headers=JSON))
+
+
+def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
+    """A sample of what tests/slow runs by the thousand."""
+    requests = Document(served.get("/openapi.json").json()).requests()
+
+    @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(requests)
+    def check(asked: Asked) -> None:
+        asked.check(served)
+
+    check()
 
 
 def test_the_server_is_whole_afterwards(served: Serving) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling import Sampling
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
+from tests.toys import toy_model
 
 CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 
@@ -182,6 +183,47 @@ def test_text_parts_and_developers_are_understood(served: Serving) -> None:
     parts = [{"type": "text", "text": "hello"}]
     assert ask([{"role": "user", "content": parts}]) == ask([{"role": "user", "content": "hello"}])
     assert ask([{"role": "developer", "content": "be"}, *CHAT]) == ask([{"role": "system", "content": "be"}, *CHAT])
+
+
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+BEGUN: Any = [*CHAT, {"role": "assistant", "content": "so a "}]
+
+
+def test_the_last_message_can_be_continued(served: Serving, plain: LLM) -> None:
+    made = served.openai.chat.completions.create(
+        model="toy", messages=BEGUN, max_tokens=12, extra_body={"continue_final_message": True}
+    )
+    text = "<user:abc abc abc><assistant:so a "
+    assert made.choices[0].message.content == plain.generate(text, Sampling(max_new_tokens=12), raw=True).text
+    closed = served.openai.chat.completions.create(
+        model="toy", messages=BEGUN, max_tokens=12, extra_body={"add_generation_prompt": False}
+    )
+    text += ">"
+    assert closed.choices[0].message.content == plain.generate(text, Sampling(max_new_tokens=12), raw=True).text
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "param"),
+    [
+        (CHAT, {}, "continue_final_message"),
+        (BEGUN, {"add_generation_prompt": True}, "continue_final_message"),
+        ([*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}], {}, "continue_final_message"),
+    ],
+)
+def test_what_cannot_be_continued(served: Serving, messages: Any, more: Any, param: str) -> None:
+    body = {"messages": messages, "continue_final_message": True, **more}
+    answer = served.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    model = toy_model()
+    model.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with serving(LLM(model)) as it:
+        answer = it.post("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": True})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages"
 
 
 def test_a_reply_can_be_sent_back(served: Serving) -> None:

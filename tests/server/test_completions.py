@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
+from paceline.prefix import PrefixCache
 from paceline.sampling import Sampling
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
 
 
 def texts(made: Any) -> list[str]:
@@ -69,6 +72,92 @@ def test_logprobs_have_their_own_shape(served: Serving, plain: LLM) -> None:
     assert said.top_logprobs is not None
     for tops, one in zip(said.top_logprobs, whole.logprobs, strict=True):
         assert sorted(tops.values(), reverse=True)[:2] == pytest.approx([value for _, value in one.top])
+
+
+def scores(plain: LLM, prompt: list[int]) -> list[Any]:
+    """Each token's log-probability after those before it."""
+    found: list[Any] = [None]
+    with plain.session() as session:
+        for before, token in pairwise(prompt):
+            session.observe([before])
+            found.append(session.next_logits().log_softmax(-1)[token].item())
+    return found
+
+
+PROMPT = [7, 4, 11, 11, 14, 26, 3]
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_an_echo_has_the_prompts_own_logprobs(served: Serving, plain: LLM, length: int) -> None:
+    made = served.openai.completions.create(model="toy", prompt=PROMPT, max_tokens=length, logprobs=2, echo=True)
+    reply = plain.generate(PROMPT, Sampling(max_new_tokens=max(1, length), logprobs=2), raw=True)
+    said = made.choices[0].logprobs
+    assert said is not None
+    assert reply.logprobs is not None
+    written = [one.chosen for one in reply.logprobs][:length]
+    expected = scores(plain, PROMPT) + written
+    assert said.token_logprobs is not None
+    assert said.token_logprobs[0] is None
+    assert said.token_logprobs[1:] == pytest.approx(expected[1:])
+    assert len(said.tokens or ()) == len(expected)
+    assert said.text_offset == list(range(len(expected)))
+    assert said.top_logprobs is not None
+    assert said.top_logprobs[0] is None
+    assert all(len(tops) in (2, 3) for tops in said.top_logprobs[1:])
+    assert made.choices[0].text == plain.tokenizer.decode(PROMPT) + (reply.text if length else "")
+    assert made.choices[0].finish_reason == ("length" if len(written) == length else "stop")
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (len(PROMPT), len(written))
+
+
+def test_echoed_logprobs_of_several_prompts_replies_and_streams(served: Serving, plain: LLM) -> None:
+    prompts = [PROMPT, PROMPT[::-1], [5]]
+    how: Any = {"model": "toy", "prompt": prompts, "max_tokens": 3, "logprobs": 0, "echo": True, "n": 2, "seed": 1}
+    made = served.openai.completions.create(**how, temperature=1.0)
+    for at, choice in enumerate(made.choices):
+        expected = scores(plain, prompts[at // 2])
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[: len(expected)] == [None, *map(pytest.approx, expected[1:])]
+    streamed: list[Any] = [[] for _ in made.choices]
+    texts = [""] * len(made.choices)
+    for event in served.openai.completions.create(**how, temperature=1.0, stream=True):
+        texts[event.choices[0].index] += event.choices[0].text
+        if event.choices[0].logprobs:
+            streamed[event.choices[0].index] += event.choices[0].logprobs.text_offset
+    assert texts == [choice.text for choice in made.choices]
+    assert streamed == [choice.logprobs.text_offset for choice in made.choices if choice.logprobs]
+
+
+def test_a_prompt_that_is_known_is_scored_all_the_same(plain: LLM) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "logprobs": 0}
+    with serving(LLM(plain.model, Suffix())) as it:
+        it.llm.engine.prefixes = PrefixCache(1 << 20, seamless=True)
+        for echo, cached in ((False, 0), (False, len(PROMPT) - 2), (True, 0)):
+            made = it.post("/v1/completions", {**body, "echo": echo}).json()
+            assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            assert it.idle()
+    assert made["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(scores(plain, PROMPT)[1:])
+
+
+def test_long_prompts_are_scored_whole(served: Serving, plain: LLM) -> None:
+    prompt = [i * 7 % 36 for i in range(200)]  # more than is fed between two rounds
+    made = served.openai.completions.create(model="toy", prompt=prompt, max_tokens=0, logprobs=0, echo=True)
+    assert made.choices[0].logprobs is not None
+    said = made.choices[0].logprobs.token_logprobs
+    assert said is not None
+    assert said[1:] == pytest.approx(scores(plain, prompt)[1:])
+
+
+def test_no_tokens_can_be_asked_for(served: Serving) -> None:
+    made = served.openai.completions.create(model="toy", prompt="hello", max_tokens=0)
+    assert (made.choices[0].text, made.choices[0].finish_reason) == ("", "length")
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 0
+    echoed = served.openai.completions.create(model="toy", prompt="hello", max_tokens=0, echo=True)
+    assert echoed.choices[0].text == "hello"
+    events = list(served.openai.completions.create(model="toy", prompt="hello", max_tokens=0, stream=True))
+    assert [(event.choices[0].text, event.choices[0].finish_reason) for event in events] == [("", "length")]
 
 
 def test_an_echo_is_streamed_first(served: Serving, plain: LLM) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from paceline.cli.serve import AddressOptions, _aside
@@ -266,7 +267,21 @@ def test_logs_name_requests_and_hold_no_prompt(served: Serving, caplog: pytest.L
     said = [record.getMessage() for record in caplog.records if record.name == "paceline.server"]
     assert sum(line.startswith("id-7 ") for line in said) == 2
     assert any(line.startswith("id-8 POST /v1/chat/completions 400") for line in said)
+    assert "id-8 refused: temperature: Input should be less than or equal to 2" in said
     assert not any("private" in line or "\n" in line for line in said)
+
+
+def test_the_log_says_why_a_request_was_refused(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    """On one line, whatever names a client makes up."""
+    with caplog.at_level(logging.INFO, "paceline"):
+        served.post("/v1/completions", {"prompt": "a", "mirostat": 2}, headers={"x-request-id": "id-1"})
+        served.post("/v1/completions", {"prompt": "a", "x\nforged": 2}, headers={"x-request-id": "id-2"})
+        served.post("/v1/completions", {"prompt": "a" * 300}, headers={"x-request-id": "id-3"})
+    said = "\n".join(record.getMessage() for record in caplog.records if " refused: " in record.getMessage())
+    first, second, third = said.splitlines()
+    assert first.startswith("id-1 refused: mirostat: not supported by this server: leave it out, or send 0")
+    assert second == "id-2 refused: x forged: there is no such parameter"
+    assert third.startswith("id-3 refused: the prompt has 300 tokens")
 
 
 def test_prompts_are_logged_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,6 +299,24 @@ def test_other_origins_are_let_in_only_if_named() -> None:
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         other = it.get("/v1/models", headers={**asked, "Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_preflight_allows_the_headers_that_it_asks_for() -> None:
+    """OpenAI's client for JavaScript sends a dozen of its own."""
+    wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+    with serving(toy_llm(), cors_origins=("https://a.example",)) as it:
+
+        def preflight(origin: str) -> httpx.Response:
+            return httpx.options(f"{it.address}/v1/chat/completions", headers={**asked, "Origin": origin})
+
+        answer = preflight("https://a.example")
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-headers"] == wanted
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        refused = preflight("https://b.example")
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
 
 
 def connect(it: Serving, receive: int | None = None) -> socket.socket:

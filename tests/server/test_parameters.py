@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from paceline.llm import LLM
 from paceline.sampling import Sampling
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
 from tests.toys import toy_model
+from tests.vocabularies import byte_level
 
 CHAT: Any = [{"role": "user", "content": "go on"}]
 BASE: dict[str, Any] = {"temperature": 1.0, "seed": 3}
@@ -70,8 +72,6 @@ def test_a_reply_without_a_limit_goes_to_the_end_of_the_context(served: Serving)
 
 
 def test_the_default_is_what_the_model_recommends(served: Serving) -> None:
-    from tests.server.running import serving
-
     generation = {"do_sample": True, "temperature": 0.6, "top_k": 5}
     with serving(LLM(toy_model(generation))) as it:
         entry = it.get("/v1/models").json()["data"][0]["paceline"]
@@ -84,6 +84,43 @@ def test_the_default_is_what_the_model_recommends(served: Serving) -> None:
         assert greedy != made
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ({"seed": -1}, {"seed": 2**63 - 1}),
+        ({"top_p": 0}, {"temperature": 0.0}),
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.5, "repeat_last_n": -1}, {"repetition_penalty": 1.5}),
+        ({"n_predict": 5, "max_tokens": None}, {"max_new_tokens": 5}),
+        ({"n_predict": 40}, {}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_say_it(served: Serving, plain: LLM, asked: dict[str, Any], meant: dict[str, Any]) -> None:
+    body = {"messages": CHAT, "max_tokens": 40, **BASE, **asked}
+    made = served.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert made == plain.generate(CHAT, Sampling(**{"max_new_tokens": 40, **BASE, **meant})).text
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_minus_one_token_is_as_many_as_fit(served: Serving, name: str) -> None:
+    made = served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True, name: -1}).json()
+    assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
+
+
+def test_no_thinking_is_told_to_the_template() -> None:
+    model = toy_model()
+    model.tokenizer.chat_template = "{% if enable_thinking is false %}a{% else %}bbb{% endif %}"
+    with serving(LLM(model)) as it:
+
+        def count(**more: Any) -> int:
+            body = {"messages": CHAT, "max_tokens": 1, **more}
+            return int(it.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"])
+
+        assert (count(), count(reasoning_effort="none")) == (3, 1)
+        assert count(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == 3
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"nonsense": 1}, "nonsense"),
     ({"nonsense": None}, "nonsense"),
@@ -92,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature"),
     ({"temperature": "1"}, "temperature"),
     ({"temperature": 0.0001}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
@@ -100,17 +137,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 1.1}, "min_p"),
     ({"typical_p": 0}, "typical_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"repeat_penalty": 1e-300}, "repeat_penalty"),
+    ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repetition_penalty"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
+    ({"mirostat": 2}, "mirostat"),
+    ({"mirostat": False}, "mirostat"),
+    ({"xtc_probability": 0.1}, "xtc_probability"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    ({"grammar": "root ::= x"}, "grammar"),
+    ({"best_of": 2}, "best_of"),
     ({"presence_penalty": 2.01}, "presence_penalty"),
     ({"frequency_penalty": -2.01}, "frequency_penalty"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"n_predict": 3}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 2**40}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"seed": 1.0}, "seed"),
     ({"stop": ""}, "stop"),
@@ -146,7 +194,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
@@ -154,7 +203,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
-    ({"functions": []}, "functions"),
+    ({"functions": [{"name": "a"}], "tools": [{"type": "function", "function": {"name": "b"}}]}, "functions"),
+    ({"function_call": {"name": "a"}}, "function_call"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities.0"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -183,7 +233,6 @@ TEXT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "end"}, "suffix"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"messages": CHAT}, "messages"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": ["a"] * 65}, "n"),
@@ -232,6 +281,13 @@ def test_a_prompt_that_is_too_long_says_so(served: Serving) -> None:
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
         {"prompt_cache_key": "k", "modalities": ["text"], "parallel_tool_calls": True, "logprobs": None},
         {"functions": None, "audio": None, "stop": None, "tools": None, "n": 1, "response_format": {"type": "text"}},
+        {"functions": [], "function_call": "auto", "best_of": 1, "verbosity": "medium", "reasoning_effort": None},
+        {"functions": [], "function_call": None, "tool_choice": "auto", "tools": [], "reasoning_effort": "none"},
+        {"cache_prompt": True, "n_keep": -1, "id_slot": 0, "keep_alive": "5m", "ttl": 60, "timings_per_token": True},
+        {"mirostat": 0, "mirostat_tau": 5.0, "xtc_probability": 0.0, "dry_multiplier": 0, "repeat_last_n": 64},
+        {"repeat_penalty": 1.0, "repeat_last_n": 64, "tfs_z": 1.0, "lora": [], "n_probs": 0, "grammar": ""},
+        {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "add_special_tokens": False},
+        {"include_stop_str_in_output": False, "priority": 0, "echo": False, "truncate_prompt_tokens": None},
     ],
 )
 def test_what_means_nothing_here_does_nothing(served: Serving, more: dict[str, Any]) -> None:
@@ -248,3 +304,16 @@ def test_models_that_are_not_served(served: Serving) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert answer.json()["error"]["param"] == "model"
+
+
+def test_too_many_stop_strings_are_counted(served: Serving) -> None:
+    answer = served.post("/v1/completions", {"prompt": "hello", "stop": ["a"] * 17})
+    assert answer.json()["error"]["message"] == "stop: at most 16 stop strings are possible, got 17"
+
+
+def test_a_schema_may_be_left_out(talker: Serving) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x"}}
+    (end,) = byte_level().encode("}")
+    body = {"messages": CHAT, "max_tokens": 60, "response_format": form, "logit_bias": {str(end): 100}}
+    made = talker.post("/v1/chat/completions", body).json()
+    assert json.loads(made["choices"][0]["message"]["content"]) == {}

@@ -9,9 +9,10 @@ import pytest
 
 from paceline.chat_template import check_messages, render
 from paceline.errors import InvalidPrompt
+from paceline.server.calls import Call, Reader
 from paceline.server.chat import Choice
 from paceline.server.running import Round
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, Call, Family, Reader, family, knows_tools, with_tools
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family, family, knows_tools, with_tools
 from paceline.server.words import Words
 from paceline.stream import Chunk
 from tests.toys import toy_tokenizer
@@ -50,6 +51,20 @@ RECORDED: list[tuple[str, Family, str, str, list[tuple[str, Any]]]] = [
         '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]</tool_call>',
         "",
         [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    (
+        "qwen2.5-coder",
+        HERMES,
+        'I add.\n```json\n{\n  "name": "add",\n  "arguments": {\n    "a": "``` in text"\n  }\n}\n```',
+        "I add.",
+        [("add", {"a": "``` in text"})],
+    ),
+    (
+        "qwen2.5-coder on one line",
+        HERMES,
+        '```json {"name": "add", "arguments": {"a": 1}}```',
+        "",
+        [("add", {"a": 1})],
     ),
     (
         "hermes without an end",
@@ -92,6 +107,11 @@ NO_CALLS: list[tuple[Family, str]] = [
     (HERMES, '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": {'),
     (HERMES, "text that ends in white space \n"),
+    (HERMES, 'Look:\n```json\n{"name": "nobody", "arguments": {}}\n```\nIs it not?'),
+    (HERMES, "```json\n[1, 2]\n```"),
+    (HERMES, "```json\n// a comment, then <tool_call>\n```"),
+    (HERMES, '```json\n{"name": "add", "arguments": {'),
+    (HERMES, "```python\nadd(1)\n```"),
     (LLAMA, '{"city": "Paris"}'),
     (LLAMA, '{"name": "add", "parameters": {}} and text'),
     (LLAMA, 'text, then {"name": "add", "parameters": {}}'),
@@ -151,17 +171,14 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: Family)
     call = json.dumps({"name": "add", form.key: {}})
     body = call if form is LLAMA else f"[{call}]"
     choice = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), (5, form.opens))
-    assert choice.take(Round(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == {
-        "index": 0,
-        "delta": {"content": "Hm."},
-        "logprobs": None,
-        "finish_reason": None,
-    }
-    assert choice.take(Round(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) is None
-    last = choice.take(Round(0, [chunk("", 36, "eos")], 0, None, 1.0))
-    assert last is not None
-    assert last["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
-    assert last["finish_reason"] == "tool_calls"
+    assert choice.take(Round(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
+        {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
+    ]
+    assert choice.take(Round(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) == []
+    called, last = choice.take(Round(0, [chunk("", 36, "eos")], 0, None, 1.0))
+    assert called["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+    assert called["finish_reason"] is None
+    assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
     whole = choice.whole()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
     unread = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), None)
@@ -242,4 +259,5 @@ def test_the_grammar_of_a_forced_call_is_one(form: Family, marker: int | None, c
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = form.grammar([("add", schema), ("get_weather", None)][:count], marker)
     assert Grammar.lark(grammar)
+    assert Grammar.lark(form.grammar([("add", schema)], marker, content={"type": "object"}))
     assert ("<[5]>" in grammar) == (marker is not None and form is not LLAMA)

@@ -38,8 +38,13 @@ class AddressOptions:
         int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER)
     ] = 8000
     served_model_name: Annotated[
-        str | None,
-        typer.Option("--served-model-name", help="The model's name in the API.", rich_help_panel=_SERVER),
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="The model's name in the API; may be repeated: clients may ask for any, and replies have the first.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None
     api_key: Annotated[
         list[str] | None,
@@ -81,6 +86,10 @@ class AddressOptions:
             "--traces", metavar="URL", help="Send OpenTelemetry traces there (OTLP/HTTP).", rich_help_panel=_SERVER
         ),
     ] = None
+
+    def names(self, model: str) -> list[str]:
+        """What the model is called in the API: its own name, where no other is given."""
+        return list(dict.fromkeys(self.served_model_name or [Path(model).name]))
 
     @property
     def hosts(self) -> list[str]:
@@ -180,8 +189,10 @@ def serve(
         return llm, Worker(llm, limits.seats(llm), default)
 
     llm, worker = _aside(prepare)
+    name, *aliases = address.names(model.model)
     settings = Settings(
-        model=address.served_model_name or Path(model.model).name,
+        model=name,
+        aliases=aliases,
         api_keys=tuple(address.api_key or ()),
         hosts=address.hosts,
         cors_origins=tuple(address.cors or ()),

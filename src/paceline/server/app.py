@@ -47,7 +47,7 @@ def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # as many as are asked for: OpenAI's clients send a dozen of their own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Logged)

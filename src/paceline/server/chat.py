@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.errors import PacelineError, TimedOut
+from paceline.chat_template import check_messages
+from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
+from paceline.server.calls import Call, ForcedReader, Piece, Reader
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.running import Plan, Round
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.tools import Family
 from paceline.server.trials import Trials
 from paceline.server.words import Words
 
@@ -21,17 +25,18 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"
 
 @dataclass(slots=True)
 class Choice:
-    """One reply of a chat, as it grows."""
+    """One reply of a chat, as it grows. `former`: calls are shown as OpenAI's `function_call`."""
 
     index: int
     words: Words
     logprobs: bool
     trace: bool
-    reader: tools.Reader | None
+    reader: Reader | ForcedReader | None
     opener: tuple[int, str] | None
     """The token that begins a call without being shown, and what it stands for."""
+    former: bool = False
     text: str = ""
-    calls: list[tools.Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     said: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
@@ -40,38 +45,57 @@ class Choice:
         """The first event of a stream."""
         return self._event({"role": "assistant", "content": ""})
 
-    def take(self, round_: Round) -> dict[str, Any] | None:
-        """Takes a round in. Returns its event, None where there is nothing to show."""
+    def take(self, round_: Round) -> list[dict[str, Any]]:
+        """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
         ended = round_.chunks[-1].finish_reason
-        text, calls = self._read(round_)
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = [{"index": len(self.calls) + at, **call.as_dict()} for at, call in enumerate(calls)]
+        text, pieces = self._read(round_)
         self.text += text
-        self.calls += calls
-        event = self._event(delta)
+        events = [self._event({"content": text})] if text else []
+        events += [self._event(self._call(piece)) for piece in pieces]
+        if self.logprobs or self.trace:
+            events = events or [self._event({})]
+            events[0] |= self._about(round_)
         if ended:
-            self.finish = "tool_calls" if self.calls and ended != "length" else FINISH.get(ended, ended)
-            event["finish_reason"] = self.finish
-        if self.logprobs:
-            said = [self.words.chat_logprobs(chunk) for chunk in round_.chunks]
-            self.said += said
-            event["logprobs"] = {"content": said, "refusal": None}
-        if self.trace:
-            self.rounds.append(self.words.trace(round_))
-            event |= self.rounds[-1]
-        return event if delta or ended or self.logprobs or self.trace else None
+            self.finish = self._finish(ended)
+            events.append({**self._event({}), "finish_reason": self.finish})
+        return events
 
-    def _read(self, round_: Round) -> tuple[str, list[tools.Call]]:
+    def _read(self, round_: Round) -> tuple[str, list[Piece]]:
         if self.reader is None:
             return "".join(chunk.text for chunk in round_.chunks), []
         opener, sign = self.opener or (None, "")
         text = "".join(chunk.text + (sign if chunk.token_id == opener else "") for chunk in round_.chunks)
-        shown, calls = self.reader.push(text)
-        if round_.chunks[-1].finish_reason:
-            rest, last = self.reader.flush()
-            shown, calls = shown + rest, calls + last
-        return shown, calls
+        shown, pieces = self.reader.push(text)
+        rest, last = self.reader.flush() if round_.chunks[-1].finish_reason else ("", [])
+        return shown + rest, [*pieces, *last]
+
+    def _call(self, piece: Piece) -> dict[str, Any]:
+        """What of a call is new, as a delta."""
+        if isinstance(piece, str):
+            self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + piece)
+            new: dict[str, Any] = {"function": {"arguments": piece}}
+        else:
+            self.calls.append(piece)
+            new = piece.as_dict()
+        return {"function_call": new["function"]} if self.former else {"tool_calls": [_numbered(self.calls, new)]}
+
+    def _about(self, round_: Round) -> dict[str, Any]:
+        """What was asked for beside the text."""
+        found: dict[str, Any] = {}
+        if self.logprobs:
+            said = [self.words.chat_logprobs(chunk) for chunk in round_.chunks]
+            self.said += said
+            found["logprobs"] = {"content": said, "refusal": None}
+        if self.trace:
+            self.rounds.append(self.words.trace(round_))
+            found |= self.rounds[-1]
+        return found
+
+    def _finish(self, ended: str) -> str:
+        cut = isinstance(self.reader, ForcedReader) and not self.reader.complete
+        if self.calls and ended != "length" and not cut:
+            return "function_call" if self.former else "tool_calls"
+        return FINISH.get(ended, ended)
 
     def _event(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -80,8 +104,9 @@ class Choice:
         """The reply as a choice of a `chat.completion`."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.calls:
+            made = [call.as_dict() for call in self.calls]
             message["content"] = self.text or None
-            message["tool_calls"] = [call.as_dict() for call in self.calls]
+            message |= {"function_call": made[0]["function"]} if self.former else {"tool_calls": made}
         choice = {
             "index": self.index,
             "message": message,
@@ -93,48 +118,91 @@ class Choice:
         return choice
 
 
+def _numbered(made: Sequence[Call], new: dict[str, Any]) -> dict[str, Any]:
+    return {"index": len(made) - 1, **new}
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Functions that a reply may call, or must: `forced`. `told`: those that the prompt shows."""
+
+    told: Sequence[Tool] = ()
+    tools: Sequence[Tool] = ()
+    forced: bool = False
+
+    @staticmethod
+    def of(body: ChatRequest) -> Calling:
+        offered, choice = body.offered, body.choice
+        if choice == "none":
+            return Calling()
+        if isinstance(choice, str):
+            return Calling(offered, offered, choice == "required")
+        allowed = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+        names = {tool.function.name for tool in allowed}
+        forced = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
+        return Calling(offered, [tool for tool in offered if tool.function.name in names], forced)
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+    def grammar(self, family: Family, marker: int | None, body: ChatRequest) -> str | None:
+        """Of a reply that must be a call, or is one or JSON of a form; None: it may be any text, or there are no tools.
+
+        A form asked for besides is that of the content, of which a forced call has none.
+        """
+        if not self.tools:
+            return None
+        content = options.content_schema(body)
+        if not self.forced and content is None:
+            return None
+        functions = [(tool.function.name, tool.function.parameters) for tool in self.tools]
+        return family.grammar(functions, marker, None if self.forced else content)
+
+
 def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: ChatRequest) -> Plan:
     """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     family = tools.family(llm.tokenizer.chat_template)
-    offered = [] if body.tool_choice == "none" else list(body.tools or ())
-    forced = _forced(body, offered)
-    opener = _opener(llm, family) if offered else None
-    lark = family.grammar(forced, opener[0] if opener else None) if forced else None
-    if offered and not forced and options.wants_grammar(body):
-        raise bad_request(
-            "tools and structured output exclude each other. Send tool_choice none, or one of them", "tools"
-        )
-    grammar = options.grammar(trials, body, lark)
-    text = chat_text(llm, body.messages, body.tools if offered else None, body.chat_template_kwargs or {})
+    calling = Calling.of(body)
+    opener = _opener(llm, family) if calling.tools else None
+    grammar = options.grammar(trials, body, calling.grammar(family, opener[0] if opener else None, body))
+    text = _prompt(llm, body, calling)
     options.check_fits(llm, settings, text, "messages")
     tokens = chat_ids(llm, text)
     options.check_length(llm, settings, tokens, "messages")
-    asked = body.max_completion_tokens or body.max_tokens or llm.model.target.context_length - len(tokens)
+    length = options.length(llm, body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = options.sampling(llm, body, asked, logprobs, grammar)
-    names = [tool.function.name for tool in offered]
+    sampling = options.sampling(llm, body, length, logprobs, grammar)
+    former = bool(body.functions)
+    single = former or body.parallel_tool_calls is False
+
+    def reader() -> Reader | ForcedReader | None:
+        if calling.forced:
+            return ForcedReader(family, calling.names)
+        return Reader(family, calling.names, single) if calling.tools else None
 
     def choice(index: int) -> Choice:
-        reader = tools.Reader(family, names, single=body.parallel_tool_calls is False) if names else None
-        return Choice(index, words, bool(body.logprobs), bool(body.trace), reader, opener)
+        return Choice(index, words, bool(body.logprobs), bool(body.trace), reader(), opener, former)
 
     return Plan(options.jobs(llm, settings, body, [tokens], sampling), choice)
 
 
-def _forced(body: ChatRequest, offered: Sequence[Tool]) -> list[tuple[str, dict[str, Any] | None]]:
-    """The functions of which one must be called."""
-    wanted = body.tool_choice
-    if isinstance(wanted, NamedTool):
-        offered = [tool for tool in offered if tool.function.name == wanted.function.name]
-    elif wanted != "required":
-        return []
-    return [(tool.function.name, tool.function.parameters) for tool in offered]
-
-
-def _opener(llm: LLM, family: tools.Family) -> tuple[int, str] | None:
+def _opener(llm: LLM, family: Family) -> tuple[int, str] | None:
     token = llm.tokenizer.token_id(family.opens)
     return (token, family.opens) if token is not None and token in llm.tokenizer.special_ids else None
+
+
+def _prompt(llm: LLM, body: ChatRequest, calling: Calling) -> str:
+    thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return chat_text(
+        llm,
+        body.messages,
+        calling.told,
+        {**thinking, **(body.chat_template_kwargs or {})},
+        generation=body.add_generation_prompt is not False,
+        continued=bool(body.continue_final_message),
+    )
 
 
 def chat_text(
@@ -144,8 +212,12 @@ def chat_text(
     values: dict[str, Any],
     *,
     generation: bool = True,
+    continued: bool = False,
 ) -> str:
-    """The chat's prompt. `values`: further names for the template. Raises `ApiError` 400 naming the messages."""
+    """The chat's prompt. `values`: further names for the template. `continued`: it ends within the last message.
+
+    Raises `ApiError` 400 naming the messages.
+    """
     chat = [_plain(message) for message in messages]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     clash = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
@@ -155,10 +227,8 @@ def chat_text(
         )
     try:
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
-            from paceline.chat_template import check_messages
-
             chat, given = tools.with_tools(check_messages(chat), given), []
-        return llm.tokenizer.apply_chat_template(chat, generation, tools=given or None, **values)
+        return _rendered(llm, chat, {"tools": given or None, **values}, generation, continued)
     except TimedOut:
         raise
     except PacelineError as error:
@@ -173,12 +243,30 @@ def chat_ids(llm: LLM, text: str) -> list[int]:
         raise bad_request(str(error), "messages") from error
 
 
+def _rendered(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any], generation: bool, continued: bool) -> str:
+    if not continued:
+        return llm.tokenizer.apply_chat_template(chat, generation, **values)
+    # A mark at the message's end shows where the template goes on to close it.
+    mark = f"[{uuid.uuid4().hex}]"
+    content = check_messages(chat[-1:])[0]["content"]
+    text = llm.tokenizer.apply_chat_template([*chat[:-1], {**chat[-1], "content": content + mark}], False, **values)
+    before, found, _ = text.partition(mark)
+    if not found:
+        raise InvalidPrompt(
+            "the chat template does not show the last message, which the reply is to continue",
+            "Send it as the user's, or leave out continue_final_message",
+        )
+    return before
+
+
 def _plain(message: Message) -> dict[str, Any]:
     """As chat templates know messages."""
     found = message.model_dump(include=_TOLD, exclude_none=True)
-    if message.content is None:
-        found["content"] = None
-    return {**found, "role": "system" if message.role == "developer" else message.role}
+    if message.calls:
+        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
+    found["content"] = message.refusal if message.content is None else found["content"]
+    return {**found, "role": _ROLES.get(message.role, message.role)}
 
 
-_TOLD = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_TOLD = {"role", "content", "name", "tool_call_id", "reasoning_content"}
+_ROLES = {"developer": "system", "function": "tool"}

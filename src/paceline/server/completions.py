@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.llm import LLM
+from paceline.prompt_logprobs import PromptLogprobs
 from paceline.server import options
 from paceline.server.chat import FINISH
 from paceline.server.errors import bad_request
@@ -16,45 +18,63 @@ from paceline.server.running import Plan, Round
 from paceline.server.schema import CompletionRequest
 from paceline.server.trials import Trials
 from paceline.server.words import Words
-from paceline.stream import Chunk
+from paceline.stream import Chunk, Detokenizer
 
 _LENGTH = 16
 """Tokens of a completion that does not say how many, as in OpenAI's API."""
 
 
+Scored = Callable[[], list[Chunk]]
+"""A prompt's tokens with their log-probabilities, which are there once the reply has begun."""
+
+
 @dataclass(slots=True)
 class TextChoice:
-    """One completion, as it grows. `before`: text that is echoed before it."""
+    """One completion, as it grows. `before`: text that is echoed before it, `scored` with its log-probabilities.
+    `shown`: whether there is a reply, or the prompt alone."""
 
     index: int
     words: Words
     logprobs: bool
     trace: bool
     before: str = ""
+    scored: Scored | None = None
+    shown: bool = True
     text: str = ""
     chunks: list[Chunk] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
 
     def opening(self) -> dict[str, Any] | None:
-        """The first event of a stream, if there is something to echo."""
-        return self._choice(self.before) if self.before else None
+        """The first event of a stream, if there is something to echo by then."""
+        return self._choice(self.before) if self.before and not self.scored else None
 
-    def take(self, round_: Round) -> dict[str, Any] | None:
-        """Takes a round in. Returns its event, None where there is nothing to show."""
+    def take(self, round_: Round) -> list[dict[str, Any]]:
+        """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
         ended = round_.chunks[-1].finish_reason
-        text = "".join(chunk.text for chunk in round_.chunks)
-        event = self._choice(text)
+        events = self._echoed() + (self._shown(round_) if self.shown else [])
+        if ended:
+            self.finish = FINISH.get(ended, ended) if self.shown else "length"
+            events.append({**self._choice(""), "finish_reason": self.finish})
+        return events
+
+    def _echoed(self) -> list[dict[str, Any]]:
+        """The prompt, once."""
+        if self.scored is None:
+            return []
+        self.chunks, self.scored = self.scored(), None
+        return [{**self._choice(self.before), "logprobs": self.words.text_logprobs(self.chunks, 0)}]
+
+    def _shown(self, round_: Round) -> list[dict[str, Any]]:
+        event = self._choice("".join(chunk.text for chunk in round_.chunks))
         if self.logprobs:
-            event["logprobs"] = self.words.text_logprobs(round_.chunks, len(self.text))
+            event["logprobs"] = self.words.text_logprobs(round_.chunks, len(self.before) + len(self.text))
             self.chunks += round_.chunks
         if self.trace:
             self.rounds.append(self.words.trace(round_))
             event |= self.rounds[-1]
-        self.text += text
-        if ended:
-            event["finish_reason"] = self.finish = FINISH.get(ended, ended)
-        return event if text or ended or self.logprobs or self.trace else None
+        self.text += event["text"]
+        return [event] if event["text"] or self.logprobs or self.trace else []
 
     def _choice(self, text: str) -> dict[str, Any]:
         return {"index": self.index, "text": text, "logprobs": None, "finish_reason": None}
@@ -80,14 +100,38 @@ def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: Compl
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
     grammar = options.grammar(trials, body)
-    sampling = options.sampling(llm, body, body.max_tokens or _LENGTH, body.logprobs, grammar)
-    jobs = options.jobs(llm, settings, body, prompts, sampling)
+    length = options.length(llm, body, _LENGTH)
+    # A round writes at least one token; where none is asked for, it is not shown.
+    sampling = options.sampling(llm, body, max(1, length), body.logprobs, grammar)
+    jobs = [replace(job, shown=length > 0) for job in options.jobs(llm, settings, body, prompts, sampling)]
+    n = body.n or 1
     before = [_echo(llm, prompt) if body.echo else "" for prompt in given]
+    scored: list[Scored | None] = [None] * len(prompts)
+    if body.echo and body.logprobs is not None:
+        for at, tokens in enumerate(prompts):
+            scores = PromptLogprobs(body.logprobs)
+            jobs[at * n] = replace(jobs[at * n], scores=scores)  # one of the replies to a prompt reads it for all
+            scored[at] = partial(_scored, tokens, _pieces(llm, tokens), scores)
 
     def choice(index: int) -> TextChoice:
-        return TextChoice(index, words, body.logprobs is not None, bool(body.trace), before[index // (body.n or 1)])
+        at = index // n
+        return TextChoice(index, words, body.logprobs is not None, bool(body.trace), before[at], scored[at], length > 0)
 
     return Plan(jobs, choice)
+
+
+def _scored(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:
+    return [
+        Chunk(piece, token, "plain", None, said)
+        for piece, token, said in zip(pieces, tokens, scores.tokens[: len(tokens)], strict=True)
+    ]
+
+
+def _pieces(llm: LLM, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text."""
+    text = Detokenizer(llm.tokenizer.decode)
+    pieces = [text.push(token) for token in tokens]
+    return [*pieces[:-1], pieces[-1] + text.flush()]
 
 
 def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:

@@ -70,7 +70,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     """The error of a body that pydantic refuses: the one of its errors that reaches deepest."""
     paths = [_path(body, error["loc"], error["type"] == "missing") for error in errors]
-    deepest = max(range(len(paths)), key=lambda i: (errors[i]["type"] == _UNKNOWN, len(paths[i])))
+
+    def telling(i: int) -> tuple[bool, int, bool]:
+        """Of the members of a union the one that has the value's type says more than those that have another."""
+        kind = errors[i]["type"]
+        return kind == _UNKNOWN, len(paths[i]), not kind.endswith("_type")
+
+    deepest = max(range(len(paths)), key=telling)
     error, param = errors[deepest], ".".join(map(str, paths[deepest]))
     said = "there is no such parameter" if error["type"] == _UNKNOWN else error["msg"].removeprefix("Value error, ")
     if not param:
@@ -127,6 +133,12 @@ def _named(message: str) -> str | None:
     return _OURS.get(found[1], found[1]) if found else None
 
 
+def _one_line(message: str) -> str:
+    """For the log: a client's own words, which a message may hold, begin no line of their own there."""
+    line = "".join(letter if letter.isprintable() else " " for letter in message)
+    return line if len(line) <= 300 else line[:300] + "..."
+
+
 def _seconds(wait: float) -> str:
     return str(max(1, round(wait)))
 
@@ -144,7 +156,10 @@ def install(app: FastAPI) -> None:
         return respond(ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
 
     async def on_error(_: Request, error: Exception) -> JSONResponse:
-        return respond(api_error(error))
+        told = api_error(error)
+        outcome = "refused" if told.status < 500 else "failed"
+        LOG.info("%s %s: %s", REQUEST_ID.get(), outcome, _one_line(told.message))
+        return respond(told)
 
     async def on_leaving(_: Request, error: Exception) -> Response:
         return Response(status_code=_GONE)

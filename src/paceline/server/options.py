@@ -15,26 +15,25 @@ from paceline.sampling import Sampling
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.limits import Settings
 from paceline.server.planning import Lane
-from paceline.server.schema import ChatRequest, NamedTool, ObjectFormat, Request, SchemaFormat, SpeculationOptions
+from paceline.server.schema import ChatRequest, ObjectFormat, Request, SchemaFormat, SpeculationOptions
 from paceline.server.trials import Trials
 from paceline.server.worker import Busy, Job
 from paceline.types import Tree
 
 _SAME = (
     "temperature",
-    "top_p",
     "min_p",
     "typical_p",
-    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "no_repeat_ngram_size",
-    "seed",
     "stop_token_ids",
     "ignore_eos",
 )
 _WIDEST = 512
 """Branches of a drafted tree at most: no limit of its own."""
+_LEAST_MASS = 1e-6
+"""A `top_p` that keeps the likeliest token alone, as OpenAI's 0 does."""
 
 
 def check_model(settings: Settings, name: str | None) -> None:
@@ -51,8 +50,14 @@ def check_model(settings: Settings, name: str | None) -> None:
 def sampling(llm: LLM, body: Request, length: int, logprobs: int | None, grammar: Any) -> Sampling:
     """The model's own recommendation, with what the request says. `length`: tokens of the reply at most."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.penalty is not None:
+        given["repetition_penalty"] = body.penalty
+    if body.top_p is not None:
+        given["top_p"] = max(_LEAST_MASS, body.top_p)
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
+    if body.seed is not None:
+        given["seed"] = body.seed % 2**63  # OpenAI's seeds have a sign
     if body.stop is not None:
         given["stop"] = body.stop
     if body.min_tokens is not None:
@@ -81,15 +86,13 @@ def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation
     return Speculation(drafter, most)
 
 
-def grammar(trials: Trials, body: Request, forced: str | None = None) -> Grammar | None:
-    """What the reply must be. `forced`: a Lark grammar of tool calls.
+def grammar(trials: Trials, body: Request, calls: str | None = None) -> Grammar | None:
+    """What the reply must be. `calls`: a Lark grammar that has function calls and all else that is asked for.
 
     Blocks until the grammar has been tried out. Raises `ApiError` 400 for two wishes at once and for a schema,
     expression or grammar that is malformed or takes too much to compile, `Busy` where it cannot be tried out now.
     """
-    wishes = dict(_wishes(body))
-    if forced is not None:
-        wishes["tool_choice"] = ("lark", forced)
+    wishes: dict[str, tuple[Kind, Any]] = dict(_wishes(body)) if calls is None else {"tools": ("lark", calls)}
     if len(wishes) > 1:
         raise bad_request(f"{' and '.join(wishes)} exclude each other. Send one of them", next(iter(wishes)))
     for param, (kind, content) in wishes.items():
@@ -103,13 +106,26 @@ def grammar(trials: Trials, body: Request, forced: str | None = None) -> Grammar
     return None
 
 
+def content_schema(body: Request) -> Any:
+    """The JSON schema of a reply that calls no function; None: it may be any text.
+
+    Raises `ApiError` 400 for forms that cannot stand beside tools.
+    """
+    wishes = dict(_wishes(body))
+    for param, (kind, _) in wishes.items():
+        if len(wishes) > 1 or kind != "json_schema":
+            raise bad_request(f"tools and {' and '.join(wishes)} exclude each other. Send one of them", param)
+    return next((content for _, content in wishes.values()), None)
+
+
 def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
     found: list[tuple[str, tuple[Kind, Any]]] = []
     wanted = body.response_format if isinstance(body, ChatRequest) else None
     if isinstance(wanted, ObjectFormat):
         found.append(("response_format", ("json_schema", {"type": "object"})))
     if isinstance(wanted, SchemaFormat):
-        found.append(("response_format", ("json_schema", wanted.json_schema.schema_)))
+        schema = wanted.json_schema.schema_
+        found.append(("response_format", ("json_schema", {"type": "object"} if schema is None else schema)))
     if body.guided_json is not None:
         found.append(("guided_json", ("json_schema", body.guided_json)))
     if body.guided_regex is not None:
@@ -121,13 +137,8 @@ def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
 
 def lane(body: Request, given: Lane) -> Lane:
     """Where to plan a request. `given`: by its size."""
-    choice = body.tool_choice if isinstance(body, ChatRequest) else None
-    forced = choice == "required" or isinstance(choice, NamedTool)
-    return "grammar" if forced or wants_grammar(body) else given
-
-
-def wants_grammar(body: Request) -> bool:
-    return bool(_wishes(body))
+    forced = isinstance(body, ChatRequest) and body.choice not in ("none", "auto")
+    return "grammar" if forced or _wishes(body) else given
 
 
 def check_fits(llm: LLM, settings: Settings, text: str, param: str) -> None:
@@ -156,6 +167,12 @@ def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str
             param,
             "context_length_exceeded",
         )
+
+
+def length(llm: LLM, body: Request, default: int = -1) -> int:
+    """Tokens of the reply at most. -1, asked for or as the default: as many as fit."""
+    asked = default if body.length is None else body.length
+    return llm.model.target.context_length if asked < 0 else asked
 
 
 def jobs(

@@ -41,8 +41,8 @@ class Choice(Protocol):
     def opening(self) -> dict[str, Any] | None:
         """The first event of a stream, if there is something to show."""
 
-    def take(self, round_: Round, /) -> dict[str, Any] | None:
-        """Takes a round in. Returns its event, None where there is nothing to show."""
+    def take(self, round_: Round, /) -> list[dict[str, Any]]:
+        """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
 
     def whole(self) -> dict[str, Any]:
         """The reply as it is now, in one piece."""
@@ -156,7 +156,7 @@ class Run:
         made = Round(index, chunks, drafted - progress.drafted, progress.reply.drafter, 1000 * (now - progress.last))
         self._count(progress, made, now)
         progress.last, progress.drafted = now, drafted
-        progress.tokens += len(chunks)
+        progress.tokens += len(chunks) if progress.job.shown else 0
         progress.finish = chunks[-1].finish_reason
         return made
 

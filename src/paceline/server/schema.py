@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from paceline.server.dialects import Ignored, Only, OtherServers, Strict
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
@@ -13,9 +15,11 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # A list of a million wrong things is not told one by one: that takes seconds in which nobody else is served.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
 Schema = dict[str, Any]
 
 
@@ -24,26 +28,34 @@ def _null(value: Any) -> None:
         raise ValueError("not supported by this server. Leave it out")
 
 
-def _few(value: Any) -> Any:
-    """Before each of a hundred thousand wrong keys is told of by itself."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens are possible")
-    return value
+def _at_most(most: int, what: str) -> BeforeValidator:
+    """A check that comes before each of a hundred thousand wrong entries is reported on its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > most:
+            raise ValueError(f"at most {most} {what} are possible, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _agreed(body: Any, *names: str) -> Any:
+    """The value of a parameter that has several names. Raises `ValueError` where they differ."""
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"{' and '.join(given)} differ. Send one of them")
+    return next(iter(given.values()), None)
 
 
 Unsupported = Annotated[None, BeforeValidator(_null), Field(description="Not supported: may be null only.")]
-Ignored = Annotated[Any, Field(description="Accepted and ignored: it means nothing to a local server.")]
-
-
-class Strict(BaseModel):
-    """No conversions (a bool is no number, a number no text), no unknown keys, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
+Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
+    continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
 class SpeculationOptions(Strict):
@@ -54,19 +66,19 @@ class SpeculationOptions(Strict):
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
-class Request(Strict):
+class Request(OtherServers):
     """What chats and completions share."""
 
     model: Annotated[str, Field(max_length=500)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_tokens: Length | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings")] = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[Biases | None, _at_most(MAX_BIASES, "tokens")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
@@ -75,7 +87,7 @@ class Request(Strict):
     top_k: Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens.")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    repetition_penalty: Penalty | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
@@ -87,10 +99,32 @@ class Request(Strict):
     timeout: Annotated[float, Field(gt=0, le=86400, description="Seconds.")] | None = None
     trace: bool | None = None
 
+    # Other servers' names
+    n_predict: Length | None = None
+    repeat_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, description="-1: the whole text. All else needs no penalty.")] | None = (
+        None
+    )
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of the reply at most; -1: as many as fit."""
+        length: int | None = _agreed(self, "max_tokens", "max_completion_tokens", "n_predict")
+        return length
+
+    @property
+    def penalty(self) -> float | None:
+        """The repetition penalty, under whichever name it came."""
+        penalty: float | None = _agreed(self, "repetition_penalty", "repeat_penalty")
+        return penalty
+
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Request:
+    def _fits_together(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams. Send stream=true")
+        _, penalty = self.length, self.penalty
+        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
+            raise ValueError("repeat_last_n must be -1 beside a penalty: the whole text counts here")
         return self
 
 
@@ -102,6 +136,8 @@ class TextPart(Strict):
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "refusal":  # an assistant's, sent back
+            return {"type": "text", "text": part.get("refusal")}
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
             raise ValueError(f"this server reads text only, and this part is of type {part['type']!r:.60}")
         return part
@@ -116,6 +152,9 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     name: Name
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
+    parsed_arguments: Annotated[Any, Field(exclude=True, description="Ignored: `arguments` as a client read them.")] = (
+        None
+    )
 
 
 class ToolCall(Strict):
@@ -126,23 +165,30 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     reasoning_content: Text | None = None
-    refusal: Ignored = None
+    refusal: Text | None = None
+    parsed: Ignored = None
     annotations: Ignored = None
     audio: Unsupported = None
-    function_call: Unsupported = None
+    function_call: CalledFunction | None = None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The functions that the message calls, in the present or the former form."""
+        former = [ToolCall(function=self.function_call)] if self.function_call else []
+        return [*(self.tool_calls or ()), *former]
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("a message needs its content (null only beside tool_calls)")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are for the assistant's messages")
+        if self.calls and self.role != "assistant":
+            raise ValueError("tool_calls and function_call are for the assistant's messages")
+        if self.content is None and not (self.role == "assistant" and (self.calls or self.refusal)):
+            raise ValueError("a message needs its content (null only beside tool_calls, function_call or refusal)")
         return self
 
 
@@ -170,10 +216,22 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Strict):
+    """Some of the tools may be called; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class JsonSchema(Strict):
     name: Name
     description: Text | None = None
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Annotated[Schema | None, Field(alias="schema", description="Left out: any JSON object.")] = None
     strict: bool | None = None
 
 
@@ -195,14 +253,20 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 
 class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="The reply goes on with the last message, which is the assistant's.")
+    ] = None
+    functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's former `tools`.")] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
 
     metadata: Ignored = None
     store: Ignored = None
@@ -212,29 +276,64 @@ class ChatRequest(Request):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: (
+        Annotated[Literal["none"], Field(description="The template's enable_thinking is false.")] | None
+    ) = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    best_of: Annotated[Any, Only(1)] = None
+    echo: Annotated[Any, Only(False)] = None
+    add_special_tokens: Annotated[Any, Only(False)] = None
+    documents: Annotated[Any, Only([])] = None
+    include_reasoning: Annotated[Any, Only(True)] = None
+    reasoning_format: Annotated[Any, Only("none")] = None
+    parse_tool_calls: Annotated[Any, Only(True)] = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None
     moderation: Unsupported = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The functions there are, in the present or the former form."""
+        former = [Tool(type="function", function=function) for function in self.functions or ()]
+        return [*(self.tools or ()), *former]
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
+        """What may or must be called, in the present form."""
+        if isinstance(self.function_call, FunctionName):
+            return NamedTool(type="function", function=self.function_call)
+        return self.tool_choice or self.function_call or "auto"
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ. Send one of them")
-        offered = {tool.function.name for tool in self.tools or ()}
-        if len(offered) != len(self.tools or ()):
-            raise ValueError("tools holds two functions of one name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in offered:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
-        if self.tool_choice == "required" and not offered:
-            raise ValueError("tool_choice is required, and there are no tools")
+        if self.length == 0:
+            raise ValueError("max_tokens must be >= 1, or -1 for as many as fit, got 0")
+        if self.tools and (self.functions or self.function_call):
+            raise ValueError("functions and function_call are the former tools and tool_choice. Send tools alone")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):
+            raise ValueError("continue_final_message needs an assistant's message without calls at the end of messages")
+        self._check_choice()
         return self
+
+    def _check_choice(self) -> None:
+        offered = [tool.function.name for tool in self.offered]
+        where = "functions" if self.functions else "tools"
+        choice = "function_call" if self.function_call else "tool_choice"
+        if len(set(offered)) != len(offered):
+            raise ValueError(f"{where} holds two functions of one name")
+        named = [self.choice] if isinstance(self.choice, NamedTool) else []
+        if isinstance(self.choice, AllowedTools):
+            named = self.choice.allowed_tools.tools
+        for name in (tool.function.name for tool in named):
+            if name not in offered:
+                raise ValueError(f"{choice} names {name!r}, which is not among the {where}")
+        if self.choice == "required" and not offered:
+            raise ValueError("tool_choice is required, and there are no tools")
 
 
 class CompletionRequest(Request):
@@ -247,6 +346,7 @@ class CompletionRequest(Request):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    add_special_tokens: Annotated[Any, Only(True)] = None
     suffix: Unsupported = None
 
     @field_validator("suffix", mode="before")
@@ -258,8 +358,6 @@ class CompletionRequest(Request):
     def _agrees(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of other than n is not supported. Ask for n replies, and choose")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported: a prompt's own are not reported. Leave one out")
         return self
 
 
@@ -272,6 +370,7 @@ class TokenizeRequest(Strict):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:

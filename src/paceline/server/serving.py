@@ -170,7 +170,7 @@ class Answer:
                 if first := choice.opening():
                     yield chunk(first)
             async for made in self._run.rounds():
-                if shown := self._choices[made.index].take(made):
+                for shown in self._choices[made.index].take(made):
                     yield chunk(shown)
             if usage:
                 yield event(self._document(self._shape.chunk, [], usage=self._run.usage()))

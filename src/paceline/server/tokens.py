@@ -26,9 +26,10 @@ def model_entry(service: Service, name: str) -> dict[str, Any]:
     """Raises `ApiError` 404."""
     options.check_model(service.settings, name)
     llm = service.llm
+    default = llm.engine.pilots[service.worker.default.drafter]
     about = {
         "drafters": [pilot.name for pilot in llm.engine.pilots],
-        "default": service.worker.default.drafter,
+        "default": default.name if default else None,
         "exact": llm.exact,
         "context_length": llm.model.target.context_length,
         "sampling": _defaults(service),
@@ -54,7 +55,9 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return service.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
     generation = body.add_generation_prompt is not False
-    return chat_ids(service.llm, chat_text(service.llm, body.messages, body.tools, {}, generation=generation))
+    continued = bool(body.continue_final_message)
+    llm = service.llm
+    return chat_ids(llm, chat_text(llm, body.messages, body.tools, {}, generation=generation, continued=continued))
 
 
 async def detokenize(service: Service, request: Request) -> dict[str, Any]:

@@ -43,25 +43,28 @@ class Words:
         return {"token": self.text(token), "logprob": _finite(logprob), "bytes": list(self.bytes(token))}
 
     def text_logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any]:
-        """Tokens in the shape of completions. `offset`: characters of the text before them."""
+        """Tokens in the shape of completions; null for a prompt's first, which nothing predicts. `offset`: characters
+        of the text before them."""
         offsets = []
         for chunk in chunks:
             offsets.append(offset)
             offset += len(chunk.text)
         return {
             "tokens": [self.text(chunk.token_id) for chunk in chunks],
-            "token_logprobs": [_finite(_said(chunk).chosen) for chunk in chunks],
+            "token_logprobs": [chunk.logprobs and _finite(chunk.logprobs.chosen) for chunk in chunks],
             "top_logprobs": [self._tops(chunk) for chunk in chunks],
             "text_offset": offsets,
         }
 
     def _tops(self, chunk: Chunk) -> dict[str, float] | None:
         """The likeliest tokens and the chosen one."""
-        said = _said(chunk)
+        said = chunk.logprobs
+        if not said or not said.top:
+            return None
         found: dict[str, float] = {}
         for token, logprob in (*said.top, (chunk.token_id, said.chosen)):
             found.setdefault(self.text(token), _finite(logprob))
-        return found if said.top else None
+        return found
 
     def trace(self, round_: Round) -> dict[str, Any]:
         """How each token of a round came about; `p`: its probability as the model holds it."""

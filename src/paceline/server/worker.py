@@ -15,6 +15,7 @@ from paceline.drafting import Speculation
 from paceline.engine import Request
 from paceline.errors import PacelineError
 from paceline.llm import LLM
+from paceline.prompt_logprobs import PromptLogprobs
 from paceline.sampling import Sampling
 from paceline.scheduler import Begin, Event, Scheduler, Task
 from paceline.server.memory import give_back
@@ -54,7 +55,8 @@ class Seats:
 class Job:
     """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
     `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt.
-    `client`: who asks; those who wait get seats in turn. `held`: kept alive until the reply begins."""
+    `client`: who asks; those who wait get seats in turn. `scores` takes the prompt's log-probabilities. `shown`:
+    whether the reply is wanted, or the prompt alone. `held`: kept alive until the reply begins."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -63,6 +65,8 @@ class Job:
     timeout: float | None = None
     group: Hashable | None = None
     client: Hashable | None = None
+    scores: PromptLogprobs | None = None
+    shown: bool = True
     held: object = None
 
 
@@ -209,7 +213,7 @@ class Worker:
 
     def _begin(self, job: Job, how: Speculation) -> Begin:
         def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, how)
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, how, job.scores)
 
         return begin
 

@@ -1,0 +1,138 @@
+"""Requests made from the OpenAPI document of the server: what it calls right, at times with one wrong value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import httpx2 as httpx
+from hypothesis import strategies as st
+
+from tests.server.fuzz import MESSAGE, ODD, sound
+from tests.server.running import Serving
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
+_SMALL: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. `body`: None for those that have none."""
+
+    method: str
+    path: str
+    body: Any
+    documented: frozenset[str]
+
+    def answer(self, served: Serving) -> httpx.Response:
+        sent = None if self.body is None else json.dumps(self.body)
+        kind = {"Content-Type": "application/json"}
+        return httpx.request(self.method, served.address + self.path, timeout=120, content=sent, headers=kind)
+
+    def check(self, served: Serving) -> None:
+        """The answer has a status that the document names, and it is not the server that failed."""
+        answer = self.answer(served)
+        assert answer.status_code < 500, (self, answer.text)
+        assert str(answer.status_code) in self.documented, (self, answer.status_code)
+        if self.body is not None:
+            sound(answer)
+
+
+class Document:
+    """An OpenAPI document as a source of requests."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self._said = said
+
+    def requests(self) -> st.SearchStrategy[Asked]:
+        found = [
+            self._operation(path, method, operation)
+            for path, operations in self._said["paths"].items()
+            for method, operation in operations.items()
+        ]
+        return st.one_of(found)
+
+    def _operation(self, path: str, method: str, operation: Mapping[str, Any]) -> st.SearchStrategy[Asked]:
+        documented = frozenset(operation["responses"])
+        names = st.sampled_from(["toy", "other/name", "a b", "../x", "%", "é"]).map(quote)
+        paths = names.map(lambda name: path.replace("{name}", name))
+        body: Any = st.none()
+        if "requestBody" in operation:
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            body = self.values(schema).flatmap(spoilt).map(bounded)
+        return st.builds(partial(Asked, method.upper(), documented=documented), path=paths, body=body)
+
+    def values(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+        """What a schema allows."""
+        if "$ref" in schema:
+            name = schema["$ref"].rpartition("/")[2]
+            made = st.deferred(lambda: self.values(self._said["components"]["schemas"][name]))
+            # What belongs into a message depends on its role, which the document does not say.
+            return st.one_of(MESSAGE, MESSAGE, MESSAGE, made) if name == "Message" else made
+        if "const" in schema or "enum" in schema:
+            return st.sampled_from(schema.get("enum", [schema.get("const")]))
+        if several := schema.get("anyOf") or schema.get("oneOf"):
+            return st.one_of([self.values(one) for one in several])
+        made = {"array": self._array, "object": self._object, "string": _string, "integer": _integer, "number": _number}
+        kind = schema.get("type")
+        if kind in made:
+            return made[kind](schema)
+        return {"boolean": st.booleans(), "null": st.none()}.get(str(kind), _SMALL)
+
+    def _array(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+        least = schema.get("minItems", 0)
+        return st.lists(self.values(schema.get("items", {})), min_size=least, max_size=least + 2)
+
+    def _object(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+        known = {name: self.values(value) for name, value in schema.get("properties", {}).items()}
+        if not known:
+            pattern, value = next(iter(schema.get("patternProperties", {}).items()), (None, _SMALL))
+            keys = st.sampled_from(["type", "a"]) if pattern is None else st.sampled_from(["1", "36"])
+            return st.dictionaries(keys, self.values(value) if isinstance(value, dict) else value, max_size=2)
+        needed = [name for name in schema.get("required", ()) if name in known]
+        optional = st.lists(st.sampled_from(sorted(known)), max_size=5)
+        return optional.flatmap(lambda names: st.fixed_dictionaries({name: known[name] for name in (*needed, *names)}))
+
+
+def _string(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    if "pattern" in schema:
+        return st.from_regex(schema["pattern"], fullmatch=True)
+    least = schema.get("minLength", 0)
+    return st.text('abc {}<>\n"é', min_size=least, max_size=least + 8)
+
+
+def _integer(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    low, high = (
+        schema.get("minimum", -(2**63)),
+        min(schema.get("maximum", 2**63), schema.get("exclusiveMaximum", 2**63) - 1),
+    )
+    return st.integers(low, high) | st.integers(max(low, -3), min(high, 5))
+
+
+def _number(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    return st.floats(
+        low, schema.get("maximum"), exclude_min="exclusiveMinimum" in schema, allow_nan=False, allow_infinity=False
+    )
+
+
+def spoilt(body: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """The body, or the same with one value that is not right."""
+    one = st.sampled_from([*body, "odd"]).flatmap(lambda name: ODD.map(lambda value: {**body, name: value}))
+    return st.one_of(st.just(body), st.just(body), st.just(body), one)
+
+
+def bounded(body: dict[str, Any]) -> dict[str, Any]:
+    """The same for a short reply, with time for it: a deadline that is missed is the client's own wish."""
+    if not {"messages", "prompt"} & body.keys():
+        return body
+    given = next((body[name] for name in _LENGTHS if isinstance(body.get(name), int)), 4)
+    return {k: v for k, v in body.items() if k not in (*_LENGTHS, "timeout")} | {"max_tokens": min(given, 4)}

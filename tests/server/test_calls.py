@@ -1,0 +1,286 @@
+"""Function calls through OpenAI's own client: forced ones, their streams, cuts, and what may stand beside them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from paceline.grammar import Grammar
+from paceline.server.calls import Call, ForcedReader
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family
+from tests.grammars import allowed, matcher
+from tests.server.running import Serving
+from tests.vocabularies import byte_level
+
+pytest.importorskip("llguidance")
+
+ASK: Any = [{"role": "user", "content": "go"}]
+
+
+class Point(BaseModel):
+    x: bool
+    y: bool
+
+
+class Shape(BaseModel):
+    kind: Literal["line", "area"]
+    start: Point
+    end: Point
+
+
+class Node(BaseModel):
+    leaf: bool
+    below: list[Node] | None = None
+
+
+def function(name: str, parameters: Any = None) -> Any:
+    return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {})}}
+
+
+SHAPE: Any = openai.pydantic_function_tool(Shape)
+NODE: Any = openai.pydantic_function_tool(Node)
+FLAG = function("flag", {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]})
+CLOSED = function("flag", {**FLAG["function"]["parameters"], "additionalProperties": False})
+BARE = function("stop")
+
+
+def ask(served: Serving, **how: Any) -> Any:
+    body = {"model": "talker", "messages": ASK, "max_tokens": 200, **how}
+    return served.openai.chat.completions.create(**body)
+
+
+def accepted(grammar: str, text: str) -> bool:
+    rows, ids = matcher(Grammar.lark(grammar)), byte_level().encode(text)
+    return all(token in allowed(rows, ids[:i]) for i, token in enumerate(ids))
+
+
+def test_nested_models_can_be_forced_and_are_parsed(talker: Serving) -> None:
+    made = talker.openai.chat.completions.parse(
+        model="talker", messages=ASK, max_tokens=200, tools=[SHAPE, NODE], tool_choice=named("Shape")
+    )
+    (call,) = made.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Shape)
+    made = ask(talker, tools=[SHAPE, CLOSED], tool_choice="required")
+    assert made.choices[0].finish_reason == "tool_calls"
+    assert made.choices[0].message.tool_calls[0].function.name in ("Shape", "flag")
+
+
+def named(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
+def test_definitions_of_one_function_are_not_those_of_another(form: Family) -> None:
+    other = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "$defs": {"Point": {"type": "null"}}}
+    grammar = form.grammar(
+        [("Shape", SHAPE["function"]["parameters"]), ("Node", NODE["function"]["parameters"]), ("other", other)], None
+    )
+
+    def call(name: str, arguments: Any) -> str:
+        return form.head(name) + json.dumps(arguments) + form.tail
+
+    point = {"x": True, "y": False}
+    assert accepted(grammar, call("Shape", {"kind": "line", "start": point, "end": point}))
+    assert accepted(
+        grammar, call("Node", {"leaf": True, "below": [{"leaf": False, "below": [{"leaf": True, "below": None}]}]})
+    )
+    assert accepted(grammar, call("other", {"at": None}))
+    assert not accepted(grammar, call("other", {"at": point}))
+    assert not accepted(grammar, call("Shape", {"kind": "line", "start": None, "end": point}))
+
+
+def test_a_function_without_parameters_gets_none(talker: Serving) -> None:
+    (call,) = ask(talker, tools=[BARE], tool_choice="required").choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("stop", "{}")
+
+
+def deltas(events: Any) -> list[Any]:
+    return [event.choices[0] for event in events if event.choices]
+
+
+def test_arguments_of_a_forced_call_are_streamed_as_they_come(talker: Serving) -> None:
+    how: Any = {"tools": [SHAPE, CLOSED], "tool_choice": named("Shape"), "speculation": "off"}
+    extra = {"extra_body": {"speculation": how.pop("speculation")}}
+    (whole,) = ask(talker, **how, **extra).choices[0].message.tool_calls
+    _, first, *more, last = deltas(ask(talker, **how, **extra, stream=True))
+    (called,) = first.delta.tool_calls
+    assert called.id
+    assert (called.type, called.function.name, called.function.arguments) == ("function", "Shape", "")
+    pieces = [one for choice in more for one in choice.delta.tool_calls]
+    assert len(pieces) > 10
+    assert all(one.id is None and one.index == 0 and one.function.name is None for one in pieces)
+    assert "".join(one.function.arguments for one in pieces) == whole.function.arguments
+    assert json.loads(whole.function.arguments)
+    assert (last.delta.to_dict(), last.finish_reason) == ({}, "tool_calls")
+
+
+def test_the_clients_stream_tells_when_arguments_are_done(talker: Serving) -> None:
+    with talker.openai.chat.completions.stream(
+        model="talker", messages=ASK, max_tokens=200, tools=[SHAPE], tool_choice="required"
+    ) as stream:
+        kinds = {event.type: event for event in stream}
+        final = stream.get_final_completion()
+    done: Any = kinds["tool_calls.function.arguments.done"]
+    assert isinstance(done.parsed_arguments, Shape)
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == done.parsed_arguments
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 12, 20, 30])
+def test_a_forced_call_that_is_cut_is_part_of_one(talker: Serving, length: int) -> None:
+    how: Any = {"tools": [SHAPE], "tool_choice": "required"}
+    (whole,) = ask(talker, **how).choices[0].message.tool_calls
+    cut = ask(talker, **how, max_tokens=length).choices[0]
+    assert cut.finish_reason == "length"
+    assert cut.message.content is None
+    (call,) = cut.message.tool_calls
+    assert call.function.name == "Shape"
+    assert whole.function.arguments.startswith(call.function.arguments)
+    assert len(call.function.arguments) < len(whole.function.arguments)
+    *_, last = deltas(ask(talker, **how, max_tokens=length, stream=True))
+    assert (last.delta.to_dict(), last.finish_reason) == ({}, "length")
+
+
+def test_a_forced_call_that_a_stop_string_cuts_is_no_finished_one(talker: Serving) -> None:
+    cut = ask(talker, tools=[SHAPE], tool_choice="required", stop='"start"').choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.tool_calls[0].function.arguments.startswith('{"kind": "')
+    assert "start" not in cut.message.tool_calls[0].function.arguments
+
+
+def read(form: Family, text: str, step: int, names: Any = ("add", "add_all")) -> tuple[list[Call], str]:
+    reader = ForcedReader(form, names)
+    pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])[1]]
+    shown, last = reader.flush()
+    pieces += last
+    assert shown == ""
+    return [p for p in pieces if isinstance(p, Call)], "".join(p for p in pieces if isinstance(p, str))
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("arguments", ["{}", '{"a": {"b": [{"c": "}]"}]}}', '{"a": "}\\n</tool_call>"}'])
+def test_a_forced_call_cut_anywhere_shows_its_arguments_so_far(form: Family, arguments: str, step: int) -> None:
+    head, whole = form.head("add"), form.head("add") + arguments + form.tail
+    for cut in range(len(whole) + 1):
+        calls, said = read(form, whole[:cut], step)
+        # The name is known once it is told apart from the other one.
+        assert [call.name for call in calls] == (["add"] if cut >= len(head) - len(f'", "{form.key}": ') + 1 else [])
+        assert said == arguments[: max(0, cut - len(head))]
+        alone, said = read(form, whole[:cut], step, names=["add"])
+        assert [call.name for call in alone] == (["add"] if cut else [])
+        assert said == arguments[: max(0, cut - len(head))]
+
+
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"answer": 1}]}}}
+
+
+def bias(text: str) -> dict[str, int]:
+    (token,) = byte_level().encode(text)
+    return {str(token): 100}
+
+
+def test_tools_beside_a_response_format_give_a_call_or_the_form(talker: Serving) -> None:
+    how: Any = {"tools": [SHAPE, CLOSED], "response_format": FORM}
+    content = ask(talker, **how, logit_bias=bias("{")).choices[0]
+    assert (content.message.content, content.message.tool_calls) == ('{"answer": 1}', None)
+    assert content.finish_reason == "stop"
+    called = ask(talker, **how, logit_bias=bias("<")).choices[0]
+    assert called.message.content is None
+    assert len(called.message.tool_calls) == 1
+    assert called.finish_reason == "tool_calls"
+    forced = ask(talker, **how, tool_choice="required", logit_bias=bias("{")).choices[0]
+    assert forced.message.tool_calls
+    none = ask(talker, **how, tool_choice="none", logit_bias=bias("<")).choices[0]
+    assert none.message.content == '{"answer": 1}'
+
+
+def test_a_form_beside_tools_may_be_any_json(talker: Serving) -> None:
+    made = ask(talker, tools=[CLOSED], extra_body={"guided_json": {}}, logit_bias=bias("n"))
+    assert made.choices[0].message.content == "null"
+
+
+def test_a_regular_expression_cannot_stand_beside_tools(talker: Serving) -> None:
+    body = {"messages": ASK, "tools": [CLOSED], "guided_regex": "a"}
+    answer = talker.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "guided_regex"
+
+
+def test_only_allowed_tools_are_called(talker: Serving) -> None:
+    def choice(mode: str, *names: str) -> Any:
+        tools = [named(name) for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for name in ("Shape", "flag", "stop"):
+        made = ask(talker, tools=[SHAPE, CLOSED, BARE], tool_choice=choice("required", name))
+        assert made.choices[0].message.tool_calls[0].function.name == name
+    auto = ask(talker, tools=[SHAPE], tool_choice=choice("auto", "Shape"), max_tokens=4)
+    assert auto.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="not among the tools"):
+        ask(talker, tools=[SHAPE], tool_choice=choice("auto", "flag"))
+
+
+def test_former_functions_are_called_in_the_former_shape(talker: Serving) -> None:
+    how: Any = {"functions": [CLOSED["function"]], "function_call": {"name": "flag"}}
+    choice = ask(talker, **how).choices[0]
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call.name == "flag"
+    assert set(json.loads(choice.message.function_call.arguments)) == {"on"}
+    events = deltas(ask(talker, **how, stream=True))
+    calls = [event.delta.function_call for event in events if event.delta.function_call]
+    assert [call.name for call in calls if call.name] == ["flag"]
+    assert "".join(call.arguments for call in calls) == choice.message.function_call.arguments
+    assert events[-1].finish_reason == "function_call"
+    told = {"role": "function", "name": "flag", "content": "done"}
+    again = [*ASK, choice.message, told]
+    assert ask(talker, messages=again, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_what_the_clients_helpers_return_can_be_sent_back(talker: Serving) -> None:
+    tools: Any = {"tools": [SHAPE], "tool_choice": "required"}
+    parsed = talker.openai.chat.completions.parse(model="talker", messages=ASK, max_tokens=200, **tools)
+    with talker.openai.chat.completions.stream(model="talker", messages=ASK, max_tokens=200, **tools) as stream:
+        streamed = stream.get_final_completion()
+    for made in (parsed, streamed):
+        message = made.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
+        for said in (message, message.model_dump(), message.to_dict()):
+            assert ask(talker, messages=[*ASK, said, result], max_tokens=2).choices[0].finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its parsed content
+def test_parsed_content_and_refusals_can_be_sent_back(talker: Serving) -> None:
+    class Answer(BaseModel):
+        point: Point
+
+    made = talker.openai.chat.completions.parse(model="talker", messages=ASK, max_tokens=200, response_format=Answer)
+    assert isinstance(made.choices[0].message.parsed, Answer)
+    more = {"role": "user", "content": "more"}
+    assert ask(talker, messages=[*ASK, made.choices[0].message, more], max_tokens=2).choices
+
+    def count(message: Any) -> int:
+        answer = talker.post("/tokenize", {"messages": [*ASK, message]})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["count"])
+
+    refused = {"role": "assistant", "content": None, "refusal": "no"}
+    parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    assert count(refused) == count(parts) == count({"role": "assistant", "content": "no"})
+
+
+def test_a_text_stream_ends_with_an_empty_delta(talker: Serving) -> None:
+    for how in ({}, {"logprobs": True}, {"extra_body": {"trace": True}}):
+        *events, last = deltas(ask(talker, max_tokens=5, stream=True, **how))
+        assert all(event.finish_reason is None for event in events)
+        assert (last.delta.to_dict(), last.finish_reason, last.logprobs) == ({}, "length", None)
+        assert "".join(event.delta.content or "" for event in events)
+    *texts, end = talker.openai.completions.create(model="talker", prompt="go", max_tokens=5, stream=True)
+    assert "".join(event.choices[0].text for event in texts)
+    assert all(event.choices[0].finish_reason is None for event in texts)
+    assert (end.choices[0].text, end.choices[0].finish_reason) == ("", "length")

@@ -1,0 +1,46 @@
+"""What `paceline serve` makes of its options."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.server.limits import Settings
+from tests.toys import toy_llm
+
+NAME = "--served-model-name"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of every server that is started; none is."""
+    found: list[Settings] = []
+
+    def made(_worker: Any, _llm: Any, settings: Settings) -> None:
+        found.append(settings)
+
+    monkeypatch.setattr("paceline.server.app.create_app", made)
+    monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
+    monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: None)
+    command = import_module("paceline.cli.serve")
+    monkeypatch.setattr(command, "_load", lambda *_: toy_llm())
+    monkeypatch.setattr(command, "_log", lambda _quiet: None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "aliases"),
+    [
+        ([], "my-model", []),
+        ([NAME, "one"], "one", []),
+        ([NAME, "one", NAME, "a/two", NAME, "one"], "one", ["a/two"]),
+    ],
+)
+def test_a_model_may_have_several_names(started: list[Settings], options: list[str], model: str, aliases: Any) -> None:
+    done = CliRunner().invoke(app, ["serve", "--model", "/srv/my-model", "--quiet", "--drafter", "none", *options])
+    assert done.exit_code == 0, done.output
+    assert (started[0].model, list(started[0].aliases)) == (model, aliases)

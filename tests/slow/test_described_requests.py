@@ -1,0 +1,36 @@
+"""Thousands of requests made out of the OpenAPI document: none is the server's failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from paceline.drafters.ngram import NGram
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
+from tests.server.described import Asked, Document
+from tests.server.running import Serving, serving
+from tests.toys import toy_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    with serving(LLM(toy_model(), {"suffix": Suffix(), "ngram": NGram()}), aliases=("other/name",)) as it:
+        yield it
+
+
+def test_no_documented_request_makes_the_server_fail(served: Serving) -> None:
+    requests = Document(served.get("/openapi.json").json()).requests()
+
+    @hypothesis.settings(max_examples=5000, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(requests)
+    def check(asked: Asked) -> None:
+        asked.check(served)
+
+    check()
+    assert served.idle()
+    assert served.post("/v1/completions", {"prompt": "hello"}).status_code == 200
