@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from paceline.cli.demo import _first_difference, _report
 from paceline.cli.info import runner_of
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
+from paceline.cli.prompts import single_prompt
 from paceline.cli.show import Display
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, PacelineError
@@ -38,7 +41,11 @@ from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Tree
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
-STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact", "seconds"}
+STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact"}
+STATS |= {"drafter", "seconds"}
+
+RECOMMENDED: dict[str, Any] = {}
+"""The toy model's generation_config."""
 
 
 class Letters:
@@ -58,15 +65,16 @@ class Letters:
 
 
 def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
-    from paceline.drafters.make import make_drafter, to_tree
+    from paceline.drafters.make import make_drafter, name_of, to_tree
 
     tokenizer: Any = Letters()
-    loaded = Loaded(tiny_target(), tokenizer, (), {"temperature": 0.9, "do_sample": True}, Path("tiny"))
+    loaded = Loaded(tiny_target(), tokenizer, (), RECOMMENDED, Path("tiny"))
 
     def refuse(reference: str) -> Loaded:
         raise AssertionError(reference)
 
-    return LLM(loaded, make_drafter(drafter, loaded, refuse), to_tree(draft))
+    made = make_drafter(drafter, loaded, refuse)
+    return LLM(loaded, {name_of(drafter): made} if drafter and made else None, to_tree(draft))
 
 
 class Shop:
@@ -212,7 +220,7 @@ def test_stops(shop: Shop) -> None:
 
 def test_a_drawn_seed_is_reported_and_repeats_the_text(shop: Shop) -> None:
     first = generate("hello", "-t", "1")
-    seed = first.stderr.rpartition("seed ")[2].strip()
+    seed = first.stderr.rpartition("seed ")[2].split()[0]
     assert generate("hello", "-t", "1", "--seed", seed).stdout == first.stdout
 
 
@@ -222,10 +230,81 @@ def test_a_lossy_text_is_labelled(shop: Shop) -> None:
     assert "lossy" not in generate("hello", "-t", "1", "--rule", "block").stderr
 
 
-def test_model_sampling_is_off_unless_asked_for_and_yields_to_options(shop: Shop) -> None:
-    assert "seed" not in generate("hello").stderr
-    assert "seed" in generate("hello", "--model-sampling").stderr
-    assert "seed" not in generate("hello", "--model-sampling", "--temperature", "0").stderr
+def test_the_models_recommendation_applies_and_is_told(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sampling" not in generate("hello").stderr
+    monkeypatch.setitem(RECOMMENDED, "do_sample", True)
+    monkeypatch.setitem(RECOMMENDED, "temperature", 0.9)
+    monkeypatch.setitem(RECOMMENDED, "top_p", 0.5)
+    recommended = generate("hello", "-s", "3")
+    wanted = Sampling(max_new_tokens=24, temperature=0.9, top_p=0.5, seed=3)
+    assert recommended.stdout.rstrip("\n") == make_llm(None).generate("hello", wanted).text.rstrip("\n")
+    line = "sampling: from the model: temperature 0.9, top_p 0.5 (-t 0 writes greedy text)\n"
+    assert recommended.stderr.startswith(line)
+    assert generate("hello", "-t", "1").stderr.startswith("sampling: temperature 1; from the model: top_p 0.5 (")
+    greedy = generate("hello", "-t", "0")
+    assert "sampling" not in greedy.stderr
+    assert greedy.stdout == generate("hello", "--top-p", "1", "-t", "0").stdout
+    assert generate("hello", "-q").stderr == ""
+    assert line in chat("hi\n").stderr
+
+
+def test_the_drafter_is_named(shop: Shop) -> None:
+    assert "suffix: " in generate("hello hello hello").stderr
+    assert "drafted" not in generate("hello hello hello", "--drafter", "none").stderr
+    assert json.loads(generate("hello", "--json").stdout)["stats"]["drafter"] == "suffix"
+    assert json.loads(generate("hello", "--json", "-d", "none").stdout)["stats"]["drafter"] is None
+
+
+def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
+    assert "cut at 24 tokens; raise -n" in generate("hello").stderr
+    text = generate("hello", "-q").stdout
+    assert "cut" not in generate("hello", "--stop", text[3:6]).stderr
+    assert "the model's context is full" in generate("x" * 240).stderr
+    assert "cut at 8 tokens; raise -n" in chat("hi\n").stderr
+    rows = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    assert "2 cut at the token limit; raise -n" in generate("--prompts", rows, "--json").stderr
+    assert "2 cut at the token limit" in generate("--prompts", rows, "--batch", "2").stderr
+
+
+def test_help_shows_the_default_length() -> None:
+    assert Sampling().max_new_tokens == 512
+    assert "[default: (512" in run("generate", "--help").stdout
+    assert json.loads(generate("hello", "--json", "--max-tokens", "3").stdout)["token_ids"][3:] == []
+
+
+@pytest.mark.parametrize("name", [["m"], ["-m", "m"], ["m", "--model", "m"]])
+def test_a_model_is_named_the_same_way_everywhere(shop: Shop, name: list[str]) -> None:
+    assert generate(*name, "hello").exit_code == 0
+    assert chat("hi\n", *name).exit_code == 0
+    assert [call["model"] for call in shop.calls] == ["m", "m"]
+    for command in ("info", "doctor"):
+        assert "there is no model" in failure(run(command, *(part.replace("m", "/m") if part == "m" else part for part in name)))
+    assert "Name the model once" in failure(run("chat", "m", "-m", "other"))
+
+
+def test_what_is_piped_in_follows_the_prompt(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f").write_text("a text\n")
+    (tmp_path / "empty").write_text("")
+    for name, expected in (("f", "Summarise\n\na text"), ("empty", "Summarise")):
+        with (tmp_path / name).open() as file:
+            monkeypatch.setattr("sys.stdin", file)
+            assert single_prompt("Summarise", with_stdin=True) == expected
+            file.seek(0)
+            assert single_prompt("Summarise") == "Summarise"
+    read, write = os.pipe()
+    monkeypatch.setattr("paceline.cli.prompts._PATIENCE", 0.01)
+    with os.fdopen(read) as pipe, os.fdopen(write, "w") as end:
+        monkeypatch.setattr("sys.stdin", pipe)
+        closing = threading.Timer(0.5, lambda: (end.write("late"), end.close()))
+        closing.start()
+        assert single_prompt("Summarise", with_stdin=True) == "Summarise\n\nlate"
+        closing.join()
+    assert "waiting for stdin" in capsys.readouterr().err
+    piped = [sys.executable, "-m", "paceline", "generate", "-m", "/absent", "\udcff"]
+    done = subprocess.run(piped, input="x", capture_output=True, text=True, check=False)
+    assert "not valid Unicode" in done.stderr, "checked before the model is looked for"
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", "hello\r\n", b"hello\n"])
@@ -236,8 +315,9 @@ def test_prompt_from_stdin_without_its_last_newline(shop: Shop, text: str | byte
 def test_threads(shop: Shop) -> None:
     before = torch.get_num_threads()
     try:
-        assert generate("hello", "--threads", "1").exit_code == 0
+        assert "--threads" not in generate("hello", "--threads", "1").stderr
         assert torch.get_num_threads() == 1
+        assert "--threads 4099 is more than the" in generate("hello", "--threads", "4099").stderr
     finally:
         torch.set_num_threads(before)
 
@@ -626,6 +706,13 @@ def test_chat_commands(shop: Shop) -> None:
         assert part in result.stdout
 
 
+def test_several_lines_are_one_message(asked: list[list[dict[str, str]]]) -> None:
+    result = chat('"""one\n\n  two\n"""\n"""/quit"""\n"""\n/reset\n"""\n"""three\nfour')
+    assert result.exit_code == 0, result.output
+    said = [m["content"] for m in asked[-1] if m["role"] == "user"]
+    assert said == ["one\n\n  two", "/quit", "/reset", "three\nfour"]
+
+
 def test_ctrl_c_stops_the_reply_and_not_the_chat(
     asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -738,7 +825,7 @@ def test_info_of_a_gguf() -> None:
 
 @pytest.mark.parametrize("modes", [("--quantize", "int8"), ("--quantize", "int4", "--draft-quantize", "int8")])
 def test_a_quantised_model_writes_from_the_command_line(folder: Path, modes: tuple[str, ...]) -> None:
-    asked = ("-n", "12", "--raw", "--json", "-q", "-m", str(folder), "--dtype", "bfloat16", *modes)
+    asked = ("-n", "12", "-t", "0", "--raw", "--json", "-q", "-m", str(folder), "--dtype", "bfloat16", *modes)
     plain, drafted = (
         json.loads(run("generate", "w1 w5 w9", *asked, "--drafter", drafter).stdout)
         for drafter in (f"model:{folder}", f"suffix+model:{folder}")
@@ -836,7 +923,7 @@ def test_info_of_nothing(tmp_path: Path) -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout == f"paceline {paceline.__version__}\n"
+    assert run("--version").stdout == run("-V").stdout == f"paceline {paceline.__version__}\n"
     assert run("-h").exit_code == 0
     assert "--drafter" in run("generate", "--help").stdout
 

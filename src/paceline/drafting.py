@@ -15,10 +15,6 @@ from paceline.types import Draft, Tap, Tree, Verdict
 if TYPE_CHECKING:
     from paceline.engine import Request
 
-DEFAULT = "default"
-"""The name of an engine's only drafter."""
-
-
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How one request is drafted for. `drafter`: the name of one that the engine has; None: not at all. `most`: at most
@@ -72,10 +68,10 @@ class Group:
 
 
 class Pilots:
-    """An engine's drafters by name; the first is the default."""
+    """An engine's drafters by name; the first is the default. A single one is named after its class."""
 
     def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: Tree | None) -> None:
-        named = {DEFAULT: drafters} if isinstance(drafters, Drafter) else drafters or {}
+        named = {type(drafters).__name__: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self._named = {name: Pilot(name, drafter, draft) for name, drafter in named.items()}
         self.default = Speculation(next(iter(self._named), None))
 

@@ -25,6 +25,9 @@ from paceline.sampler import LogitsProcessor, RuleName, Sampler
 if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
 
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+"""Parameters that a model's generation_config may recommend."""
+
 StopWhen = Callable[[Sequence[int], str], bool]
 """(token ids of the reply so far, its text so far) -> whether it ends here."""
 

@@ -27,7 +27,6 @@ app = typer.Typer(
     cls=Guarded,
     help="Speculative decoding of local language models: the same text, sooner.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,7 +44,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _global(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+        bool, typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

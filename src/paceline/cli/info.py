@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.info_head import head_facts, head_lines
-from paceline.cli.options import AllowPickle, Revision, Token, progress_wanted
+from paceline.cli.options import (
+    DEMO,
+    AllowPickle,
+    ModelName,
+    NamedModel,
+    Revision,
+    Token,
+    one_model,
+    progress_wanted,
+)
 from paceline.cli.show import percent
 
 if TYPE_CHECKING:
@@ -25,17 +34,16 @@ if TYPE_CHECKING:
 
 
 def info(
-    model: Annotated[
-        str, typer.Argument(help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id.")
-    ] = "demo",
+    named: NamedModel = None,
     *,
+    model: ModelName = DEMO,
     revision: Revision = None,
     token: Token = None,
     allow_pickle: AllowPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Show what MODEL (a model, or a learned drafter) is made of, without running it. A hub model is fetched first."""
-    facts = _facts(model, revision, token, allow_pickle)
+    facts = _facts(one_model(named, model), revision, token, allow_pickle)
     if as_json:
         typer.echo(json.dumps(facts))
         return

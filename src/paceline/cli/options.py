@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -21,7 +23,36 @@ if TYPE_CHECKING:
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors: no progress, no statistics.")]
+_LOG = logging.getLogger("paceline")
+"""What the library warns of; without a handler it goes to stderr. Its level also says whether to be quiet."""
+
+
+def _hush(quiet: bool) -> bool:
+    _LOG.setLevel(logging.ERROR if quiet else logging.WARNING)
+    return quiet
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=_hush, help="Only errors on stderr: no progress, no statistics, no warnings."
+    ),
+]
+NamedModel = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
+"""Commands whose first argument is a model take it as --model too, and the other way round."""
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL)
 ]
@@ -45,19 +76,41 @@ AllowPickle = Annotated[
 ]
 
 
+DEMO = "demo"
+
+_Options = TypeVar("_Options", bound="ModelOptions")
+
+
+def note(text: str) -> None:
+    """One line on stderr, unless --quiet."""
+    if _LOG.isEnabledFor(logging.WARNING):
+        typer.echo(text, err=True)
+
+
+def one_model(argument: str | None, option: str) -> str:
+    """The model that MODEL or --model names. Raises `InvalidOption` where they differ."""
+    if argument is not None and option not in (DEMO, argument):
+        raise InvalidOption(f"MODEL is {argument} and --model is {option}", "Name the model once")
+    return option if argument is None else argument
+
+
+def set_threads(threads: int | None) -> None:
+    """What --threads says, with a warning where it is more than there are cores."""
+    import torch
+
+    if threads is None:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or threads
+    if threads > cores:
+        note(f"warning: --threads {threads} is more than the {cores} cores available, which makes every pass slower")
+    torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which model, and where it runs."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "demo"
+    model: ModelName = DEMO
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -73,19 +126,17 @@ class ModelOptions:
     revision: Revision = None
     token: Token = None
     allow_pickle: AllowPickle = False
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
-    ] = None
+    threads: Threads = None
+
+    def named(self: _Options, model: str | None) -> _Options:
+        """These options for a MODEL that may have been given as an argument. Raises `InvalidOption`."""
+        return replace(self, model=one_model(model, self.model))
 
     def open(self, *, progress: bool, **more: Any) -> LLM:
         """The model, ready to write; `more`: what else `paceline.load` takes. Raises `PacelineError`."""
-        import torch
-
         import paceline.llm
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         return paceline.llm.load(self.model, progress=progress, **own, **more)
@@ -109,7 +160,7 @@ class LoadOptions(ModelOptions):
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
+            help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
             "LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
             "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
             "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
@@ -168,11 +219,24 @@ class SamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "-n", help="Length of a reply at most, in tokens.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--max-new-tokens",
+            "--max-tokens",
+            "-n",
+            help="Maximum length of a reply in tokens.",
+            show_default="512; demo: 192",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", "-t", help="0 (the default) is greedy.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--temperature",
+            "-t",
+            help="0 is greedy. Without it the model's generation_config applies, as for every sampling option; greedy "
+            "if it has none.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     top_k: Annotated[
         int | None, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
@@ -298,18 +362,10 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
-    model_sampling: Annotated[
-        bool,
-        typer.Option(
-            "--model-sampling",
-            help="Sample as the model's generation_config recommends; options given here come first.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = False
 
     def changes(self) -> dict[str, Any]:
         """What was given, by `Sampling`'s names."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model_sampling"}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in own.items() if value is not None and value != []}
         for option, name in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
             if option in given:
@@ -327,11 +383,24 @@ class SamplingOptions:
         Sampling(**(defaults | self.changes()))
 
     def of(self, llm: LLM, **defaults: Any) -> Sampling:
-        """The sampling for this model; `defaults` hold where nothing was given."""
-        from paceline.sampling import Sampling
+        """The sampling for this model: what was given here, else `defaults`, else what the model recommends."""
+        changes = self.changes()
+        sampling = llm.sampling(**(defaults | changes))
+        if sampling.temperature > 0:
+            note(f"sampling: {_described(sampling, changes)} (-t 0 writes greedy text)")
+        return sampling
 
-        changes = defaults | self.changes()
-        return llm.sampling(**changes) if self.model_sampling else Sampling(**changes)
+
+def _described(sampling: Sampling, given: Mapping[str, Any]) -> str:
+    """What applies: first what was given on the command line, then what the model adds."""
+    from paceline.sampling import RECOMMENDED, Sampling
+
+    plain = Sampling()
+    values = {name: getattr(sampling, name) for name in RECOMMENDED}
+    applied = {name: f"{name} {value:g}" for name, value in values.items() if value != getattr(plain, name)}
+    own = ", ".join(text for name, text in applied.items() if name in given)
+    model = ", ".join(text for name, text in applied.items() if name not in given)
+    return "; ".join(part for part in (own, f"from the model: {model}" if model else "") if part)
 
 
 def progress_wanted(quiet: bool) -> bool:

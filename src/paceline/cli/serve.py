@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from paceline.cli.options import LoadOptions, Quiet, parse_draft, progress_wanted
+from paceline.cli.options import LoadOptions, NamedModel, Quiet, parse_draft, progress_wanted
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class LimitOptions:
 
 
 def serve(
+    named: NamedModel = None,
     *,
     model: LoadOptions,
     address: AddressOptions,
@@ -160,8 +161,10 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
+    model = model.named(named)
     _check_installed()
     _log(quiet)
+    from paceline.drafters.make import name_of
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
@@ -169,8 +172,7 @@ def serve(
     from paceline.server.worker import Worker
 
     check_address(address.host, address.port)
-    # What a trained drafter must read of every text pays where few ask at once; suffix costs nothing while it is idle.
-    drafter = {"auto": "suffix", "none": None}.get(model.drafter, model.drafter)
+    drafter = None if model.drafter == "none" else name_of(model.drafter)
     default = Speculation(drafter)
     named = [drafter] if drafter else []
     names = list(dict.fromkeys([*named, *(also or []), *_FREE]))

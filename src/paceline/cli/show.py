@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from paceline.reply import Completion
+    from paceline.sampling import Sampling
     from paceline.stats import Stats
     from paceline.stream import Chunk
 
@@ -68,13 +70,29 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
-def summary(stats: Stats, sampled: bool) -> str:
-    """One line: how much, how fast, what speculation gave, and how to get the same text again."""
+def summary(reply: Completion, sampling: Sampling) -> str:
+    """One line: how much, how fast, what speculation gave, how to get the same text again, and whether it was cut."""
+    stats = reply.stats
     parts = [f"{stats.tokens} tokens", f"{speed(stats):.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
-    if stats.drafted:
-        parts.append(f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted")
-    if sampled:
+    if stats.drafter is not None:
+        parts.append(f"{stats.drafter}: {_drafts(stats)}")
+    if sampling.temperature > 0:
         parts.append(f"seed {stats.seed}")
     if stats.exact == "lossy":
         parts.append("lossy: not the target's own text")
+    if cut := cut_at(reply, sampling):
+        parts.append(cut)
     return " · ".join(parts)
+
+
+def _drafts(stats: Stats) -> str:
+    return f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted" if stats.drafted else "nothing drafted"
+
+
+def cut_at(reply: Completion, sampling: Sampling) -> str:
+    """Which limit ended a reply and how to raise it; empty for a reply that ended by itself."""
+    if reply.finish_reason != "length":
+        return ""
+    if reply.stats.tokens < sampling.max_new_tokens:
+        return f"cut at {reply.stats.tokens} tokens: the model's context is full"
+    return f"cut at {reply.stats.tokens} tokens; raise -n"
