@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from typer.testing import CliRunner, Result
 import paceline.llm
 from paceline.cli import app
 from paceline.cli.demo import _first_difference, _report
-from paceline.cli.info import runner_of
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.prompts import single_prompt
@@ -32,8 +31,11 @@ from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, Pacelin
 from paceline.llm import LLM
 from paceline.models.config import LayerConfig
 from paceline.models.loader import Loaded
+from paceline.native import build, choice
 from paceline.native.build import built_for, library
+from paceline.native.choice import Runner, runner_of
 from paceline.reply import Completion
+from paceline.runner import fast_bfloat16
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Chunk
@@ -883,26 +885,66 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
     assert "'int2' is unknown" in told(str(good), "--quantize", "int2")
 
 
-def test_info_says_who_runs_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("paceline.models.loader.pick_device", lambda _: torch.device("cpu"))
-    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.bfloat16)
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx512_bf16"})
-    sizes = replace(TINY, head_dim=16)
-    assert runner_of(TINY) == "torch (its sizes are no multiples of 16)"
-    assert "mixture" in runner_of(replace(sizes, special=(LayerConfig(None, sparse=True),)))
-    monkeypatch.setenv("PACELINE_NATIVE", "0")
-    assert runner_of(sizes) == "torch (PACELINE_NATIVE is 0)"
-    monkeypatch.delenv("PACELINE_NATIVE")
-    monkeypatch.setenv("CXX", "g++")
-    assert runner_of(sizes) == "native, compiled at first use"
-    monkeypatch.setenv("CXX", "")
-    monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in runner_of(sizes)
-    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx2"})
-    assert "quantised weights run natively" in runner_of(sizes)
-    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.float32)
-    assert "float32" in runner_of(sizes)
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
+    """What runs the layers of a model under these environment variables."""
+
+    def under(config: Any = replace(TINY, head_dim=16), dtype: Any = torch.bfloat16, mode: Any = None, **env: str) -> Runner:  # noqa: B008
+        build._found.cache_clear()
+        with monkeypatch.context() as context:
+            for name, value in env.items():
+                context.setenv(name, value)
+            return runner_of(config, torch.device("cpu"), dtype, mode)
+
+    yield under
+    build._found.cache_clear()
+
+
+def test_what_runs_the_layers_and_the_remedy(
+    kernels: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = kernels()
+    if library() and "BF16" in built_for(library()):
+        assert here == Runner(f"the CPU kernels ({built_for(library())})")
+        assert kernels(TINY) == Runner("torch, since its sizes are not multiples of 16")
+        assert "mixture" in kernels(replace(TINY, head_dim=16, special=(LayerConfig(None, sparse=True),))).name
+    assert kernels(PACELINE_NATIVE="0") == Runner("torch, since PACELINE_NATIVE is 0")
+    (tmp_path / "file").write_text("")
+    for env, cause, fix in (
+        ({"CXX": "/bin/false"}, "/bin/false could not compile the CPU kernels: exit code 1", "another compiler in CXX"),
+        ({"CXX": "'"}, "CXX cannot be read", "as for a shell"),
+        ({"CXX": "", "PATH": ""}, "there is no C++ compiler", "Install g++"),
+        ({"PACELINE_CACHE": str(tmp_path / "file")}, "cannot be stored", "PACELINE_CACHE"),
+    ):
+        runner = kernels(**({"PACELINE_CACHE": str(tmp_path / "cache")} | env))
+        assert cause in runner.name
+        assert fix in runner.remedy
+    monkeypatch.setattr(choice, "built_for", lambda _: "AVX2")
+    assert "no product of bfloat16" in kernels().name
+    assert kernels(mode="int8").remedy == ""
+    monkeypatch.setattr(choice, "fast_bfloat16", lambda: False)
+    assert "int8 or int4" in kernels(dtype=torch.float32).remedy
+
+
+@pytest.mark.parametrize("env", [{"CXX": "/bin/false"}, {"PACELINE_CACHE": "FILE"}])
+def test_the_slow_path_is_told_once_and_info_says_the_same(folder: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "file").write_text("")
+    env = {"PACELINE_CACHE": str(tmp_path / "empty"), **env}
+    env = os.environ | {name: value.replace("FILE", str(tmp_path / "file")) for name, value in env.items()}
+
+    def paceline(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "paceline", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+
+    # Through int8 the kernels are wanted on every processor.
+    code = f"import paceline; [paceline.load({str(folder)!r}, quantize='int8') for _ in '12']"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stderr
+    assert told.count("warning: slow: the layers run on torch") == told.count("\n") == 1
+    quiet = ("generate", "w1", "--raw", "-n", "2", "-m", str(folder), "--quantize", "int8", "-q")
+    assert paceline(*quiet).stderr == ""
+    if fast_bfloat16():
+        runner = json.loads(paceline("info", str(folder), "--json").stdout)["runner"]
+        assert runner == told.removeprefix("warning: slow: the layers run on ").rstrip("\n")
 
 
 def test_compile_says_where_the_kernels_lie_or_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

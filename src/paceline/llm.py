@@ -17,8 +17,10 @@ from paceline.drafters.make import check_specs, name_of, open_drafter, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from paceline.models.decoder import Decoder
 from paceline.models.head_files import open_head
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
+from paceline.native.choice import runner_of, warn_of
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
@@ -337,6 +339,7 @@ def load(
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         read_target = partial(read, quantize=quantize, exact=exact)
         loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
+        _warn_if_slow(loaded)
     else:
         _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
         loaded = wrap(model, tokenizer)
@@ -349,6 +352,12 @@ def load(
     if exact:
         _check_exact(llm)
     return llm
+
+
+def _warn_if_slow(loaded: Loaded) -> None:
+    target = loaded.target
+    if isinstance(target, Decoder):
+        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
 
 
 def _named(specs: Sequence[str], opened: Callable[[str], Drafter | None]) -> dict[str, Drafter]:

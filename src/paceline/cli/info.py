@@ -70,7 +70,7 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         "path": str(path),
         **_name(checkpoint.config),
         "runs": "natively" if config else "through transformers",
-        "runner": runner_of(config) if config else "torch",
+        "runner": _runner(config) if config else "torch",
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
         "own_codes": _own_codes(header),
@@ -103,25 +103,14 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def runner_of(config: ModelConfig) -> str:
-    """What runs the layers of such a model on this machine, as it is loaded by default. Nothing is compiled for it."""
+def _runner(config: ModelConfig) -> str:
+    """What runs the layers as the model is loaded by default, and what would be faster."""
     from paceline.models.loader import pick_device, pick_dtype
-    from paceline.native.build import cpu_flags, expected
-    from paceline.native.matrix import LANES
+    from paceline.native.choice import runner_of
 
     device = pick_device("auto")
-    if device.type != "cpu":
-        return f"torch, on {device.type}"
-    if any(layer.sparse for layer in config.plan):
-        return "torch (it is a mixture of experts)"
-    if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
-        return f"torch (its sizes are no multiples of {LANES})"
-    dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
-    if dtype != "bfloat16":
-        return f"torch (this processor runs it in {dtype})"
-    if "avx512_bf16" not in cpu_flags():
-        return "torch (this processor has no product of bfloat16; quantised weights run natively)"
-    return expected()
+    runner = runner_of(config, device, pick_dtype("auto", device))
+    return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
