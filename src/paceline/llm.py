@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_specs, name_of, open_drafter, to_tree
+from paceline.drafters.make import check_specs, spec_name, open_drafter, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -362,7 +362,7 @@ def _warn_if_slow(loaded: Loaded) -> None:
 
 def _named(specs: Sequence[str], opened: Callable[[str], Drafter | None]) -> dict[str, Drafter]:
     """Each drafter under its name; "none" has no entry."""
-    return {name_of(spec): drafter for spec in specs if (drafter := opened(spec))}
+    return {spec_name(spec): drafter for spec in specs if (drafter := opened(spec))}
 
 
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:

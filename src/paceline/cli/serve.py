@@ -164,7 +164,7 @@ def serve(
     model = model.named(named)
     _check_installed()
     _log(quiet)
-    from paceline.drafters.make import name_of
+    from paceline.drafters.make import spec_name
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
@@ -172,7 +172,7 @@ def serve(
     from paceline.server.worker import Worker
 
     check_address(address.host, address.port)
-    drafter = None if model.drafter == "none" else name_of(model.drafter)
+    drafter = None if model.drafter == "none" else spec_name(model.drafter)
     default = Speculation(drafter)
     named = [drafter] if drafter else []
     names = list(dict.fromkeys([*named, *(also or []), *_FREE]))

@@ -93,7 +93,7 @@ def open_drafter(
     return make_drafter(spec, target, load_draft, read_head)
 
 
-def name_of(spec: str) -> str:
+def spec_name(spec: str) -> str:
     """What a drafter is called in statistics: as it was asked for, with the drafter that "auto" stands for."""
     return "+".join(AUTO if part == "auto" else part for part in _split(spec))
 
