@@ -20,7 +20,6 @@ from torch import Tensor
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.models.layers import RMSNorm
 from paceline.native import build, layers, matrix, norm
-from paceline.native import build
 from paceline.native.build import compiled, cpu_flags, library
 from paceline.native.matrix import NativeGated, NativeLinear
 from paceline.native.norm import NativeNorm

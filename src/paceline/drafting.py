@@ -15,6 +15,7 @@ from paceline.types import Draft, Tap, Tree, Verdict
 if TYPE_CHECKING:
     from paceline.engine import Request
 
+
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How one request is drafted for. `drafter`: the name of one that the engine has; None: not at all. `most`: at most

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_specs, spec_name, open_drafter, to_tree
+from paceline.drafters.make import check_specs, open_drafter, spec_name, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -94,7 +94,7 @@ class LLM:
         return _changed(recommended, changes)
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and the first match wins
+    def generate(
         self,
         prompt: Prompt,
         sampling: Sampling | None = None,
@@ -161,9 +161,7 @@ class LLM:
                     break
         return stream.completion
 
-    def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any
-    ) -> Stream:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any) -> Stream:
         """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for.
 
         `sampling`, `changes`: as for `generate`.
@@ -184,7 +182,8 @@ class LLM:
     ) -> Batch:
         """Write many replies at once: an iterator over (index, chunk), whose `completions` are in the prompts' order.
 
-        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, of each of them. `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
+        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, of each of them.
+        `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
         `width`: requests that share a pass at most; the others wait. Each reply is the one its prompt would get alone.
         Raises `PacelineError` for a bad prompt or option before anything is computed.
         """

@@ -67,7 +67,9 @@ def doctor(
         "revision": revision,
         "token": token,
     }
-    llm = load(one_model(named, model), drafter=None, progress=progress_wanted(quiet), allow_pickle=allow_pickle, **options)
+    llm = load(
+        one_model(named, model), drafter=None, progress=progress_wanted(quiet), allow_pickle=allow_pickle, **options
+    )
     names = choose_drafters(llm.model, drafter)
     with Console(stderr=True).status("timing passes") as status:
         if not progress_wanted(quiet):

@@ -6,14 +6,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from paceline.cli.forms import parse_grammar
+from paceline.cli.show import sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -160,8 +159,8 @@ class LoadOptions(ModelOptions):
         typer.Option(
             "--drafter",
             "-d",
-            help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
-            "LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
+            help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER "
+            "merges a LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
             "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
             "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
             "with any of them.",
@@ -387,53 +386,10 @@ class SamplingOptions:
         changes = self.changes()
         sampling = llm.sampling(**(defaults | changes))
         if sampling.temperature > 0:
-            note(f"sampling: {_described(sampling, changes)} (-t 0 writes greedy text)")
+            note(f"sampling: {sampling_line(sampling, changes)} (-t 0 writes greedy text)")
         return sampling
-
-
-def _described(sampling: Sampling, given: Mapping[str, Any]) -> str:
-    """What applies: first what was given on the command line, then what the model adds."""
-    from paceline.sampling import RECOMMENDED, Sampling
-
-    plain = Sampling()
-    values = {name: getattr(sampling, name) for name in RECOMMENDED}
-    applied = {name: f"{name} {value:g}" for name, value in values.items() if value != getattr(plain, name)}
-    own = ", ".join(text for name, text in applied.items() if name in given)
-    model = ", ".join(text for name, text in applied.items() if name not in given)
-    return "; ".join(part for part in (own, f"from the model: {model}" if model else "") if part)
 
 
 def progress_wanted(quiet: bool) -> bool:
     """Whether bars belong on stderr."""
     return not quiet and sys.stderr.isatty()
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer needs it: a parameter whose type is a dataclass of options becomes that class's fields."""
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-    parameters: list[Parameter] = []
-    for parameter in signature(command).parameters.values():
-        if parameter.name in groups:
-            parameters += _parameters(groups[parameter.name])
-        else:
-            annotation = hints[parameter.name]
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=annotation))
-
-    def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(run)["__signature__"] = Signature(parameters)
-    return run
-
-
-def _parameters(kind: type[Any]) -> list[Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(kind)
-    ]

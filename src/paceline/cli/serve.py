@@ -145,7 +145,7 @@ class LimitOptions:
 
 
 def serve(
-    named: NamedModel = None,
+    argument: NamedModel = None,
     *,
     model: LoadOptions,
     address: AddressOptions,
@@ -161,7 +161,7 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
-    model = model.named(named)
+    model = model.named(argument)
     _check_installed()
     _log(quiet)
     from paceline.drafters.make import spec_name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from paceline.reply import Completion
@@ -96,3 +97,15 @@ def cut_at(reply: Completion, sampling: Sampling) -> str:
     if reply.stats.tokens < sampling.max_new_tokens:
         return f"cut at {reply.stats.tokens} tokens: the model's context is full"
     return f"cut at {reply.stats.tokens} tokens; raise -n"
+
+
+def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
+    """What applies: first what was given on the command line, then what the model adds."""
+    from paceline.sampling import RECOMMENDED, Sampling
+
+    plain = Sampling()
+    values = {name: getattr(sampling, name) for name in RECOMMENDED}
+    applied = {name: f"{name} {value:g}" for name, value in values.items() if value != getattr(plain, name)}
+    own = ", ".join(text for name, text in applied.items() if name in given)
+    model = ", ".join(text for name, text in applied.items() if name not in given)
+    return "; ".join(part for part in (own, f"from the model: {model}" if model else "") if part)

@@ -104,7 +104,9 @@ def _compiler() -> list[str]:
         if named := shlex.split(os.environ.get("CXX", "")):
             return named
     except ValueError as error:
-        raise InvalidOption(f"CXX cannot be read ({error})", "Give it as for a shell: a compiler and options") from error
+        raise InvalidOption(
+            f"CXX cannot be read ({error})", "Give it as for a shell: a compiler and options"
+        ) from error
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
 
 
