@@ -25,7 +25,7 @@ from paceline.cli.demo import _first_difference, _report
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
 from paceline.cli.prompts import single_prompt
-from paceline.cli.show import Display
+from paceline.cli.show import Display, amount
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, PacelineError
 from paceline.llm import LLM
@@ -811,8 +811,23 @@ def test_info(folder: Path) -> None:
     assert facts["cache_bytes"] == facts["context_length"] * 2 * 2 * 2 * 2 * 8
     assert facts["own_codes"] == {}
     table = run("info", str(folder)).stdout
-    for part in ("LlamaForCausalLM (llama)", f"{facts['parameters']:,}", "WordLevel", "temperature 0.6", "2 'w2'"):
+    for part in ("LlamaForCausalLM (llama)", "WordLevel", "temperature 0.6 (recommended by the model)", "'w2' (id 2)"):
         assert part in table
+    assert f"file             │ safetensors, {amount(facts['file_bytes'], 'bytes')}: float32" in table
+
+
+def test_amounts_are_for_people() -> None:
+    sizes = (300, 16_400, 98_362_432, 4.1e9)
+    assert [amount(n, "bytes") for n in sizes] == ["300 bytes", "16.4 kB", "98.4 MB", "4.1 GB"]
+    assert [amount(n) for n in (300, 134_515_008, 7.24e9)] == ["300", "135 million", "7.24 billion"]
+
+
+def test_a_missing_package_is_installed_from_where_paceline_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules["paceline.cli.serve"], "find_spec", lambda _: None)
+    root = Path(paceline.__file__).parents[2]
+    assert f'pip install -e "{root}[serve]"' in failure(run("serve", "-q"))
+    monkeypatch.setattr("paceline.errors.__file__", str(tmp_path / "site-packages" / "paceline" / "errors.py"))
+    assert 'pip install "paceline[serve]"' in failure(run("serve", "-q"))
 
 
 @pytest.mark.model
@@ -822,7 +837,10 @@ def test_info_of_a_gguf() -> None:
     assert facts["parameters"] == 134_515_008
     assert facts["chat_template"]
     assert facts["own_codes"].keys() == {"4", "8"}
-    assert "79 % as 4 bits, 21 % as 8 bits" in run("info", "demo").stdout
+    table = run("info", "demo").stdout
+    assert "79 % in 4 bits and 21 %" in table
+    assert "135 million parameters" in table
+    assert "take 189 MB" in table
 
 
 @pytest.mark.parametrize("modes", [("--quantize", "int8"), ("--quantize", "int4", "--draft-quantize", "int8")])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.cuts import Floats
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidOption, install_line
 from paceline.sampler import Forcing, Prefix
 
 if TYPE_CHECKING:
@@ -357,6 +357,6 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidOption(
-            "grammars take llguidance, which is not installed", 'Install it: pip install "paceline[grammar]"'
+            "grammars take llguidance, which is not installed", f"Install it: {install_line('grammar')}"
         ) from error
     return llguidance

@@ -24,7 +24,7 @@ from paceline.native.choice import runner_of, warn_of
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
-from paceline.sampling import RECOMMENDED, Sampling, Vocabulary
+from paceline.sampling import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.stats import Exact, Stats
 from paceline.stream import Chunk, TextStream
@@ -79,19 +79,13 @@ class LLM:
 
     def sampling(self, **changes: Any) -> Sampling:
         """The sampling that the model's `generation_config` recommends, with changes; greedy if it recommends none."""
-        generation = self.model.generation
-        own = {key: generation[key] for key in RECOMMENDED if generation.get(key) is not None}
-        if not generation.get("do_sample", bool(own.get("temperature"))):
-            own = {}
-        elif "temperature" not in own:
-            own["temperature"] = 1.0  # transformers' default, which it leaves out of the file
         try:
-            recommended = Sampling(**own)
+            own = Sampling(**recommended(self.model.generation))
         except InvalidOption as error:
             raise InvalidOption(
                 f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct the file"
             ) from error
-        return _changed(recommended, changes)
+        return _changed(own, changes)
 
     @overload
     def generate(

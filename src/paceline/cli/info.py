@@ -21,7 +21,7 @@ from paceline.cli.options import (
     one_model,
     progress_wanted,
 )
-from paceline.cli.show import percent
+from paceline.cli.show import amount, percent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,7 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return {
         "path": str(path),
+        "file_bytes": _file_bytes(path),
         **_name(checkpoint.config),
         "runs": "natively" if config else "through transformers",
         "runner": _runner(config) if config else "torch",
@@ -81,6 +82,11 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "generation": checkpoint.generation,
     }
+
+
+def _file_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _name(raw: dict[str, Any]) -> dict[str, Any]:
@@ -178,48 +184,62 @@ def _table(lines: list[tuple[str, str]]) -> Table:
 
 
 def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
+    from paceline.drafters.make import AUTO
+
     shares = ", ".join(f"{kind} {percent(size / f['parameters'])}" for kind, size in f["dtypes"].items())
+    name = f["architecture"] if f["architecture"] == f["family"] else f"{f['architecture']} ({f['family']})"
     return [
+        ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
-        ("architecture", f["architecture"] + ("" if f["architecture"] == f["family"] else f" ({f['family']})")),
-        ("runs", f["runs"]),
-        ("layers run by", f["runner"]),
-        ("parameters", f"{f['parameters']:,}"),
-        ("weights", f"{f['format']}: {shares}"),
+        ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
+        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if f["runs"] == "natively" else "")),
         *([("--quantize", _quantise_line(f["own_codes"]))] if f["runs"] == "natively" else []),
-        ("vocabulary", f"{f['vocab_size']:,} rows, {f['tokens']:,} tokens"),
-        *(_architecture_lines(f) if "layers" in f else []),
-        ("tokenizer", f["tokenizer"]),
-        ("end of sequence", ", ".join(f"{eos['id']} {eos['token']!r}" for eos in f["eos"]) or "none"),
+        ("default drafter", AUTO),
+        ("default sampling", _sampling_line(f["generation"])),
         ("chat template", _yes(f["chat_template"])),
-        ("generation", ", ".join(f"{key} {value}" for key, value in f["generation"].items()) or "no recommendations"),
+        *(_architecture_lines(f) if "layers" in f else []),
+        ("vocabulary", _vocabulary_line(f)),
+        ("end of sequence", ", ".join(f"{eos['token']!r} (id {eos['id']})" for eos in f["eos"]) or "none"),
     ]
+
+
+def _vocabulary_line(f: dict[str, Any]) -> str:
+    unused = f["vocab_size"] - f["tokens"]
+    padding = f", and {unused:,} unused rows" if unused > 0 else ""
+    return f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"
+
+
+def _sampling_line(generation: dict[str, Any]) -> str:
+    from paceline.sampling import recommended
+
+    found = ", ".join(f"{name} {value}" for name, value in recommended(generation).items())
+    return f"{found} (recommended by the model)" if found else "greedy (the model recommends nothing)"
 
 
 def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
     """What only the native decoder reads from a config."""
+    cache = f["cache_bytes"]
     return [
-        ("layers", str(f["layers"])),
-        ("hidden size", f"{f['hidden']:,}, feed-forward {f['ffn']:,}"),
-        ("heads", f"{f['heads']} of size {f['head_dim']}, {f['kv_heads']} for keys and values"),
-        ("tied head", _yes(f["tied_head"])),
-        ("context", f"{f['context_length']:,} tokens"),
-        ("rope", _rope_line(f["rope"])),
-        ("cache", f"{f['cache_bytes']:,} bytes for all of the context (at 2 bytes an element)"),
+        ("context", f"{f['context_length']:,} tokens; its keys and values then take {amount(cache, 'bytes')}"),
+        ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
+        ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
+        ("output head", "the embedding matrix" if f["tied_head"] else "a matrix of its own"),
+        ("rotary positions", _rope_line(f["rope"])),
     ]
 
 
 def _rope_line(rope: dict[str, Any]) -> str:
-    scaling = "".join(f", {key} {value:g}" for key, value in rope["scaling"].items())
+    scaling = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
-    return f"{rope['kind']}, base {rope['theta']:g}{scaling}{factors}"
+    kind = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
+    return f"base {rope['theta']:,.0f}, {kind}{scaling}{factors}"
 
 
 def _quantise_line(own: dict[str, float]) -> str:
     if not own:
         return "int8 or int4"
-    held = ", ".join(f"{percent(share)} as {bits} bits" for bits, share in own.items())
-    return f"keeps the file's own codes: {held}" + ("" if sum(own.values()) > 0.995 else "; rounds the rest")
+    held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in own.items())
+    return f"int8 keeps the file's own codes, {held}" + ("" if sum(own.values()) > 0.995 else ", and rounds the rest")
 
 
 def _yes(value: bool) -> str:

@@ -160,8 +160,8 @@ class LoadOptions(ModelOptions):
             "--drafter",
             "-d",
             help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER "
-            "merges a LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
-            "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
+            "merges a LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, "
+            "early-exit:REF or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
             "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
             "with any of them.",
             rich_help_panel=_DRAFT,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from paceline.cli.options import LoadOptions, NamedModel, Quiet, parse_draft, progress_wanted
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -224,7 +224,7 @@ def _log(quiet: bool) -> None:
 def _check_installed() -> None:
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", 'Install it: pip install "paceline[serve]"')
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
 
 
 def _load(model: LoadOptions, names: list[str], progress: bool) -> LLM:

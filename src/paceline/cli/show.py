@@ -71,6 +71,14 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
+def amount(size: float, unit: str = "") -> str:
+    """A number for people: "134.5 million", or with a unit of bytes "98.4 MB"."""
+    steps = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if unit else ((" billion", 1e9), (" million", 1e6))
+    name, step = next(((name, step) for name, step in steps if size >= step), (unit, 1.0))
+    number = f"{size / step:.3g}" if size < 100 * step else f"{size / step:,.0f}"
+    return f"{number} {name.strip()}".rstrip()
+
+
 def summary(reply: Completion, sampling: Sampling) -> str:
     """One line: how much, how fast, what speculation gave, how to get the same text again, and whether it was cut."""
     stats = reply.stats

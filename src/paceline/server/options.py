@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.drafting import OFF, Speculation
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, install_line
 from paceline.llm import LLM
 from paceline.sampling import Sampling
 from paceline.server.errors import ApiError, bad_request
@@ -113,7 +113,7 @@ def _grammar(param: str, kind: str, content: Any) -> Any:
         from paceline.grammar import Grammar
     except ImportError as error:
         raise bad_request(
-            'structured output needs llguidance. Install it on the server: pip install "paceline[serve]"', param
+            f"structured output needs llguidance. Install it on the server: {install_line('serve')}", param
         ) from error
     try:
         make = getattr(Grammar, kind)
