@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -713,6 +714,30 @@ def test_several_lines_are_one_message(asked: list[list[dict[str, str]]]) -> Non
     assert result.exit_code == 0, result.output
     said = [m["content"] for m in asked[-1] if m["role"] == "user"]
     assert said == ["one\n\n  two", "/quit", "/reset", "three\nfour"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_pasted_lines_are_one_message() -> None:
+    import pty
+    import readline
+
+    if "GNU" not in (readline.__doc__ or ""):
+        pytest.skip("libedit takes pasted lines one by one")
+    code = "from paceline.cli.chat import _ask, _edit_lines; _edit_lines(); print(repr(_ask().text))"
+    main, terminal = pty.openpty()
+    with os.fdopen(main, "rb", buffering=0) as screen:
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(command, stdin=terminal, stdout=terminal, env=os.environ | {"TERM": "xterm"})
+        os.close(terminal)
+        shown = b""
+        while b"> " not in shown:
+            shown += screen.read(1024)
+        os.write(main, b"\x1b[200~one\n  two\n\nthree\x1b[201~\r")
+        with contextlib.suppress(OSError):  # what Linux says once the other end is closed
+            while piece := screen.read(1024):
+                shown += piece
+        assert child.wait(60) == 0
+    assert b"'one\\n  two\\n\\nthree'" in shown
 
 
 def test_ctrl_c_stops_the_reply_and_not_the_chat(

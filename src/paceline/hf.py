@@ -41,11 +41,11 @@ def speculate(
     streamer: give it here and not to `generate`, which (in 5.23) hands it on to no callable.
 
     Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal: in bfloat16, passes that verify
-    drafts round differently from passes of one row, so texts may part after a while. With drafter=None, `generate`'s own
-    loop writes greedy text, which is then identical. Sampled text has the same
-    distribution and is a function of a seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits
-    processor and stopping criterion of the call applies to every token; they must be functions of their arguments.
-    (`stop_strings` needs a tokenizer, which transformers does not hand on either: give a `StopStringCriteria`.)
+    drafts round differently from passes of one row, so texts may part after a while. With drafter=None greedy text is
+    written by `generate`'s own loop, and is identical. Sampled text has the same distribution and is a function of a
+    seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits processor and stopping criterion of
+    the call applies to every token; they must be functions of their arguments. (`stop_strings` needs a tokenizer, which
+    transformers does not hand on either: give a `StopStringCriteria`.)
 
     The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for what
     cannot be drafted.
@@ -106,7 +106,7 @@ class Speculation:
         for stats in self.stats:
             stats.rounds = stats.tokens = whole.shape[1] - input_ids.shape[1]
             stats.close()
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _ready(self, model: PreTrainedModel) -> Engine:
         """The engine for this model: the one of the last call, if it was the same."""

@@ -26,7 +26,7 @@ _HELP = f"""\
 /reset   forget the conversation
 /stats   what the last reply cost, and what speculation gave
 /quit    leave; Ctrl-D does too
-Pasted text is one message, whatever its lines. To type several lines, put {_FENCE} before and after them.
+A message of several lines: paste it, or put {_FENCE} before and after it.
 Ctrl-C stops a reply; what was written of it stays in the conversation."""
 
 
