@@ -776,7 +776,7 @@ def test_demo_writes_twice_the_same_and_says_so(shop: Shop) -> None:
     first, second = text.index("With speculation"), text.index("Without")
     assert text[first:second].split("\n", 1)[1].strip() == text[second : text.index("┏")].split("\n", 1)[1].strip()
     assert "texts identical: yes, all 12 tokens" in text
-    for part in ("plain", "speculation", "decode tok/s", "speedup", "tokens/round", "acceptance"):
+    for part in ("plain", "With speculation, by suffix", "decode tok/s", "speedup", "tokens/round", "acceptance"):
         assert part in text
 
 
@@ -1014,6 +1014,14 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == run("-V").stdout == f"paceline {paceline.__version__}\n"
     assert run("-h").exit_code == 0
     assert "--drafter" in run("generate", "--help").stdout
+
+
+def test_completion_can_be_installed() -> None:
+    asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": "paceline per", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "paceline"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)
+    assert done.stdout.split() == ["perplexity"]
+    assert "--install-completion" in run("--help").stdout
 
 
 def test_the_module_is_the_command() -> None:

@@ -130,7 +130,7 @@ def _complaint(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        return str(error)
+        return error.strerror or str(error)
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
 
