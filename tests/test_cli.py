@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +23,20 @@ from typer.testing import CliRunner, Result
 import paceline.llm
 from paceline.cli import app
 from paceline.cli.demo import _first_difference, _report
-from paceline.cli.info import runner_of
 from paceline.cli.jobs import _Progress
 from paceline.cli.options import parse_draft
-from paceline.cli.show import Display
+from paceline.cli.prompts import single_prompt
+from paceline.cli.show import Display, amount
 from paceline.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory, PacelineError
 from paceline.llm import LLM
 from paceline.models.config import LayerConfig
 from paceline.models.loader import Loaded
+from paceline.native import build, choice
 from paceline.native.build import built_for, library
+from paceline.native.choice import Runner, runner_of
 from paceline.reply import Completion
+from paceline.runner import fast_bfloat16
 from paceline.sampling import Sampling
 from paceline.stats import Stats
 from paceline.stream import Chunk
@@ -38,7 +44,11 @@ from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Tree
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
-STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact", "seconds"}
+STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact"}
+STATS |= {"drafter", "seconds"}
+
+RECOMMENDED: dict[str, Any] = {}
+"""The toy model's generation_config."""
 
 
 class Letters:
@@ -58,15 +68,16 @@ class Letters:
 
 
 def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
-    from paceline.drafters.make import make_drafter, to_tree
+    from paceline.drafters.make import make_drafter, spec_name, to_tree
 
     tokenizer: Any = Letters()
-    loaded = Loaded(tiny_target(), tokenizer, (), {"temperature": 0.9, "do_sample": True}, Path("tiny"))
+    loaded = Loaded(tiny_target(), tokenizer, (), RECOMMENDED, Path("tiny"))
 
     def refuse(reference: str) -> Loaded:
         raise AssertionError(reference)
 
-    return LLM(loaded, make_drafter(drafter, loaded, refuse), to_tree(draft))
+    made = make_drafter(drafter, loaded, refuse)
+    return LLM(loaded, {spec_name(drafter): made} if drafter and made else None, to_tree(draft))
 
 
 class Shop:
@@ -212,7 +223,7 @@ def test_stops(shop: Shop) -> None:
 
 def test_a_drawn_seed_is_reported_and_repeats_the_text(shop: Shop) -> None:
     first = generate("hello", "-t", "1")
-    seed = first.stderr.rpartition("seed ")[2].strip()
+    seed = first.stderr.rpartition("seed ")[2].split()[0]
     assert generate("hello", "-t", "1", "--seed", seed).stdout == first.stdout
 
 
@@ -222,10 +233,80 @@ def test_a_lossy_text_is_labelled(shop: Shop) -> None:
     assert "lossy" not in generate("hello", "-t", "1", "--rule", "block").stderr
 
 
-def test_model_sampling_is_off_unless_asked_for_and_yields_to_options(shop: Shop) -> None:
-    assert "seed" not in generate("hello").stderr
-    assert "seed" in generate("hello", "--model-sampling").stderr
-    assert "seed" not in generate("hello", "--model-sampling", "--temperature", "0").stderr
+def test_the_models_recommendation_applies_and_is_told(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sampling" not in generate("hello").stderr
+    monkeypatch.setitem(RECOMMENDED, "do_sample", True)
+    monkeypatch.setitem(RECOMMENDED, "temperature", 0.9)
+    monkeypatch.setitem(RECOMMENDED, "top_p", 0.5)
+    recommended = generate("hello", "-s", "3")
+    wanted = Sampling(max_new_tokens=24, temperature=0.9, top_p=0.5, seed=3)
+    assert recommended.stdout.rstrip("\n") == make_llm(None).generate("hello", wanted).text.rstrip("\n")
+    line = "sampling: from the model: temperature 0.9, top_p 0.5 (-t 0 writes greedy text)\n"
+    assert recommended.stderr.startswith(line)
+    assert generate("hello", "-t", "1").stderr.startswith("sampling: temperature 1; from the model: top_p 0.5 (")
+    greedy = generate("hello", "-t", "0")
+    assert "sampling" not in greedy.stderr
+    assert greedy.stdout == generate("hello", "--top-p", "1", "-t", "0").stdout
+    assert generate("hello", "-q").stderr == ""
+    assert line in chat("hi\n").stderr
+
+
+def test_the_drafter_is_named(shop: Shop) -> None:
+    assert "suffix: " in generate("hello hello hello").stderr
+    assert "drafted" not in generate("hello hello hello", "--drafter", "none").stderr
+    assert json.loads(generate("hello", "--json").stdout)["stats"]["drafter"] == "suffix"
+    assert json.loads(generate("hello", "--json", "-d", "none").stdout)["stats"]["drafter"] is None
+
+
+def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
+    assert "cut at 24 tokens; raise -n" in generate("hello").stderr
+    text = generate("hello", "-q").stdout
+    assert "cut" not in generate("hello", "--stop", text[3:6]).stderr
+    assert "the model's context is full" in generate("x" * 240).stderr
+    assert "cut at 8 tokens; raise -n" in chat("hi\n").stderr
+    rows = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    assert "2 cut at the token limit; raise -n" in generate("--prompts", rows, "--json").stderr
+    assert "2 cut at the token limit" in generate("--prompts", rows, "--batch", "2").stderr
+
+
+def test_help_shows_the_default_length() -> None:
+    assert Sampling().max_new_tokens == 512
+    assert "[default: (512" in run("generate", "--help").stdout
+    assert json.loads(generate("hello", "--json", "--max-tokens", "3").stdout)["token_ids"][3:] == []
+
+
+@pytest.mark.parametrize("name", [["m"], ["-m", "m"], ["m", "--model", "m"]])
+def test_a_model_is_named_the_same_way_everywhere(shop: Shop, name: list[str]) -> None:
+    assert generate(*name, "hello").exit_code == 0
+    assert chat("hi\n", *name).exit_code == 0
+    assert [call["model"] for call in shop.calls] == ["m", "m"]
+    for command in ("info", "doctor", "chat", "serve"):
+        assert "Name the model once" in failure(run(command, "m", "-m", "other"))
+
+
+def test_what_is_piped_in_follows_the_prompt(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f").write_text("a text\n")
+    (tmp_path / "empty").write_text("")
+    for name, expected in (("f", "Summarise\n\na text"), ("empty", "Summarise")):
+        with (tmp_path / name).open() as file:
+            monkeypatch.setattr("sys.stdin", file)
+            assert single_prompt("Summarise", with_stdin=True) == expected
+            file.seek(0)
+            assert single_prompt("Summarise") == "Summarise"
+    read, write = os.pipe()
+    monkeypatch.setattr("paceline.cli.prompts._PATIENCE", 0.01)
+    with os.fdopen(read) as pipe, os.fdopen(write, "w") as end:
+        monkeypatch.setattr("sys.stdin", pipe)
+        closing = threading.Timer(0.5, lambda: (end.write("late"), end.close()))
+        closing.start()
+        assert single_prompt("Summarise", with_stdin=True) == "Summarise\n\nlate"
+        closing.join()
+    assert "waiting for stdin" in capsys.readouterr().err
+    piped = [sys.executable, "-m", "paceline", "generate", "-m", "/absent", "\udcff"]
+    done = subprocess.run(piped, input="x", capture_output=True, text=True, check=False)
+    assert "not valid Unicode" in done.stderr, "checked before the model is looked for"
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", "hello\r\n", b"hello\n"])
@@ -233,11 +314,13 @@ def test_prompt_from_stdin_without_its_last_newline(shop: Shop, text: str | byte
     assert generate(stdin=text).stdout == generate("hello").stdout == generate("-", stdin=text).stdout
 
 
-def test_threads(shop: Shop) -> None:
+def test_threads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
-        assert generate("hello", "--threads", "1").exit_code == 0
+        assert "--threads" not in generate("hello", "--threads", "1").stderr
         assert torch.get_num_threads() == 1
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+        assert "--threads 3 is more than the 2 cores available" in generate("hello", "--threads", "3").stderr
     finally:
         torch.set_num_threads(before)
 
@@ -626,6 +709,37 @@ def test_chat_commands(shop: Shop) -> None:
         assert part in result.stdout
 
 
+def test_several_lines_are_one_message(asked: list[list[dict[str, str]]]) -> None:
+    result = chat('"""one\n\n  two\n"""\n"""/quit"""\n"""\n/reset\n"""\n"""three\nfour')
+    assert result.exit_code == 0, result.output
+    said = [m["content"] for m in asked[-1] if m["role"] == "user"]
+    assert said == ["one\n\n  two", "/quit", "/reset", "three\nfour"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_pasted_lines_are_one_message() -> None:
+    import pty
+    import readline
+
+    if "GNU" not in (readline.__doc__ or ""):
+        pytest.skip("libedit takes pasted lines one by one")
+    code = "from paceline.cli.chat import _ask, _edit_lines; _edit_lines(); print(repr(_ask().text))"
+    main, terminal = pty.openpty()
+    with os.fdopen(main, "rb", buffering=0) as screen:
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(command, stdin=terminal, stdout=terminal, env=os.environ | {"TERM": "xterm"})
+        os.close(terminal)
+        shown = b""
+        while b"> " not in shown:
+            shown += screen.read(1024)
+        os.write(main, b"\x1b[200~one\n  two\n\nthree\x1b[201~\r")
+        with contextlib.suppress(OSError):  # what Linux says once the other end is closed
+            while piece := screen.read(1024):
+                shown += piece
+        assert child.wait(60) == 0
+    assert b"'one\\n  two\\n\\nthree'" in shown
+
+
 def test_ctrl_c_stops_the_reply_and_not_the_chat(
     asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,7 +776,7 @@ def test_demo_writes_twice_the_same_and_says_so(shop: Shop) -> None:
     first, second = text.index("With speculation"), text.index("Without")
     assert text[first:second].split("\n", 1)[1].strip() == text[second : text.index("┏")].split("\n", 1)[1].strip()
     assert "texts identical: yes, all 12 tokens" in text
-    for part in ("plain", "speculation", "decode tok/s", "speedup", "tokens/round", "acceptance"):
+    for part in ("plain", "With speculation, by suffix", "decode tok/s", "speedup", "tokens/round", "acceptance"):
         assert part in text
 
 
@@ -722,8 +836,23 @@ def test_info(folder: Path) -> None:
     assert facts["cache_bytes"] == facts["context_length"] * 2 * 2 * 2 * 2 * 8
     assert facts["own_codes"] == {}
     table = run("info", str(folder)).stdout
-    for part in ("LlamaForCausalLM (llama)", f"{facts['parameters']:,}", "WordLevel", "temperature 0.6", "2 'w2'"):
+    for part in ("LlamaForCausalLM (llama)", "WordLevel", "temperature 0.6 (recommended by the model)", "'w2' (id 2)"):
         assert part in table
+    assert f"file             │ safetensors, {amount(facts['file_bytes'], 'bytes')}: float32" in table
+
+
+def test_amounts_are_for_people() -> None:
+    sizes = (300, 16_400, 98_362_432, 4.1e9)
+    assert [amount(n, "bytes") for n in sizes] == ["300 bytes", "16.4 kB", "98.4 MB", "4.1 GB"]
+    assert [amount(n) for n in (300, 134_515_008, 7.24e9)] == ["300", "135 million", "7.24 billion"]
+
+
+def test_a_missing_package_is_installed_from_where_paceline_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules["paceline.cli.serve"], "find_spec", lambda _: None)
+    root = Path(paceline.__file__).parents[2]
+    assert f'pip install -e "{root}[serve]"' in failure(run("serve", "-q"))
+    monkeypatch.setattr("paceline.errors.__file__", str(tmp_path / "site-packages" / "paceline" / "errors.py"))
+    assert 'pip install "paceline[serve]"' in failure(run("serve", "-q"))
 
 
 @pytest.mark.model
@@ -733,12 +862,15 @@ def test_info_of_a_gguf() -> None:
     assert facts["parameters"] == 134_515_008
     assert facts["chat_template"]
     assert facts["own_codes"].keys() == {"4", "8"}
-    assert "79 % as 4 bits, 21 % as 8 bits" in run("info", "demo").stdout
+    table = run("info", "demo").stdout
+    assert "79 % in 4 bits and 21 %" in table
+    assert "135 million parameters" in table
+    assert "take 189 MB" in table
 
 
 @pytest.mark.parametrize("modes", [("--quantize", "int8"), ("--quantize", "int4", "--draft-quantize", "int8")])
 def test_a_quantised_model_writes_from_the_command_line(folder: Path, modes: tuple[str, ...]) -> None:
-    asked = ("-n", "12", "--raw", "--json", "-q", "-m", str(folder), "--dtype", "bfloat16", *modes)
+    asked = ("-n", "12", "-t", "0", "--raw", "--json", "-q", "-m", str(folder), "--dtype", "bfloat16", *modes)
     plain, drafted = (
         json.loads(run("generate", "w1 w5 w9", *asked, "--drafter", drafter).stdout)
         for drafter in (f"model:{folder}", f"suffix+model:{folder}")
@@ -796,26 +928,69 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
     assert "'int2' is unknown" in told(str(good), "--quantize", "int2")
 
 
-def test_info_says_who_runs_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("paceline.models.loader.pick_device", lambda _: torch.device("cpu"))
-    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.bfloat16)
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx512_bf16"})
-    sizes = replace(TINY, head_dim=16)
-    assert runner_of(TINY) == "torch (its sizes are no multiples of 16)"
-    assert "mixture" in runner_of(replace(sizes, special=(LayerConfig(None, sparse=True),)))
-    monkeypatch.setenv("PACELINE_NATIVE", "0")
-    assert runner_of(sizes) == "torch (PACELINE_NATIVE is 0)"
-    monkeypatch.delenv("PACELINE_NATIVE")
-    monkeypatch.setenv("CXX", "g++")
-    assert runner_of(sizes) == "native, compiled at first use"
-    monkeypatch.setenv("CXX", "")
-    monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in runner_of(sizes)
-    monkeypatch.setattr("paceline.native.build.cpu_flags", lambda: {"avx2"})
-    assert "quantised weights run natively" in runner_of(sizes)
-    monkeypatch.setattr("paceline.models.loader.pick_dtype", lambda *_: torch.float32)
-    assert "float32" in runner_of(sizes)
+SIZES = replace(TINY, head_dim=16)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
+    """What runs the layers of a model under these environment variables."""
+
+    def under(config: Any = SIZES, dtype: Any = torch.bfloat16, mode: Any = None, **env: str) -> Runner:
+        build._found.cache_clear()
+        with monkeypatch.context() as context:
+            for name, value in env.items():
+                context.setenv(name, value)
+            return runner_of(config, torch.device("cpu"), dtype, mode)
+
+    yield under
+    build._found.cache_clear()
+
+
+def test_what_runs_the_layers_and_the_remedy(
+    kernels: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = kernels()
+    if library() and "BF16" in built_for(library()):
+        assert here == Runner(f"the CPU kernels ({built_for(library())})")
+        assert kernels(TINY) == Runner("torch, since its sizes are not multiples of 16")
+        assert "mixture" in kernels(replace(TINY, head_dim=16, special=(LayerConfig(None, sparse=True),))).name
+    assert kernels(PACELINE_NATIVE="0") == Runner("torch, since PACELINE_NATIVE is 0")
+    (tmp_path / "file").write_text("")
+    for env, cause, fix in (
+        ({"CXX": "/bin/false"}, "/bin/false could not compile the CPU kernels: exit code 1", "another compiler in CXX"),
+        ({"CXX": "'"}, "CXX cannot be read", "as for a shell"),
+        ({"CXX": "", "PATH": ""}, "there is no C++ compiler", "Install g++"),
+        ({"PACELINE_CACHE": str(tmp_path / "file")}, "cannot be stored", "PACELINE_CACHE"),
+    ):
+        runner = kernels(**({"PACELINE_CACHE": str(tmp_path / "cache")} | env))
+        assert cause in runner.name
+        assert fix in runner.remedy
+    monkeypatch.setattr(choice, "built_for", lambda _: "AVX2")
+    assert "no product of bfloat16" in kernels().name
+    assert kernels(mode="int8").remedy == ""
+    monkeypatch.setattr(choice, "fast_bfloat16", lambda: False)
+    assert "int8 or int4" in kernels(dtype=torch.float32).remedy
+
+
+@pytest.mark.parametrize("env", [{"CXX": "/bin/false"}, {"PACELINE_CACHE": "FILE"}])
+def test_the_slow_path_is_told_once_and_info_says_the_same(folder: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "file").write_text("")
+    env = {"PACELINE_CACHE": str(tmp_path / "empty"), **env}
+    env = os.environ | {name: value.replace("FILE", str(tmp_path / "file")) for name, value in env.items()}
+
+    def paceline(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "paceline", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+
+    # Through int8 the kernels are wanted on every processor.
+    code = f"import paceline; [paceline.load({str(folder)!r}, quantize='int8') for _ in '12']"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stderr
+    assert told.count("warning: slow: the layers run on torch") == told.count("\n") == 1
+    quiet = ("generate", "w1", "--raw", "-n", "2", "-m", str(folder), "--quantize", "int8", "-q")
+    assert paceline(*quiet).stderr == ""
+    if fast_bfloat16():
+        runner = json.loads(paceline("info", str(folder), "--json").stdout)["runner"]
+        assert runner == told.removeprefix("warning: slow: the layers run on ").rstrip("\n")
 
 
 def test_compile_says_where_the_kernels_lie_or_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -836,9 +1011,17 @@ def test_info_of_nothing(tmp_path: Path) -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout == f"paceline {paceline.__version__}\n"
+    assert run("--version").stdout == run("-V").stdout == f"paceline {paceline.__version__}\n"
     assert run("-h").exit_code == 0
     assert "--drafter" in run("generate", "--help").stdout
+
+
+def test_completion_can_be_installed() -> None:
+    asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": "paceline per", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "paceline"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)
+    assert done.stdout.split() == ["perplexity"]
+    assert "--install-completion" in run("--help").stdout
 
 
 def test_the_module_is_the_command() -> None:

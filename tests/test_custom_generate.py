@@ -83,6 +83,24 @@ def test_a_drafter_that_looks_down_other_branches_leaves_no_trace() -> None:
     agree(LLAMA, BATCH, how, logits_processor=transformers.LogitsProcessorList([ByPrefix()]))
 
 
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+def test_without_a_drafter_greedy_text_in_bfloat16_is_generates_own(inputs: dict[str, Any]) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    how, listeners = speculate(None), (Listener(), Listener())
+    for seed in range(4):
+        model = model_of("Llama", BASE | IDS | wide, seed, torch.bfloat16)
+        agree(model, inputs, how, max_new_tokens=60, repetition_penalty=1.4)
+    assert [(stats.rounds, stats.tokens) for stats in how.stats] == [(60, 60)] * len(how.stats)
+    generate(model, inputs, custom_generate=speculate("none", streamer=listeners[0]))  # type: ignore[arg-type]
+    generate(model, inputs, streamer=listeners[1])
+    assert listeners[0].heard == listeners[1].heard
+    ours, theirs = (
+        generate(model, inputs, return_dict_in_generate=True, output_scores=True, **more)
+        for more in ({"custom_generate": how}, {})
+    )
+    assert all(map(torch.equal, ours.scores, theirs.scores))
+
+
 def test_drafts_are_accepted_all_the_same() -> None:
     how = drafting_itself(LLAMA)
     agree(LLAMA, BATCH, how, repetition_penalty=1.4)

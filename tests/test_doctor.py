@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.cli import app
 from paceline.doctor import advice
 from paceline.doctor import run as examination
 from paceline.doctor.acceptance import Acceptance, Kind, name_of, stored, stored_drafters, watched
+from paceline.doctor.codes import quantised_bytes
 from paceline.doctor.machine import PREFIX, Machine, Probe, bandwidth, by_threads, lengthen, passes, weight_bytes
 from paceline.doctor.predict import Drafting, forecast, overall
 from paceline.doctor.watch import Gain, Onlooker, Outcome
@@ -130,7 +132,7 @@ def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
     assert {"eagle3", "suffix", "ngram", "medusa"} <= set(stored_drafters(demo()))
     assert stored_drafters(toy_model()) == []
     assert stored(toy_model(), "suffix", [Tree(15, 15, 3)]) is None
-    assert examination.choose_drafters(toy_model(), None) == ["auto"]
+    assert examination.choose_drafters(toy_model(), None) == examination.choose_drafters(demo(), "auto") == ["suffix"]
     assert examination.choose_drafters(demo(), "none") == []
 
 
@@ -275,15 +277,38 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
     assert advice.reasons(MACHINE, forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
 
 
-def test_it_names_what_would_be_faster() -> None:
+def test_it_recommends_in_three_lines() -> None:
     good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
     found = {"good": (good, forecast(MACHINE, good))}
-    lines = advice.settings(MACHINE, found, 2, threads=2)
+    lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
     assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
-    assert "100 MB; with int8 53 or int4 31" in lines[2]
+    assert "int8 53 MB or int4 40 MB in place of 100 MB" in lines[2]
+    own = advice.settings(MACHINE, found, {"int8": 40_000_000, "int4": 40_000_000}, threads=4)
+    assert own[1:] == [
+        "--threads 4: as now",
+        "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes that the file holds anyway",
+    ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
-    lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, None, threads=4)
-    assert lines == ["--drafter none: no drafter that was looked at pays here"]
+    lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, {}, threads=4)
+    assert lines == ["--drafter none: bad would not be faster here", "--threads 4: as now", "--quantize: as now"]
+
+
+def test_measurements_that_contradict_each_other_are_told() -> None:
+    assert advice.contradictions(MACHINE) == []
+    odd = replace(MACHINE, passes={1: 0.020, 4: 0.0201, 16: 0.015})
+    (line,) = advice.contradictions(odd)
+    assert "a pass of 4 rows took 20.1 ms, one of 16 rows 15.0 ms" in line
+
+
+@pytest.mark.model
+def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
+    from paceline.models.loader import load_model
+
+    said = quantised_bytes(load_model("demo", dtype="bfloat16"))
+    for mode in ("int8", "int4"):
+        coded = load_model("demo", dtype="bfloat16", quantize=mode)
+        assert said[mode] == pytest.approx(weight_bytes(coded.target), rel=0.002)
+        assert quantised_bytes(coded) == {}
 
 
 def test_it_says_what_a_pass_spends_its_time_on() -> None:
@@ -317,10 +342,19 @@ def test_the_command_gives_json() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_the_command_gives_tables() -> None:
-    result = CliRunner().invoke(app, ["doctor", "toy", "-q"])
-    assert result.exit_code == 0, result.output
-    for words in ("a pass, by rows", "tokens per second", "writing", "What limits it", "Recommended"):
+def test_the_command_recommends_first_and_explains_when_asked() -> None:
+    short = CliRunner().invoke(app, ["doctor", "toy"])
+    assert short.exit_code == 0, short.output
+    assert [line.split()[0].rstrip(":") for line in short.stdout.splitlines()[:3]] == [
+        "--drafter",
+        "--threads",
+        "--quantize",
+    ]
+    assert "tokens per second" not in short.stdout
+    assert "--details" in short.stderr
+    result = CliRunner().invoke(app, ["doctor", "toy", "-q", "--details"])
+    assert result.stdout.startswith("--drafter")
+    for words in ("a pass, by rows", "tokens per second", "writing", "What limits it"):
         assert words in result.stdout
 
 

@@ -155,8 +155,10 @@ def test_stats_for_json() -> None:
         "cached",
         "seed",
         "exact",
+        "drafter",
         "seconds",
     ]
+    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "")
 
 
 @pytest.mark.parametrize(

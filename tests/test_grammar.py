@@ -339,7 +339,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         return imported(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InvalidOption, match=r"paceline\[grammar\]"):
+    with pytest.raises(InvalidOption, match=r"\[grammar\]"):
         Grammar.regex("a{17}")
 
 

@@ -188,13 +188,48 @@ def test_a_seed_repeats_the_text_and_none_draws_one() -> None:
     assert other.token_ids != first.token_ids
 
 
-def test_generation_config_applies_only_when_asked_for() -> None:
+def test_without_a_sampling_the_model_s_recommendation_applies() -> None:
     generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
     llm = LLM(toy_model(generation))
-    assert llm.generate("hello", SHORT).stats.seed != llm.generate("hello", SHORT).stats.seed
-    assert llm.generate("hello", SHORT).token_ids == LLM(toy_model()).generate("hello", SHORT).token_ids
+    assert llm.generate("hello", SHORT).token_ids == LLM(toy_model()).generate("hello", SHORT).token_ids, "as it is"
     assert llm.sampling(seed=3, top_k=7) == Sampling(temperature=0.6, top_p=0.9, top_k=7, seed=3)
+    warm = Sampling(temperature=0.6, top_p=0.9, top_k=20, seed=3, max_new_tokens=24)
+    wanted = llm.generate("hello", warm).token_ids
+    assert wanted != llm.generate("hello", SHORT).token_ids
+    assert llm.generate("hello", seed=3, max_new_tokens=24).token_ids == wanted
+    assert llm.generate(["hello"], seed=3, max_new_tokens=24)[0].token_ids == wanted
     assert LLM(toy_model({"temperature": 0.6, "do_sample": False})).sampling() == Sampling()
+    # transformers leaves its own default out of the file.
+    assert LLM(toy_model({"do_sample": True, "top_p": 0.9})).sampling() == Sampling(temperature=1.0, top_p=0.9)
+    with pytest.raises(InvalidOption, match=r"generation_config.json of toy is invalid: top_p"):
+        LLM(toy_model({"do_sample": True, "top_p": 7})).generate("hello")
+
+
+def test_sampling_parameters_as_keywords(llm: LLM) -> None:
+    wanted = llm.generate("hello", replace(SHORT, max_new_tokens=5)).token_ids
+    assert llm.generate("hello", max_new_tokens=5).token_ids == wanted
+    assert llm.generate("hello", SHORT, max_new_tokens=5).token_ids == wanted, "keywords change a Sampling"
+    assert [c.token_id for c in llm.stream("hello", max_new_tokens=5)] == wanted
+    assert [c.token_ids for c in llm.generate(["hello"], [SHORT], n=2, max_new_tokens=5)] == [wanted] * 2
+    with llm.batch(["hello"], max_new_tokens=5) as batch:
+        list(batch)
+    assert batch.completions[0].token_ids == wanted
+    for name, near in (("max_tokens", "max_new_tokens"), ("temprature", "temperature")):
+        with pytest.raises(InvalidOption, match=f"'{name}' is not a sampling parameter. Did you mean .*{near}"):
+            llm.generate("hello", **{name: 5})
+    with pytest.raises(InvalidOption, match="max_new_tokens"):
+        llm.generate("hello", max_new_tokens=0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("asked", "name"), [("auto", "suffix"), ("ngram+auto", "ngram+suffix"), (None, "none"), (NGram(), "NGram")]
+)
+def test_the_drafter_has_a_name(asked: Any, name: str) -> None:
+    llm = paceline.load("demo", drafter=asked)
+    assert llm.drafter == name
+    drafter = llm.generate("Hi", max_new_tokens=2).stats.drafter
+    assert drafter == (None if name == "none" else name)
 
 
 def test_a_completion_as_json(llm: LLM) -> None:

@@ -433,7 +433,7 @@ def test_info_says_so(folder: Path) -> None:
 
 def test_without_the_extra_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.loader.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModel, match=r"gpt2.*paceline\[transformers\]"):
+    with pytest.raises(UnsupportedModel, match=r"gpt2.*\[transformers\]"):
         paceline.load(folder)
 
 

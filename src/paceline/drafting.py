@@ -18,9 +18,6 @@ from paceline.types import Draft, Tap, Tree, Verdict
 if TYPE_CHECKING:
     from paceline.engine import Request
 
-DEFAULT = "default"
-"""The name of an engine's only drafter."""
-
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -86,11 +83,11 @@ def _base(reference: str) -> str:
 
 
 class Pilots:
-    """An engine's drafters by name; the first is the default. A drafter has a name that may be shown to anyone, and is
-    found under the one it was given too."""
+    """An engine's drafters by name; the first is the default. A single one is named after its class. Each has a name
+    that may be shown to anyone, and is found under the one it was given too."""
 
     def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: Tree | None) -> None:
-        named = {DEFAULT: drafters} if isinstance(drafters, Drafter) else drafters or {}
+        named = {type(drafters).__name__: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self._named: dict[str, Pilot] = {}
         for name, drafter in named.items():
             pilot = Pilot(self._unused(shown_name(name)), drafter, draft)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -108,6 +109,14 @@ class NonFiniteLogits(PacelineError, ArithmeticError):
 
 class NoTokenLeft(PacelineError, ValueError):
     """Bans and biases leave no token that could come next."""
+
+
+def install_line(extra: str) -> str:
+    """The command that adds an optional dependency group: from the checkout if Paceline runs from one."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return f'pip install "paceline[{extra}]"'
+    return f'pip install -e "{root}[{extra}]"'
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from paceline import grammar_compile
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -148,5 +148,5 @@ def check_installed() -> None:
         import llguidance  # noqa: F401
     except ImportError as error:
         raise InvalidOption(
-            "grammars take llguidance, which is not installed", 'Install it: pip install "paceline[grammar]"'
+            "grammars take llguidance, which is not installed", f"Install it: {install_line('grammar')}"
         ) from error

@@ -40,10 +40,12 @@ def speculate(
     drafter, draft: as in `paceline.load`; "model:REF" also needs the target's `tokenizer`, to compare vocabularies.
     streamer: give it here and not to `generate`, which (in 5.23) hands it on to no callable.
 
-    Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal. Sampled text has the same
-    distribution and is a function of a seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits
-    processor and stopping criterion of the call applies to every token; they must be functions of their arguments.
-    (`stop_strings` needs a tokenizer, which transformers does not hand on either: give a `StopStringCriteria`.)
+    Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal: in bfloat16, passes that verify
+    drafts round differently from passes of one row, so texts may part after a while. With drafter=None greedy text is
+    written by `generate`'s own loop, and is identical. Sampled text has the same distribution and is a function of a
+    seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits processor and stopping criterion of
+    the call applies to every token; they must be functions of their arguments. (`stop_strings` needs a tokenizer, which
+    transformers does not hand on either: give a `StopStringCriteria`.)
 
     The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for what
     cannot be drafted.
@@ -85,10 +87,26 @@ class Speculation:
         _fits(stopping_criteria, engine)
         if streamer is None and self._streamer is not None:
             self._streamer.put(input_ids.cpu())
-        job = _Job(engine, rows, input_ids, generation_config, streamer or self._streamer)
+        streamer = streamer or self._streamer
+        if self._spec in (None, "none") and not generation_config.do_sample:
+            choice = (logits_processor, stopping_criteria, generation_config)
+            return self._undrafted(model, input_ids, *choice, streamer=streamer, **model_kwargs)
+        job = _Job(engine, rows, input_ids, generation_config, streamer)
         self.stats = job.stats
         ends = any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
         return job.run(generation_config._pad_token_tensor if ends else None)
+
+    def _undrafted(
+        self, model: PreTrainedModel, input_ids: Tensor, *choice: Any, **rest: Any
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`generate`'s own loop. Passes of other sizes than its own would round bfloat16 differently."""
+        self.stats = [Stats(0, "bits") for _ in input_ids]
+        out: Any = model._sample(input_ids, *choice, **rest)
+        whole = out if isinstance(out, Tensor) else out.sequences
+        for stats in self.stats:
+            stats.rounds = stats.tokens = whole.shape[1] - input_ids.shape[1]
+            stats.close()
+        return out
 
     def _ready(self, model: PreTrainedModel) -> Engine:
         """The engine for this model: the one of the last call, if it was the same."""

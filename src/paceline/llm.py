@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -11,17 +13,19 @@ import numpy as np
 from torch import Tensor
 
 from paceline.accept import promise
-from paceline.drafters.make import check_specs, open_drafter, to_tree
+from paceline.drafters.make import check_specs, open_drafter, spec_name, to_tree
 from paceline.drafting import Speculation
 from paceline.engine import Engine, Request
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from paceline.models.decoder import Decoder
 from paceline.models.head_files import open_head
 from paceline.models.loader import Device, DType, Loaded, load_model, wrap
+from paceline.native.choice import runner_of, warn_of
 from paceline.prompt_logprobs import PromptLogprobs
 from paceline.protocols import Drafter
 from paceline.quantize import Mode, check_mode
 from paceline.reply import Batch, Completion, Job, Stream
-from paceline.sampling import Sampling, Vocabulary
+from paceline.sampling import Sampling, Vocabulary, recommended
 from paceline.sandbox import SANDBOX
 from paceline.session import Session
 from paceline.stats import Exact, Stats
@@ -61,6 +65,11 @@ class LLM:
         return self.engine.exact
 
     @property
+    def drafter(self) -> str:
+        """The name of the drafter that replies use by default, or "none"."""
+        return self.engine.pilots.default.drafter or "none"
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer
 
@@ -71,21 +80,24 @@ class LLM:
         return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False), self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
-        """The sampling that the model's own `generation_config` recommends, with changes."""
-        known = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
-        own = {key: self.model.generation[key] for key in known if self.model.generation.get(key) is not None}
-        if not self.model.generation.get("do_sample", bool(own.get("temperature"))):
-            own = {}
-        return Sampling(**(own | changes))
+        """The sampling that the model's `generation_config` recommends, with changes; greedy if it recommends none."""
+        try:
+            own = Sampling(**recommended(self.model.generation))
+        except InvalidOption as error:
+            raise InvalidOption(
+                f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct the file"
+            ) from error
+        return _changed(own, changes)
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and the first match wins
+    def generate(
         self,
         prompt: Prompt,
         sampling: Sampling | None = None,
         *,
         raw: bool = False,
         on_chunk: Callable[[Chunk], object] | None = None,
+        **changes: Any,
     ) -> Completion: ...
 
     @overload
@@ -97,11 +109,19 @@ class LLM:
         n: int = 1,
         raw: bool = False,
         width: int = 32,
+        **changes: Any,
     ) -> list[Completion]: ...
 
     @overload
     def generate(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, n: int, raw: bool = False, width: int = 32
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        n: int,
+        raw: bool = False,
+        width: int = 32,
+        **changes: Any,
     ) -> list[Completion]: ...
 
     def generate(
@@ -113,9 +133,12 @@ class LLM:
         raw: bool = False,
         width: int = 32,
         on_chunk: Callable[[Chunk], object] | None = None,
+        **changes: Any,
     ) -> Any:
         """Write one reply, or a list of replies to a list of prompts (see `batch`) or to one prompt (`n` of them).
 
+        `sampling`: taken as it is; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
+        parameters to change in either, such as `max_new_tokens=64, temperature=0.7`.
         `on_chunk` sees every chunk of a single reply as it comes; if it returns False, the reply ends there. `raw`:
         text goes to the model as it is, without the chat template. Raises `PacelineError`.
         """
@@ -123,21 +146,23 @@ class LLM:
         if several or n is not None:
             if on_chunk is not None:
                 raise InvalidOption("on_chunk is for a single reply", "Iterate over llm.batch(...) instead")
-            with self.batch(
-                prompt if several else [prompt], sampling, n=1 if n is None else n, raw=raw, width=width
-            ) as batch:
+            prompts, count = prompt if several else [prompt], 1 if n is None else n
+            with self.batch(prompts, sampling, n=count, raw=raw, width=width, **changes) as batch:
                 for _ in batch:
                     pass
             return batch.completions
-        with self.stream(prompt, sampling, raw=raw) as stream:
+        with self.stream(prompt, sampling, raw=raw, **changes) as stream:
             for chunk in stream:
                 if on_chunk is not None and on_chunk(chunk) is False:
                     break
         return stream.completion
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False) -> Stream:
-        """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for."""
-        sampling = _checked(sampling)
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any) -> Stream:
+        """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for.
+
+        `sampling`, `changes`: as for `generate`.
+        """
+        sampling = self._sampling(sampling, changes)
         tokens = self.prompt_ids(prompt, raw=raw)
         return Stream(self.engine, self.start(tokens, sampling))
 
@@ -149,10 +174,12 @@ class LLM:
         n: int = 1,
         raw: bool = False,
         width: int = 32,
+        **changes: Any,
     ) -> Batch:
         """Write many replies at once: an iterator over (index, chunk), whose `completions` are in the prompts' order.
 
-        `sampling`: one for all, or one per prompt. `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
+        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, of each of them.
+        `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
         `width`: requests that share a pass at most; the others wait. Each reply is the one its prompt would get alone.
         Raises `PacelineError` for a bad prompt or option before anything is computed.
         """
@@ -165,7 +192,7 @@ class LLM:
             raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
         jobs = []
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
-            seeded = _checked(how).seeded()
+            seeded = self._sampling(how, changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
             except InvalidPrompt as error:
@@ -174,6 +201,16 @@ class LLM:
             seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
             jobs += [Job(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
+
+    def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
+        """What applies to a reply that was asked for so."""
+        if sampling is None:
+            return self.sampling(**changes)
+        if not isinstance(sampling, Sampling):
+            raise InvalidOption(
+                f"sampling is a {type(sampling).__name__}", "Give a paceline.Sampling, or one per prompt"
+            )
+        return _changed(sampling, changes)
 
     def start(
         self,
@@ -189,7 +226,8 @@ class LLM:
         sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        stats = Stats(sampler.noise.seed, promise(sampler, self.exact))
+        drafter = (speculation or self.engine.pilots.default).drafter
+        stats = Stats(sampler.noise.seed, promise(sampler, self.exact), drafter)
         request = self.engine.start(sampler, text, stats, None if scores else like, speculation)
         request.scores = scores
         return request
@@ -236,10 +274,14 @@ class LLM:
         return items
 
 
-def _checked(sampling: Any) -> Sampling:
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise InvalidOption(f"sampling is a {type(sampling).__name__}", "Give a paceline.Sampling, or one per prompt")
-    return sampling or Sampling()
+def _changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
+    """Raises `InvalidOption` for a parameter that does not exist."""
+    known = [field.name for field in fields(Sampling)]
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.5) or known
+            raise InvalidOption(f"{name!r} is not a sampling parameter", f"Did you mean {' or '.join(near)}?")
+    return replace(sampling, **changes) if changes else sampling
 
 
 def _is_batch(prompt: Any) -> bool:
@@ -270,7 +312,7 @@ def load(
     adapter in PEFT's layout, which names its base model itself; or a causal model of transformers that you hold, with
     its `tokenizer`: it stays where it is, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
-    drafter: None, "auto" (the best one there is for this model), "ngram", "suffix", "model:REF" (a small model, best
+    drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model, best
     one with the target's own tokenizer; with an adapter "model:REF@ADAPTER"), a head trained for the model
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
     one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
@@ -297,11 +339,14 @@ def load(
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         read_target = partial(read, quantize=quantize, exact=exact)
         loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
+        _warn_if_slow(loaded)
     else:
         _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)
+    if isinstance(drafter, str):
+        drafter = [drafter]
     llm = LLM(loaded, opened(drafter) if isinstance(drafter, _ONE) else _named(drafter, opened), budget)
     _ = llm.exact  # the self-check belongs to loading, not to the first reply
     if exact:
@@ -309,9 +354,15 @@ def load(
     return llm
 
 
+def _warn_if_slow(loaded: Loaded) -> None:
+    target = loaded.target
+    if isinstance(target, Decoder):
+        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+
+
 def _named(specs: Sequence[str], opened: Callable[[str], Drafter | None]) -> dict[str, Drafter]:
-    """Each drafter under what it was asked for as; "none" is none."""
-    return {spec: drafter for spec in specs if (drafter := opened(spec))}
+    """Each drafter under its name; "none" has no entry."""
+    return {spec_name(spec): drafter for spec in specs if (drafter := opened(spec))}
 
 
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:

@@ -25,6 +25,19 @@ from paceline.sampler import LogitsProcessor, RuleName, Sampler
 if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
 
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+"""Parameters that a model's generation_config may recommend."""
+
+
+def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config recommends; nothing where it does not sample."""
+    own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
+    if not generation.get("do_sample", bool(own.get("temperature"))):
+        return {}
+    # transformers leaves its own default out of the file.
+    return {"temperature": 1.0, **own}
+
+
 StopWhen = Callable[[Sequence[int], str], bool]
 """(token ids of the reply so far, its text so far) -> whether it ends here."""
 

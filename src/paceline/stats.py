@@ -20,12 +20,13 @@ class Stats:
 
     `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and kept. `accepted_at[i]`: rounds whose
     draft was kept to depth i + 1 at least. `cached`: tokens of the prompt that were known already. `seed`: the one
-    used. `exact`: what the text keeps of plain decoding's, on this machine and under this rule. `seconds`: where the
-    time went.
+    used. `exact`: what the text keeps of plain decoding's, on this machine and under this rule. `drafter`: the name of
+    the one that drafted, None for plain decoding. `seconds`: where the time went.
     """
 
     seed: int
     exact: Exact
+    drafter: str | None = None
     rounds: int = 0
     tokens: int = 0
     drafted: int = 0
@@ -35,7 +36,7 @@ class Stats:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0}
     )
-    _began: float = field(default_factory=time.perf_counter)
+    _began: float = field(default_factory=time.perf_counter, init=False, repr=False, compare=False)
 
     @property
     def tokens_per_round(self) -> float:
@@ -73,6 +74,7 @@ class Stats:
             "cached": self.cached,
             "seed": self.seed,
             "exact": self.exact,
+            "drafter": self.drafter,
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }
 

@@ -111,7 +111,7 @@ def test_traces_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.setitem(sys.modules, name, None)
     assert type(tracing.tracer("toy", None)) is tracing.Tracer
-    with pytest.raises(InvalidOption, match=r"paceline\[telemetry\]"):
+    with pytest.raises(InvalidOption, match=r"\[telemetry\]"):
         tracing.tracer("toy", "http://127.0.0.1:1/v1/traces")
 
 

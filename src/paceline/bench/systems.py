@@ -11,7 +11,7 @@ from typing import cast
 from paceline.bench.child import Child
 from paceline.bench.measure import Reply, Write
 from paceline.bench.peers import PEERS, Ask
-from paceline.drafters.make import check_spec, open_drafter
+from paceline.drafters.make import AUTO, check_spec, open_drafter
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.quantize import Mode, check_mode
@@ -53,7 +53,7 @@ class Order:
     lookup. `repeats`: times that every question is asked. Raises `InvalidOption`.
     """
 
-    drafters: Sequence[str] = ("auto",)
+    drafters: Sequence[str] = (AUTO,)
     against: Sequence[str] = ()
     temperatures: Sequence[float] = (0.0,)
     rule: RuleName = "match"

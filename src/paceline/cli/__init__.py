@@ -17,8 +17,8 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.failures import Guarded
 from paceline.cli.generate import generate
+from paceline.cli.groups import with_options
 from paceline.cli.info import info
-from paceline.cli.options import with_options
 from paceline.cli.perplexity import perplexity
 from paceline.cli.serve import serve
 from paceline.cli.train import train
@@ -27,7 +27,6 @@ app = typer.Typer(
     cls=Guarded,
     help="Speculative decoding of local language models: the same text, sooner.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,7 +44,8 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _global(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import Quiet, progress_wanted
+from paceline.cli.options import Quiet, progress_wanted, set_threads
 from paceline.errors import CannotWrite, InvalidOption
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class BenchOptions:
             help="Drafters, separated by commas, each with a draft size of its own if it ends in @LENGTH or "
             "@NODESxDEPTHxBRANCH, such as eagle3@24x6x4. Plain decoding is always measured.",
         ),
-    ] = "auto"
+    ] = "suffix"
     against: Annotated[
         str, typer.Option("--against", help="Other programs: transformers, llama.cpp, openvino (if installed).")
     ] = ""
@@ -90,8 +90,7 @@ class BenchOptions:
 
         from paceline.bench.systems import Order
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         return Order(
             _names(self.drafters),
             _names(self.against),

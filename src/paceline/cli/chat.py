@@ -5,29 +5,33 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from paceline.cli.failures import complain
-from paceline.cli.options import LoadOptions, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.options import LoadOptions, NamedModel, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.show import Display, in_colour, summary
 from paceline.errors import PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.reply import Completion
     from paceline.sampling import Sampling
-    from paceline.stats import Stats
 
-_HELP = """\
+_FENCE = '"""'
+
+_HELP = f"""\
 /help    this text
 /reset   forget the conversation
 /stats   what the last reply cost, and what speculation gave
 /quit    leave; Ctrl-D does too
+A message of several lines: paste it, or put {_FENCE} before and after it.
 Ctrl-C stops a reply; what was written of it stays in the conversation."""
 
 
 def chat(
+    named: NamedModel = None,
     *,
     load: LoadOptions,
     sampling: SamplingOptions,
@@ -38,14 +42,16 @@ def chat(
 
     On a terminal, tokens that were drafted and accepted are green.
     """
+    load = load.named(named)
     sampling.check()
     llm = load.load(progress=progress_wanted(quiet))
     if llm.tokenizer.chat_template is None:
         raise UnsupportedModel(f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model")
+    how = sampling.of(llm)
     if not quiet:
         legend = "Green: drafted tokens that the model accepted. " if in_colour(sys.stdout) else ""
         typer.echo(f"{legend}/help lists the commands, Ctrl-D leaves.", err=True)
-    _Chat(llm, sampling.of(llm), system, quiet).run()
+    _Chat(llm, how, system, quiet).run()
 
 
 class _Chat:
@@ -53,18 +59,18 @@ class _Chat:
         self._llm, self._sampling, self._quiet = llm, sampling, quiet
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
-        self._last: Stats | None = None
+        self._last: Completion | None = None
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
-        # Line editing and history for input(); Windows has no such module and needs none.
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401
-        while (line := _ask()) is not None and line != "/quit":
-            if re.fullmatch(r"/\w*", line):
-                self._command(line)
-            elif line:
-                self._answer(line)
+        _edit_lines()
+        while (said := _ask()) is not None:
+            if said.text == "/quit" and not said.block:
+                break
+            if re.fullmatch(r"/\w*", said.text) and not said.block:
+                self._command(said.text)
+            elif said.text:
+                self._answer(said.text)
 
     def _command(self, line: str) -> None:
         if line == "/help":
@@ -73,7 +79,7 @@ class _Chat:
             self._messages = list(self._opening)
             typer.echo("The conversation is forgotten.")
         elif line == "/stats":
-            typer.echo(_details(self._last) if self._last else "There is no reply yet.")
+            typer.echo(_details(self._last, self._sampling) if self._last else "There is no reply yet.")
         else:
             typer.echo(f"There is no command {line}; /help lists them.")
 
@@ -98,16 +104,33 @@ class _Chat:
                 stream.close()
             finally:
                 display.end()
-        self._last = stream.completion.stats
+        self._last = stream.completion
         if not self._quiet:
-            typer.echo(summary(self._last, sampled=self._sampling.temperature > 0), err=True)
-        return stream.completion.text
+            typer.echo(summary(self._last, self._sampling), err=True)
+        return self._last.text
 
 
-def _ask() -> str | None:
-    """The next line; None at the end of the input. "" for one that was abandoned with Ctrl-C."""
+def _edit_lines() -> None:
+    """Line editing, history and pasting for input(). Windows has no such module and needs none."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        # Python turns this off. With it the newlines of pasted text do not end the line.
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+class _Said(NamedTuple):
+    """A message or a command. `block`: it stood between fences, where nothing is a command."""
+
+    text: str
+    block: bool = False
+
+
+def _ask() -> _Said | None:
+    """The next message; None at the end of the input, an empty one where Ctrl-C abandoned it."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        line = _line("> ").strip()
+        return _block(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _Said(line)
     except EOFError:
         typer.echo()
         return None
@@ -115,10 +138,23 @@ def _ask() -> str | None:
         typer.echo("\n(Ctrl-D or /quit leaves)", err=True)
     except UnicodeDecodeError:
         complain("the line is not text in the terminal's encoding; type it again")
-    return ""
+    return _Said("")
 
 
-def _details(stats: Stats) -> str:
+def _line(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")
+
+
+def _block(text: str) -> _Said:
+    """What stands up to the closing fence, or up to the end of the input, `text` being its first line."""
+    with contextlib.suppress(EOFError):
+        while not text.endswith(_FENCE):
+            text += "\n" + _line("... ")
+    return _Said(text.removesuffix(_FENCE).strip("\n"), block=True)
+
+
+def _details(reply: Completion, sampling: Sampling) -> str:
+    stats = reply.stats
     parts = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in stats.seconds.items())
     depths = ", ".join(map(str, stats.accepted_at)) or "none"
-    return f"{summary(stats, sampled=True)}\n{parts}\nrounds that accepted 1, 2, ... draft tokens: {depths}"
+    return f"{summary(reply, sampling)}\n{parts}\nrounds that accepted 1, 2, ... draft tokens: {depths}"

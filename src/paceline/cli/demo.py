@@ -52,7 +52,7 @@ def demo(
     plain = LLM(fast.model, None)
     wanted = sampling.of(fast, max_new_tokens=192)
     _warm_up([fast, plain], wanted)
-    with_it = _write("With speculation", fast, question, wanted, _legend())
+    with_it = _write(f"With speculation, by {fast.drafter}", fast, question, wanted, _legend())
     # The seed that the first one drew: the same noise, hence the same text.
     without = _write("Without", plain, question, replace(wanted, seed=with_it.stats.seed), "")
     _report(without, with_it)
@@ -113,7 +113,7 @@ def _table(plain: Stats, fast: Stats) -> Table:
     table = Table("", "tok/s", "decode tok/s", "speedup", "tokens/round", "acceptance")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, stats in (("plain", plain), ("speculation", fast)):
+    for name, stats in (("plain", plain), (fast.drafter or "plain", fast)):
         table.add_row(
             name,
             f"{speed(stats):.1f}",

@@ -8,32 +8,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AllowPickle, Quiet, Revision, Token, progress_wanted
+from paceline.cli.options import (
+    DEMO,
+    AllowPickle,
+    ModelName,
+    NamedModel,
+    Quiet,
+    Revision,
+    Threads,
+    Token,
+    note,
+    one_model,
+    progress_wanted,
+    set_threads,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="'demo', a folder, a GGUF file, or a hub id, as for generate.")] = "demo",
+    named: NamedModel = None,
     *,
+    model: ModelName = DEMO,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", "-d", help="As for generate; without it, all that come to mind for the model."),
+        typer.Option("--drafter", "-d", help="As for generate; without it, all that suit the model."),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto",
     quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, as for generate.")] = None,
     draft_quantize: Annotated[str | None, typer.Option("--draft-quantize", help="The same for the drafter.")] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
+    threads: Threads = None,
     revision: Revision = None,
     token: Token = None,
     allow_pickle: AllowPickle = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also the measurements, forecasts by kind of text, and what limits them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure this machine for a minute: what speculation will give for MODEL, on which texts, and why no more."""
-    import torch
+    """Measure this machine for a minute and recommend a drafter, threads and weights for MODEL."""
     from rich.console import Console
 
     from paceline.doctor.run import choose_drafters, examine
@@ -43,8 +59,7 @@ def doctor(
 
     check_spec(drafter)
     check_mode(draft_quantize, "draft_quantize")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -52,7 +67,9 @@ def doctor(
         "revision": revision,
         "token": token,
     }
-    llm = load(model, drafter=None, progress=progress_wanted(quiet), allow_pickle=allow_pickle, **options)
+    llm = load(
+        one_model(named, model), drafter=None, progress=progress_wanted(quiet), allow_pickle=allow_pickle, **options
+    )
     names = choose_drafters(llm.model, drafter)
     with Console(stderr=True).status("timing passes") as status:
         if not progress_wanted(quiet):
@@ -61,22 +78,28 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    _show(result)
+    for line in result["settings"]:
+        typer.echo(line)
+    for line in result["warnings"]:
+        typer.echo(f"warning: {line}")
+    if details:
+        _show_details(result)
+    else:
+        note("--details shows the measurements behind this.")
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _show_details(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(width=None if progress_wanted(False) else 120)
+    console.print()
     console.print(_machine(result["machine"]))
     for part in result["drafters"]:
         console.print(_forecasts(part))
-    reasons = [line for part in result["drafters"] for line in part["reasons"]]
-    for title, lines in (("What limits it", [*result["limits"], *reasons]), ("Recommended", result["settings"])):
-        console.print(Text(title, style="bold"))
-        for line in lines:
-            console.print(Text(f"  {line}"))
+    console.print(Text("What limits it", style="bold"))
+    for line in [*result["limits"], *(line for part in result["drafters"] for line in part["reasons"])]:
+        console.print(Text(f"  {line}"))
 
 
 def _machine(m: Mapping[str, Any]) -> Table:

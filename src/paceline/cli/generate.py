@@ -52,8 +52,17 @@ class OutputOptions:
 
 
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; without it, or as '-', stdin is read.", show_default=False)
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="As --model. A single argument is the prompt.", show_default=False),
+    ] = None,
+    second: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="What to answer. What is piped in follows it; without a prompt, or with '-', it is the prompt.",
+            show_default=False,
+        ),
     ] = None,
     *,
     load: LoadOptions,
@@ -76,12 +85,14 @@ def generate(
 
     On a terminal, tokens that were drafted and accepted are green. Statistics go to stderr.
     """
+    model, prompt = (None, first) if second is None else (first, second)
+    load = load.named(model)
     if prompt is not None and prompts is not None:
         raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
     if out.logprobs is not None and not out.as_json:
         raise InvalidOption("--logprobs has nowhere to go in a text", "Give --json too")
-    rows = [Row(None, single_prompt(prompt))] if prompts is None else read_rows(prompts)
     sampling.check(logprobs=out.logprobs)
+    rows = [Row(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
     _keep_apart(prompts, out.output)
     with _destination(out.output) as file:
         llm = load.load(progress=progress_wanted(quiet))
@@ -101,7 +112,7 @@ def generate(
 def _one(job: Job, row: Row, quiet: bool) -> None:
     completion = job.write(row)
     if not quiet:
-        typer.echo(summary(completion.stats, sampled=job.sampling.temperature > 0), err=True)
+        typer.echo(summary(completion, job.sampling), err=True)
 
 
 def _keep_apart(prompts: Path | None, output: Path | None) -> None:

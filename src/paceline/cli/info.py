@@ -6,13 +6,23 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.info_head import head_facts, head_lines
-from paceline.cli.options import AllowPickle, Revision, Token, progress_wanted
-from paceline.cli.show import percent
+from paceline.cli.options import (
+    DEMO,
+    AllowPickle,
+    ModelName,
+    NamedModel,
+    Revision,
+    Token,
+    one_model,
+    progress_wanted,
+)
+from paceline.cli.show import amount, percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,17 +33,16 @@ if TYPE_CHECKING:
 
 
 def info(
-    model: Annotated[
-        str, typer.Argument(help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id.")
-    ] = "demo",
+    named: NamedModel = None,
     *,
+    model: ModelName = DEMO,
     revision: Revision = None,
     token: Token = None,
     allow_pickle: AllowPickle = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Show what MODEL (a model, or a learned drafter) is made of, without running it. A hub model is fetched first."""
-    facts = _facts(model, revision, token, allow_pickle)
+    facts = _facts(one_model(named, model), revision, token, allow_pickle)
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -58,9 +67,10 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return {
         "path": str(path),
+        "file_bytes": _file_bytes(path),
         **_name(checkpoint.config),
         "runs": "natively" if config else "through transformers",
-        "runner": runner_of(config) if config else "torch",
+        "runner": _runner(config) if config else "torch",
         **(_architecture(config) if config else {}),
         **_weights(checkpoint, header),
         "own_codes": _own_codes(header),
@@ -71,6 +81,11 @@ def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bo
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "generation": checkpoint.generation,
     }
+
+
+def _file_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _name(raw: dict[str, Any]) -> dict[str, Any]:
@@ -93,25 +108,14 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def runner_of(config: ModelConfig) -> str:
-    """What runs the layers of such a model on this machine, as it is loaded by default. Nothing is compiled for it."""
+def _runner(config: ModelConfig) -> str:
+    """What runs the layers as the model is loaded by default, and what would be faster."""
     from paceline.models.loader import pick_device, pick_dtype
-    from paceline.native.build import cpu_flags, expected
-    from paceline.native.matrix import LANES
+    from paceline.native.choice import runner_of
 
     device = pick_device("auto")
-    if device.type != "cpu":
-        return f"torch, on {device.type}"
-    if any(layer.sparse for layer in config.plan):
-        return "torch (it is a mixture of experts)"
-    if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
-        return f"torch (its sizes are no multiples of {LANES})"
-    dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
-    if dtype != "bfloat16":
-        return f"torch (this processor runs it in {dtype})"
-    if "avx512_bf16" not in cpu_flags():
-        return "torch (this processor has no product of bfloat16; quantised weights run natively)"
-    return expected()
+    runner = runner_of(config, device, pick_dtype("auto", device))
+    return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
@@ -178,48 +182,62 @@ def _table(lines: list[tuple[str, str]]) -> Table:
 
 
 def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
+    from paceline.drafters.make import AUTO
+
     shares = ", ".join(f"{kind} {percent(size / f['parameters'])}" for kind, size in f["dtypes"].items())
+    name = f["architecture"] if f["architecture"] == f["family"] else f"{f['architecture']} ({f['family']})"
     return [
+        ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
-        ("architecture", f["architecture"] + ("" if f["architecture"] == f["family"] else f" ({f['family']})")),
-        ("runs", f["runs"]),
-        ("layers run by", f["runner"]),
-        ("parameters", f"{f['parameters']:,}"),
-        ("weights", f"{f['format']}: {shares}"),
+        ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
+        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if f["runs"] == "natively" else "")),
         *([("--quantize", _quantise_line(f["own_codes"]))] if f["runs"] == "natively" else []),
-        ("vocabulary", f"{f['vocab_size']:,} rows, {f['tokens']:,} tokens"),
-        *(_architecture_lines(f) if "layers" in f else []),
-        ("tokenizer", f["tokenizer"]),
-        ("end of sequence", ", ".join(f"{eos['id']} {eos['token']!r}" for eos in f["eos"]) or "none"),
+        ("default drafter", AUTO),
+        ("default sampling", _sampling_line(f["generation"])),
         ("chat template", _yes(f["chat_template"])),
-        ("generation", ", ".join(f"{key} {value}" for key, value in f["generation"].items()) or "no recommendations"),
+        *(_architecture_lines(f) if "layers" in f else []),
+        ("vocabulary", _vocabulary_line(f)),
+        ("end of sequence", ", ".join(f"{eos['token']!r} (id {eos['id']})" for eos in f["eos"]) or "none"),
     ]
+
+
+def _vocabulary_line(f: dict[str, Any]) -> str:
+    unused = f["vocab_size"] - f["tokens"]
+    padding = f", and {unused:,} unused rows" if unused > 0 else ""
+    return f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"
+
+
+def _sampling_line(generation: dict[str, Any]) -> str:
+    from paceline.sampling import recommended
+
+    found = ", ".join(f"{name} {value}" for name, value in recommended(generation).items())
+    return f"{found} (recommended by the model)" if found else "greedy (the model recommends nothing)"
 
 
 def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
     """What only the native decoder reads from a config."""
+    cache = f["cache_bytes"]
     return [
-        ("layers", str(f["layers"])),
-        ("hidden size", f"{f['hidden']:,}, feed-forward {f['ffn']:,}"),
-        ("heads", f"{f['heads']} of size {f['head_dim']}, {f['kv_heads']} for keys and values"),
-        ("tied head", _yes(f["tied_head"])),
-        ("context", f"{f['context_length']:,} tokens"),
-        ("rope", _rope_line(f["rope"])),
-        ("cache", f"{f['cache_bytes']:,} bytes for all of the context (at 2 bytes an element)"),
+        ("context", f"{f['context_length']:,} tokens; its keys and values then take {amount(cache, 'bytes')}"),
+        ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
+        ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
+        ("output head", "the embedding matrix" if f["tied_head"] else "a matrix of its own"),
+        ("rotary positions", _rope_line(f["rope"])),
     ]
 
 
 def _rope_line(rope: dict[str, Any]) -> str:
-    scaling = "".join(f", {key} {value:g}" for key, value in rope["scaling"].items())
+    scaling = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
-    return f"{rope['kind']}, base {rope['theta']:g}{scaling}{factors}"
+    kind = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
+    return f"base {rope['theta']:,.0f}, {kind}{scaling}{factors}"
 
 
 def _quantise_line(own: dict[str, float]) -> str:
     if not own:
         return "int8 or int4"
-    held = ", ".join(f"{percent(share)} as {bits} bits" for bits, share in own.items())
-    return f"keeps the file's own codes: {held}" + ("" if sum(own.values()) > 0.995 else "; rounds the rest")
+    held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in own.items())
+    return f"int8 keeps the file's own codes, {held}" + ("" if sum(own.values()) > 0.995 else ", and rounds the rest")
 
 
 def _yes(value: bool) -> str:

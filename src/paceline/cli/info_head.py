@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.show import percent
+from paceline.cli.show import amount, percent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ def head_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("listens to", taps),
         *_vocabulary_lines(f),
         *_own_lines(f),
-        ("size", f"{f['bytes']:,} bytes, {f['parameters']:,} parameters ({dtypes})"),
+        ("size", f"{amount(f['bytes'], 'bytes')}, {amount(f['parameters'])} parameters ({dtypes})"),
         *((key.replace("_", " "), _told(value)) for key, value in f["extra"].items() if key != _COVERAGE),
     ]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from paceline.cli.failures import complain
-from paceline.cli.show import Display
+from paceline.cli.show import Display, cut_at
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.prompt_rows import Row
 
@@ -79,7 +79,7 @@ def write_one_by_one(job: Job, rows: list[Row], quiet: bool) -> int:
             complain(f"row {row.id}: {error}")
             progress.advance(0)
         else:
-            progress.advance(completion.stats.tokens)
+            progress.count(completion, job.sampling)
     progress.finish(failed)
     return failed
 
@@ -109,7 +109,7 @@ def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: b
         for index, chunk in batch:
             if chunk.finish_reason:
                 ended.add(index)
-                progress.advance(batch.completion(index).stats.tokens)
+                progress.count(batch.completion(index), job.sampling)
                 write(ended)
     except PacelineError as error:
         if error not in batch.errors.values():
@@ -139,8 +139,13 @@ class _Progress:
 
     def __init__(self, total: int, quiet: bool, what: str = "prompts") -> None:
         self._total, self._quiet, self._live, self._what = total, quiet, sys.stderr.isatty(), what
-        self._done = self._tokens = 0
+        self._done = self._tokens = self._cut = 0
         self._began = self._last = time.perf_counter()
+
+    def count(self, reply: Completion, sampling: Sampling) -> None:
+        """One reply more."""
+        self._cut += bool(cut_at(reply, sampling))
+        self.advance(reply.stats.tokens)
 
     def advance(self, tokens: int, replies: int = 1) -> None:
         self._done += replies
@@ -160,7 +165,8 @@ class _Progress:
     def finish(self, failed: int) -> None:
         self.hide()
         if not self._quiet:
-            typer.echo(self._line() + (f" · {failed} failed" if failed else ""), err=True)
+            cut = f" · {self._cut} cut at the token limit; raise -n" if self._cut else ""
+            typer.echo(self._line() + cut + (f" · {failed} failed" if failed else ""), err=True)
 
     def _line(self) -> str:
         seconds = time.perf_counter() - self._began

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from paceline.cli.forms import parse_grammar
+from paceline.cli.show import sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -21,7 +22,36 @@ if TYPE_CHECKING:
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors: no progress, no statistics.")]
+_LOG = logging.getLogger("paceline")
+"""What the library warns of; without a handler it goes to stderr. Its level also says whether to be quiet."""
+
+
+def _hush(quiet: bool) -> bool:
+    _LOG.setLevel(logging.ERROR if quiet else logging.WARNING)
+    return quiet
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=_hush, help="Only errors on stderr: no progress, no statistics, no warnings."
+    ),
+]
+NamedModel = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
+"""Commands whose first argument is a model take it as --model too, and the other way round."""
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL)
 ]
@@ -45,19 +75,41 @@ AllowPickle = Annotated[
 ]
 
 
+DEMO = "demo"
+
+_Options = TypeVar("_Options", bound="ModelOptions")
+
+
+def note(text: str) -> None:
+    """One line on stderr, unless --quiet."""
+    if _LOG.isEnabledFor(logging.WARNING):
+        typer.echo(text, err=True)
+
+
+def one_model(argument: str | None, option: str) -> str:
+    """The model that MODEL or --model names. Raises `InvalidOption` where they differ."""
+    if argument is not None and option not in (DEMO, argument):
+        raise InvalidOption(f"MODEL is {argument} and --model is {option}", "Name the model once")
+    return option if argument is None else argument
+
+
+def set_threads(threads: int | None) -> None:
+    """What --threads says, with a warning where it is more than there are cores."""
+    import torch
+
+    if threads is None:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or threads
+    if threads > cores:
+        note(f"warning: --threads {threads} is more than the {cores} cores available, which makes every pass slower")
+    torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which model, and where it runs."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "demo"
+    model: ModelName = DEMO
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -73,19 +125,17 @@ class ModelOptions:
     revision: Revision = None
     token: Token = None
     allow_pickle: AllowPickle = False
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
-    ] = None
+    threads: Threads = None
+
+    def named(self: _Options, model: str | None) -> _Options:
+        """These options for a MODEL that may have been given as an argument. Raises `InvalidOption`."""
+        return replace(self, model=one_model(model, self.model))
 
     def open(self, *, progress: bool, **more: Any) -> LLM:
         """The model, ready to write; `more`: what else `paceline.load` takes. Raises `PacelineError`."""
-        import torch
-
         import paceline.llm
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         return paceline.llm.load(self.model, progress=progress, **own, **more)
@@ -109,9 +159,9 @@ class LoadOptions(ModelOptions):
         typer.Option(
             "--drafter",
             "-d",
-            help="auto, none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER merges a "
-            "LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, early-exit:REF "
-            "or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
+            help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER "
+            "merges a LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, "
+            "early-exit:REF or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
             "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
             "with any of them.",
             rich_help_panel=_DRAFT,
@@ -168,11 +218,24 @@ class SamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "-n", help="Length of a reply at most, in tokens.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--max-new-tokens",
+            "--max-tokens",
+            "-n",
+            help="Maximum length of a reply in tokens.",
+            show_default="512; demo: 192",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", "-t", help="0 (the default) is greedy.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--temperature",
+            "-t",
+            help="0 is greedy. Without it the model's generation_config applies, as for every sampling option; greedy "
+            "if it has none.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     top_k: Annotated[
         int | None, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
@@ -298,18 +361,10 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
-    model_sampling: Annotated[
-        bool,
-        typer.Option(
-            "--model-sampling",
-            help="Sample as the model's generation_config recommends; options given here come first.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = False
 
     def changes(self) -> dict[str, Any]:
         """What was given, by `Sampling`'s names."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model_sampling"}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in own.items() if value is not None and value != []}
         for option, name in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
             if option in given:
@@ -327,44 +382,14 @@ class SamplingOptions:
         Sampling(**(defaults | self.changes()))
 
     def of(self, llm: LLM, **defaults: Any) -> Sampling:
-        """The sampling for this model; `defaults` hold where nothing was given."""
-        from paceline.sampling import Sampling
-
-        changes = defaults | self.changes()
-        return llm.sampling(**changes) if self.model_sampling else Sampling(**changes)
+        """The sampling for this model: what was given here, else `defaults`, else what the model recommends."""
+        changes = self.changes()
+        sampling = llm.sampling(**(defaults | changes))
+        if sampling.temperature > 0:
+            note(f"sampling: {sampling_line(sampling, changes)} (-t 0 writes greedy text)")
+        return sampling
 
 
 def progress_wanted(quiet: bool) -> bool:
     """Whether bars belong on stderr."""
     return not quiet and sys.stderr.isatty()
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer needs it: a parameter whose type is a dataclass of options becomes that class's fields."""
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-    parameters: list[Parameter] = []
-    for parameter in signature(command).parameters.values():
-        if parameter.name in groups:
-            parameters += _parameters(groups[parameter.name])
-        else:
-            annotation = hints[parameter.name]
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=annotation))
-
-    def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(run)["__signature__"] = Signature(parameters)
-    return run
-
-
-def _parameters(kind: type[Any]) -> list[Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(kind)
-    ]

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from select import select
+from stat import S_ISFIFO, S_ISREG, S_ISSOCK
 
+from paceline.cli.options import note
 from paceline.errors import InvalidPrompt
 from paceline.prompt_rows import Row, parse_row, text_of
 
 STDIN = "-"
+_PATIENCE = 2.0
+"""Seconds of silence on stdin after which a line says what is awaited."""
 
 
-def single_prompt(prompt: str | None) -> str:
-    """The prompt of the command line, else all of stdin. Raises `InvalidPrompt`."""
+def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
+    """The prompt of the command line, else all of stdin. `with_stdin`: what is piped in follows the prompt.
+
+    Raises `InvalidPrompt`.
+    """
     if prompt is None or prompt == STDIN:
         prompt = _from_stdin(asked=prompt == STDIN)
+    elif with_stdin and prompt and _piped() and (more := _from_stdin(asked=True)):
+        prompt = f"{prompt}\n\n{more}"
     try:
         return text_of(prompt, "the prompt")
     except ValueError as error:
         raise InvalidPrompt(str(error), "Give it as an argument, on stdin, or with --prompts FILE") from None
+
+
+def _piped() -> bool:
+    """Whether stdin is a file or a pipe. Says so where nothing arrives: a program may hold a pipe open forever."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    if not (S_ISFIFO(kind) or S_ISREG(kind) or S_ISSOCK(kind)):
+        return False
+    if os.name != "nt" and not select([sys.stdin], [], [], _PATIENCE)[0]:
+        note("waiting for stdin, which is added to the prompt; `< /dev/null` leaves it out")
+    return True
 
 
 def _from_stdin(asked: bool) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from paceline.cli.options import LoadOptions, Quiet, parse_draft, progress_wanted
-from paceline.errors import InvalidOption
+from paceline.cli.options import LoadOptions, NamedModel, Quiet, parse_draft, progress_wanted
+from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -154,6 +154,7 @@ class LimitOptions:
 
 
 def serve(
+    argument: NamedModel = None,
     *,
     model: LoadOptions,
     address: AddressOptions,
@@ -169,8 +170,10 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """Serve a model to many clients at once, over OpenAI's API, with speculation."""
+    model = model.named(argument)
     _check_installed()
     _log(quiet)
+    from paceline.drafters.make import spec_name
     from paceline.drafting import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
@@ -178,8 +181,7 @@ def serve(
     from paceline.server.worker import Worker
 
     check_address(address.host, address.port)
-    # What a trained drafter must read of every text pays where few ask at once; suffix costs nothing while it is idle.
-    drafter = {"auto": "suffix", "none": None}.get(model.drafter, model.drafter)
+    drafter = None if model.drafter == "none" else spec_name(model.drafter)
     default = Speculation(drafter)
     named = [drafter] if drafter else []
     names = list(dict.fromkeys([*named, *(also or []), *_FREE]))
@@ -233,7 +235,7 @@ def _log(quiet: bool) -> None:
 def _check_installed() -> None:
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", 'Install it: pip install "paceline[serve]"')
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
 
 
 def _load(model: LoadOptions, names: list[str], progress: bool) -> LLM:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from paceline.reply import Completion
+    from paceline.sampling import Sampling
     from paceline.stats import Stats
     from paceline.stream import Chunk
 
@@ -68,13 +71,49 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
-def summary(stats: Stats, sampled: bool) -> str:
-    """One line: how much, how fast, what speculation gave, and how to get the same text again."""
+def amount(size: float, unit: str = "") -> str:
+    """A number for people: "134.5 million", or with a unit of bytes "98.4 MB"."""
+    steps = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if unit else ((" billion", 1e9), (" million", 1e6))
+    name, step = next(((name, step) for name, step in steps if size >= step), (unit, 1.0))
+    number = f"{size / step:.3g}" if size < 100 * step else f"{size / step:,.0f}"
+    return f"{number} {name.strip()}".rstrip()
+
+
+def summary(reply: Completion, sampling: Sampling) -> str:
+    """One line: how much, how fast, what speculation gave, how to get the same text again, and whether it was cut."""
+    stats = reply.stats
     parts = [f"{stats.tokens} tokens", f"{speed(stats):.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
-    if stats.drafted:
-        parts.append(f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted")
-    if sampled:
+    if stats.drafter is not None:
+        parts.append(f"{stats.drafter}: {_drafts(stats)}")
+    if sampling.temperature > 0:
         parts.append(f"seed {stats.seed}")
     if stats.exact == "lossy":
         parts.append("lossy: not the target's own text")
+    if cut := cut_at(reply, sampling):
+        parts.append(cut)
     return " · ".join(parts)
+
+
+def _drafts(stats: Stats) -> str:
+    return f"{percent(stats.acceptance)} of {stats.drafted} drafted accepted" if stats.drafted else "nothing drafted"
+
+
+def cut_at(reply: Completion, sampling: Sampling) -> str:
+    """Which limit ended a reply and how to raise it; empty for a reply that ended by itself."""
+    if reply.finish_reason != "length":
+        return ""
+    if reply.stats.tokens < sampling.max_new_tokens:
+        return f"cut at {reply.stats.tokens} tokens: the model's context is full"
+    return f"cut at {reply.stats.tokens} tokens; raise -n"
+
+
+def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
+    """What applies: first what was given on the command line, then what the model adds."""
+    from paceline.sampling import RECOMMENDED, Sampling
+
+    plain = Sampling()
+    values = {name: getattr(sampling, name) for name in RECOMMENDED}
+    applied = {name: f"{name} {value:g}" for name, value in values.items() if value != getattr(plain, name)}
+    own = ", ".join(text for name, text in applied.items() if name in given)
+    model = ", ".join(text for name, text in applied.items() if name not in given)
+    return "; ".join(part for part in (own, f"from the model: {model}" if model else "") if part)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from paceline.cli.options import Quiet, progress_wanted
+from paceline.cli.options import Quiet, progress_wanted, set_threads
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -141,15 +141,12 @@ def train(
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     order = options.order(target, kind, out)
-    import torch
-
     from paceline.cli.bars import Bars
     from paceline.llm import load
     from paceline.train import run
 
     run.check(order)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     llm = load(target, drafter=None, device=device, progress=progress_wanted(quiet))  # type: ignore[arg-type]
     with Bars(quiet) as bars:
         report = run.train(llm, order, bars.listener)

@@ -15,8 +15,8 @@ _BOUND = 0.4
 """A pass that spends this share of its time reading weights gains from smaller ones."""
 _FASTER = 0.93
 """Another number of threads is worth naming if a pass takes less than this of the time."""
-_SMALLER = {"int8": 1.0625, "int4": 0.625}
-"""Bytes of a weight and its share of scales (docs/quantize.md)."""
+_NOISE = 1.15
+"""So much longer than a pass of more rows is more than the noise of two medians."""
 
 
 def reasons(machine: Machine, forecasts: Sequence[Forecast], drafter: str) -> list[str]:
@@ -50,24 +50,52 @@ def limits(machine: Machine) -> list[str]:
 
 
 def settings(
-    machine: Machine, found: Mapping[str, tuple[Drafting, Sequence[Forecast]]], itemsize: int | None, threads: int
+    machine: Machine, found: Mapping[str, tuple[Drafting, Sequence[Forecast]]], sizes: Mapping[str, int], threads: int
 ) -> list[str]:
-    """What to change. `itemsize`: bytes of a weight that is not quantised yet and can be. `threads`: in use now."""
-    lines = []
-    if found:
-        best = max(found, key=lambda name: overall(found[name][1]))
-        ratio = overall(found[best][1])
-        if ratio >= PAYS:
-            lines.append(f"--drafter {best}: {ratio:.2f} times plain decoding over all kinds of text")
-        else:
-            lines.append("--drafter none: no drafter that was looked at pays here")
+    """What to choose: a line each for drafter, threads and weights. `sizes`: bytes of a pass by `--quantize`, empty
+    where nothing can be quantised. `threads`: in use now."""
+    return [_drafter(found), _threads(machine, threads), _weights(machine, sizes)]
+
+
+def _drafter(found: Mapping[str, tuple[Drafting, Sequence[Forecast]]]) -> str:
+    best = max(found, key=lambda name: overall(found[name][1]), default=None)
+    if best is None:
+        return "--drafter none: no other one was examined"
+    ratio = overall(found[best][1])
+    if ratio < PAYS:
+        return f"--drafter none: {' and '.join(found)} would not be faster here"
+    return f"--drafter {best}: {ratio:.2f} times the speed of plain decoding, over all kinds of text"
+
+
+def _threads(machine: Machine, threads: int) -> str:
     fastest = min(machine.threads, key=lambda n: machine.threads[n], default=threads)
-    if fastest != threads and machine.threads[fastest] < _FASTER * machine.threads[threads]:
-        lines.append(f"--threads {fastest}: a pass takes {machine.threads[fastest] / machine.threads[threads]:.0%}")
-    if machine.floor and itemsize and machine.floor > _BOUND * machine.passes[min(machine.passes)]:
-        sizes = " or ".join(f"{mode} {machine.weights * b / itemsize / 1e6:.0f}" for mode, b in _SMALLER.items())  # type: ignore[operator]
-        lines.append(
-            f"--quantize: a pass reads {machine.weights / 1e6:.0f} MB; with {sizes}"  # type: ignore[operator]
-            " (`paceline perplexity` says what that costs)"
-        )
-    return lines
+    if fastest == threads or machine.threads[fastest] >= _FASTER * machine.threads[threads]:
+        return f"--threads {threads}: as now"
+    return f"--threads {fastest}: a pass takes {machine.threads[fastest] / machine.threads[threads]:.0%} of the time"
+
+
+def _weights(machine: Machine, sizes: Mapping[str, int]) -> str:
+    if not sizes or not machine.floor or not machine.weights:
+        return "--quantize: as now"
+    share = machine.floor / machine.passes[min(machine.passes)]
+    if share <= _BOUND:
+        return f"--quantize none: reading the weights takes only {share:.0%} of a pass"
+    now, (least, *others) = f"{machine.weights / 1e6:.0f} MB", sorted({round(size / 1e6) for size in sizes.values()})
+    if not others:
+        return f"--quantize int8: a pass reads {least} MB in place of {now}, the codes that the file holds anyway"
+    told = " or ".join(f"{mode} {size / 1e6:.0f} MB" for mode, size in sizes.items())
+    return f"--quantize: a pass reads {told} in place of {now} (`paceline perplexity` says what that costs)"
+
+
+def contradictions(machine: Machine) -> list[str]:
+    """Measurements that cannot all be right: a pass takes no longer than one of more rows."""
+    times = list(machine.passes.items())
+    pairs = [(few, many) for at, few in enumerate(times) for many in times[at + 1 :] if few[1] > _NOISE * many[1]]
+    if not pairs:
+        return []
+    few, many = max(pairs, key=lambda pair: pair[0][1] / pair[1][1])
+    rows = "1 row" if few[0] == 1 else f"{few[0]} rows"
+    return [
+        f"the measurements contradict each other: a pass of {rows} took {1e3 * few[1]:.1f} ms, one of {many[0]} rows "
+        f"{1e3 * many[1]:.1f} ms. Run this again when no other program uses the machine"
+    ]

@@ -13,6 +13,7 @@ from paceline.bench.source import cpu_name
 from paceline.controller import Controller
 from paceline.doctor import advice
 from paceline.doctor.acceptance import PROMPTS, name_of, stored, stored_drafters, watched
+from paceline.doctor.codes import quantised_bytes
 from paceline.doctor.machine import (
     PREFIX,
     ROWS,
@@ -26,9 +27,8 @@ from paceline.doctor.machine import (
 )
 from paceline.doctor.predict import Drafting, Forecast, forecast, overall
 from paceline.doctor.watch import Onlooker
-from paceline.drafters.make import open_drafter
+from paceline.drafters.make import AUTO, open_drafter, spec_name
 from paceline.llm import LLM
-from paceline.models.decoder import Decoder
 from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
 from paceline.quantize import Mode
@@ -43,10 +43,10 @@ _PATIENCE = 15.0
 
 
 def choose_drafters(model: Loaded, given: str | None) -> list[str]:
-    """Those to look at: the one that is given, or all that come to mind for the model."""
+    """Those to examine: the given one, else all that something is stored of for the model, else the default."""
     if given is not None:
-        return [] if given == "none" else [given]
-    return stored_drafters(model) or ["auto"]
+        return [] if given == "none" else [spec_name(given)]
+    return stored_drafters(model) or [AUTO]
 
 
 def examine(
@@ -65,14 +65,13 @@ def examine(
             say(f"looking at {name}")
             drafting = look_at(model, name, drafter, machine)
             found[name] = drafting, forecast(machine, drafting)
-    dense = isinstance(model.target, Decoder) and model.quantize is None
-    itemsize = model.target.dtype.itemsize if dense and isinstance(model.target, Decoder) else None
     return {
         "model": str(model.path),
         "machine": {"cpu": cpu_name(), "device": str(model.target.device), **_figures(machine)},
         "drafters": [_part(machine, name, *both) for name, both in found.items()],
         "limits": advice.limits(machine),
-        "settings": advice.settings(machine, found, itemsize, torch.get_num_threads()),
+        "settings": advice.settings(machine, found, quantised_bytes(model), torch.get_num_threads()),
+        "warnings": advice.contradictions(machine),
     }
 
 
@@ -115,7 +114,7 @@ def look_at(model: Loaded, name: str, drafter: Drafter, machine: Machine) -> Dra
     """What its drafts cost here, and what they give: as stored, or as seen."""
     sizes = Controller(drafter.draft).sizes[1:]
     onlooker = Onlooker(drafter, sizes)
-    known = stored(model, _resolved(model, name), sizes)
+    known = stored(model, name, sizes)
     some = dict(list(PROMPTS.items())[:1]) if known else PROMPTS
     limit = _WATCHED if known else int(_PATIENCE / len(PROMPTS) / (2 * machine.passes[1]))
     tokens = max(16, min(_WATCHED, limit))
@@ -123,11 +122,6 @@ def look_at(model: Loaded, name: str, drafter: Drafter, machine: Machine) -> Dra
     # The first drafts warm up.
     seconds = {size: median(taken[1:] or taken or [0.0]) for size, taken in zip(sizes, onlooker.seconds, strict=True)}
     return Drafting(name, seconds, known or seen)
-
-
-def _resolved(model: Loaded, name: str) -> str:
-    """What "auto" stands for."""
-    return (stored_drafters(model) or [name])[0] if name == "auto" else name
 
 
 def _figures(machine: Machine) -> dict[str, Any]:

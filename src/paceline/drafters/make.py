@@ -35,6 +35,10 @@ _BARE: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
 }
 
+AUTO = "suffix"
+"""What "auto" means: it has no weights to fetch, and costs nothing while it has nothing to propose. Learned drafters
+gain more on some texts and lose on others (LOG.md, benchmarks/results/2026-11-22-never-slower.md)."""
+
 _LEARNED = {
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",
@@ -89,6 +93,11 @@ def open_drafter(
     return make_drafter(spec, target, load_draft, read_head)
 
 
+def spec_name(spec: str) -> str:
+    """What a drafter is called in statistics: as it was asked for, with the drafter that "auto" stands for."""
+    return "+".join(AUTO if part == "auto" else part for part in _split(spec))
+
+
 def check_spec(spec: str | Drafter | None) -> None:
     """Raises `InvalidOption` for what means no drafter, before anything is loaded."""
     if not isinstance(spec, (str, Drafter, type(None))):
@@ -114,7 +123,7 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str | None) -> Non
 def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
     """Raises `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights to read."""
     check_mode(mode, "draft_quantize")
-    bare = spec is None or isinstance(spec, Drafter) or all(part in (*_BARE, "none") for part in _split(spec))
+    bare = spec is None or isinstance(spec, Drafter) or all(part in (*_BARE, "auto", "none") for part in _split(spec))
     if mode and bare:
         raise InvalidOption(
             f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
@@ -142,11 +151,10 @@ def _split(spec: str) -> list[str]:
 
 def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -> Drafter:
     _check_name(part)
+    if part == "auto":
+        part = AUTO
     if part in _BARE:
         return _BARE[part]()
-    if part == "auto":
-        path = shipped("eagle3", target)
-        return _learned(fits(read(path), target), target) if path else Suffix()
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)

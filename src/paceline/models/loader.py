@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, is_out_of_memory
+from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
 from paceline.gpu import has_triton
 from paceline.models.checkpoint import Checkpoint, eos_token_ids
 from paceline.models.config import ModelConfig
@@ -115,7 +115,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
         if find_spec("transformers") is None:
             raise UnsupportedModel(
                 error.cause + " by Paceline's own decoder",
-                'Run it through transformers: pip install "paceline[transformers]"',
+                f"Run it through transformers: {install_line('transformers')}",
             ) from error
         return None
     Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))

@@ -26,15 +26,25 @@ _TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None without a C++ compiler, or where PACELINE_NATIVE is 0."""
+    """The compiled kernels; None where they cannot be had (`obstacle` says why)."""
+    return found if isinstance(found := _found(), ctypes.CDLL) else None
+
+
+def obstacle() -> InvalidOption | None:
+    """Why there are no kernels, and what to do about it; None where there are."""
+    return found if isinstance(found := _found(), InvalidOption) else None
+
+
+@cache
+def _found() -> ctypes.CDLL | InvalidOption:
+    """Tried once: a compiler that fails takes its time."""
     if os.environ.get("PACELINE_NATIVE") == "0":
-        return None
+        return InvalidOption("PACELINE_NATIVE is 0")
     try:
         return loaded(compiled())
-    except (InvalidOption, OSError):
-        return None
+    except InvalidOption as error:
+        return error
 
 
 def loaded(path: Path) -> ctypes.CDLL:
@@ -52,14 +62,20 @@ def compiled() -> Path:
         return place
     if not compiler:
         raise InvalidOption(
-            "there is no C++ compiler on this machine, so the fast CPU kernels cannot be built",
-            "Install g++ (Debian: apt install g++) or clang; everything runs without them, slower",
+            "there is no C++ compiler on this machine to build the fast CPU kernels with",
+            "Install g++ (Debian: apt install g++) or clang",
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        built = Path(folder) / place.name
-        _compile([*compiler, *_FLAGS, str(_FOLDER / "layers.cpp"), "-o", str(built)])
-        built.replace(place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            built = Path(folder) / place.name
+            _compile([*compiler, *_FLAGS, str(_FOLDER / "layers.cpp"), "-o", str(built)])
+            built.replace(place)
+    except OSError as error:
+        raise InvalidOption(
+            f"the CPU kernels cannot be stored in {place.parent} ({error.strerror or error})",
+            "Name a folder that can be written in PACELINE_CACHE",
+        ) from error
     return place
 
 
@@ -75,16 +91,6 @@ def built_for(library: ctypes.CDLL) -> str:
     return str(said().decode())
 
 
-def expected() -> str:
-    """What `library` has, or will have, in words; nothing is compiled for it."""
-    if os.environ.get("PACELINE_NATIVE") == "0":
-        return "torch (PACELINE_NATIVE is 0)"
-    if library_path().is_file():
-        kernels = library()
-        return f"native, {built_for(kernels)}" if kernels else f"torch ({library_path()} cannot be loaded)"
-    return "native, compiled at first use" if _compiler() else "torch (there is no C++ compiler)"
-
-
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether the library has the processor's own instruction for bfloat16 products: else torch's are faster."""
@@ -93,9 +99,14 @@ def multiplies_bfloat16() -> bool:
 
 
 def _compiler() -> list[str]:
-    """What CXX says, which may hold options, or what there is; empty where nothing is."""
-    if named := shlex.split(os.environ.get("CXX", "")):
-        return named
+    """The compiler that CXX names, with its options, else the first that is installed; empty without one."""
+    try:
+        if named := shlex.split(os.environ.get("CXX", "")):
+            return named
+    except ValueError as error:
+        raise InvalidOption(
+            f"CXX cannot be read ({error})", "Give it as for a shell: a compiler and options"
+        ) from error
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
 
 
@@ -106,9 +117,11 @@ def _compile(command: Sequence[str]) -> None:
         if complaint is None:
             return
         complaints.append(complaint)
+    said = complaints[0].splitlines()
+    reason = next((line for line in said if "error" in line), said[-1])
     raise InvalidOption(
-        f"{command[0]} could not compile the CPU kernels: {complaints[0][-2000:]}",
-        "Name another compiler in CXX, or set PACELINE_NATIVE=0 to do without them",
+        f"{command[0]} could not compile the CPU kernels: {reason[:300]}",
+        "Name another compiler in CXX",
     )
 
 
@@ -117,7 +130,7 @@ def _complaint(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        return str(error)
+        return error.strerror or str(error)
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
 

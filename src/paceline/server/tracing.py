@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidOption, install_line
 from paceline.server.worker import Job, Reply
 
 _LAST = 2.0
@@ -91,7 +91,7 @@ def tracer(model: str, endpoint: str | None) -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InvalidOption(
-            "traces take OpenTelemetry, which is not installed", 'Install it: pip install "paceline[telemetry]"'
+            "traces take OpenTelemetry, which is not installed", f"Install it: {install_line('telemetry')}"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "paceline"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
