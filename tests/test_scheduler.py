@@ -256,7 +256,7 @@ class Bad(Around):
 def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
     engine = Engine(TOY, Bad(Oracle([], 0.3, 37)), Tree.chain(2))
     scheduler = Scheduler(engine, 4)
-    how, drafted = Sampling(max_new_tokens=12), Speculation("default")
+    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
     good, bad = task(engine, [1, 2, 3], how, drafted), task(engine, [4, 5], how, drafted)
     scheduler.add(good)
     scheduler.add(bad)
@@ -283,7 +283,7 @@ def test_where_memory_runs_out_the_last_one_waits_and_loses_nothing(often: int) 
     scheduler = Scheduler(engine, 5)
     how = Sampling(max_new_tokens=15, temperature=0.8, seed=5)
     prompts = [random.Random(i).choices(range(37), k=4 + i) for i in range(5)]
-    tasks = [task(engine, prompt, how, Speculation("default")) for prompt in prompts]
+    tasks = [task(engine, prompt, how, engine.pilots.default) for prompt in prompts]
     for one in tasks:
         scheduler.add(one)
     shown = finish(scheduler)
@@ -340,7 +340,7 @@ class Forgets(Around):
 def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exception) -> None:
     engine = Engine(TOY, Forgets(Suffix(), error), Tree.chain(2))
     scheduler = Scheduler(engine, 4)
-    how, drafted = Sampling(max_new_tokens=12), Speculation("default")
+    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
     good = [task(engine, prompt, how, drafted) for prompt in ([1, 2, 3], [9, 8])]
     bad = task(engine, [4, 5], how, drafted)
     for one in (good[0], bad, good[1]):

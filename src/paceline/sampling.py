@@ -34,6 +34,8 @@ def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
     if not generation.get("do_sample", bool(own.get("temperature"))):
         return {}
+    if own.get("top_k") == -1:  # vLLM's way to say "all"
+        own["top_k"] = 0
     # transformers leaves its own default out of the file.
     return {"temperature": 1.0, **own}
 

@@ -204,7 +204,7 @@ def serve(
         log_prompts=address.log_prompts,
         trace_endpoint=address.traces,
     )
-    say = partial(_ready, settings.model, len(settings.api_keys), quiet)
+    say = partial(_ready, settings.model, drafter or "none", len(settings.api_keys), quiet)
     run(create_app(worker, llm, settings), worker, address.host, address.port, address.grace, say)
 
 
@@ -219,9 +219,9 @@ def _aside(work: Callable[[], T]) -> T:
         return aside.submit(work).result()
 
 
-def _ready(model: str, keys: int, quiet: bool, address: str) -> None:
+def _ready(model: str, drafter: str, keys: int, quiet: bool, address: str) -> None:
     if not quiet:
-        typer.echo(f"{model} at {address}/v1 and in a browser at {address}/", err=True)
+        typer.echo(f"{model} (drafter: {drafter}) at {address}/v1 and in a browser at {address}/", err=True)
         if not keys and not address.startswith(("http://127.", "http://[::1]")):
             typer.echo("Anybody who can reach this address can use it: there is no --api-key.", err=True)
 

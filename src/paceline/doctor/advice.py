@@ -97,5 +97,6 @@ def contradictions(machine: Machine) -> list[str]:
     rows = "1 row" if few[0] == 1 else f"{few[0]} rows"
     return [
         f"the measurements contradict each other: a pass of {rows} took {1e3 * few[1]:.1f} ms, one of {many[0]} rows "
-        f"{1e3 * many[1]:.1f} ms. Run this again when no other program uses the machine"
+        f"{1e3 * many[1]:.1f} ms. Do not rely on the advice above; run this again while no other program uses the "
+        "machine"
     ]

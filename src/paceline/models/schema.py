@@ -191,7 +191,7 @@ GENERATION: Mapping[str, Kind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,
     "do_sample": FLAG | NULL,
     "temperature": number(0, 1000) | NULL,
-    "top_k": whole() | NULL,
+    "top_k": whole(-1) | NULL,
     "top_p": number(0, 1) | NULL,
     "min_p": number(0, 1) | NULL,
     "typical_p": number(0, 1) | NULL,
