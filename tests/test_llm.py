@@ -188,6 +188,11 @@ def test_a_seed_repeats_the_text_and_none_draws_one() -> None:
     assert other.token_ids != first.token_ids
 
 
+def test_a_recommended_top_k_of_minus_one_is_all_tokens() -> None:
+    llm = LLM(toy_model({"do_sample": True, "top_k": -1}))
+    assert (llm.sampling().top_k, llm.sampling().temperature) == (0, 1.0)
+
+
 def test_without_a_sampling_the_model_s_recommendation_applies() -> None:
     generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
     llm = LLM(toy_model(generation))

@@ -1,0 +1,139 @@
+"""What the demo model writes, to the bit: record it before a refactoring, compare after it.
+
+    python benchmarks/fingerprint.py --out before.json
+    python benchmarks/fingerprint.py --against before.json
+
+Token ids and log-probabilities of 40 prompts, greedy and sampled, in bfloat16 and with the file's own codes, by every
+drafter, one by one, in a batch and from a server. Every drafter must write what plain decoding writes. It uses the
+public API and the command line alone, so that the same script runs before and after. Bits are those of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts" / "spec_bench_dev.jsonl"
+DRAFTERS = ("suffix", "ngram", "eagle3", "medusa", "early-exit:20", "model:demo", "suffix+eagle3")
+SAMPLED = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}
+PRECISIONS = {"bfloat16": None, "own codes": "int8"}
+
+Reply = tuple[list[int], str]
+"""Token ids, and a digest of their log-probabilities."""
+
+
+def prompts(count: int) -> list[str]:
+    """Questions from all over the file."""
+    if not PROMPTS.exists():
+        raise SystemExit(f"error: {PROMPTS} is not there: this script needs the shared folder beside the checkout")
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["turns"][0][:1500] for line in lines[:: max(1, len(lines) // count)]][:count]
+
+
+def digest(logprobs: Sequence[Any]) -> str:
+    said = [(one.chosen.hex(), [(token, value.hex()) for token, value in one.top]) for one in logprobs]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
+
+
+def written(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[Reply]:
+    """Each prompt by itself."""
+    sampling = paceline.Sampling(max_new_tokens=tokens, logprobs=2, **how)
+    found = []
+    for prompt in asked:
+        chunks = list(llm.stream(prompt, sampling))
+        found.append(([chunk.token_id for chunk in chunks], digest([chunk.logprobs for chunk in chunks])))
+    return found
+
+
+def batched(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[Reply]:
+    """All of them at once."""
+    sampling = paceline.Sampling(max_new_tokens=tokens, logprobs=2, **how)
+    chunks: list[list[Any]] = [[] for _ in asked]
+    with llm.batch(asked, sampling, width=16) as batch:
+        for index, chunk in batch:
+            chunks[index].append(chunk)
+    return [([chunk.token_id for chunk in one], digest([chunk.logprobs for chunk in one])) for one in chunks]
+
+
+@contextmanager
+def server(quantize: str | None) -> Iterator[str]:
+    """The address of a served demo model."""
+    command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--port", "0"]
+    command += ["--quantize", quantize] if quantize else []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        try:
+            yield next(found[0] for line in process.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        finally:
+            process.terminate()
+
+
+def served(address: str, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[list[str]]:
+    """Tokens and log-probabilities as the server tells them."""
+    found = []
+    for prompt in asked:
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "logprobs": True, **how}
+        request = urllib.request.Request(
+            f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            choice = json.load(answer)["choices"][0]
+        found.append([f"{one['token']} {one['logprob']!r}" for one in choice["logprobs"]["content"]])
+    return found
+
+
+def fingerprint(count: int, tokens: int, drafters: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What is written, by precision and sampling, and where a drafter or a batch wrote something else."""
+    asked, found, wrong = prompts(count), {}, []
+    for precision, quantize in PRECISIONS.items():
+        plain = paceline.load("demo", drafter=None, quantize=quantize)
+        found[precision] = {name: written(plain, asked, tokens, how) for name, how in SAMPLED.items()}
+        for name, how in SAMPLED.items():
+            if batched(plain, asked, tokens, how) != found[precision][name]:
+                wrong.append(f"{precision}, {name}, batch")
+        for drafter in drafters:
+            llm = paceline.load("demo", drafter=drafter, quantize=quantize)
+            for name, how in SAMPLED.items():
+                if written(llm, asked, tokens, how) != found[precision][name]:
+                    wrong.append(f"{precision}, {name}, {drafter}")
+            print(f"{precision}: {drafter}", file=sys.stderr)
+        with server(quantize) as address:
+            few = asked[::5]
+            found[f"{precision}, served"] = {name: served(address, few, tokens, how) for name, how in SAMPLED.items()}
+    return found, wrong
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write what was found into this file")
+    parser.add_argument("--against", type=Path, help="compare with this file")
+    parser.add_argument("--prompts", type=int, default=40, help="prompts (40)")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens each, at most (32)")
+    parser.add_argument("--drafters", nargs="*", default=DRAFTERS, help=f"drafters ({' '.join(DRAFTERS)})")
+    args = parser.parse_args(arguments)
+    found, wrong = fingerprint(args.prompts, args.tokens, args.drafters)
+    if args.out:
+        args.out.write_text(json.dumps(found), encoding="utf-8")
+    for line in wrong:
+        print(f"not what plain decoding writes: {line}")
+    if args.against:
+        before = json.loads(args.against.read_text(encoding="utf-8"))
+        same = json.loads(json.dumps(found)) == before
+        print("the same to the bit" if same else "NOT what was recorded")
+        return int(bool(wrong) or not same)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
