@@ -162,7 +162,7 @@ def _read(connection: socket.socket, deadline: float) -> bytes:
         while not select.select([connection], [], [], _CHECK)[0]:
             if time.monotonic() > deadline or (abandoned and abandoned.is_set()):
                 raise Unfinished
-        part = connection.recv(1 << 20)
+        part = connection.recv(1 << 16)
         if not part:
             return bytes(data)
         data += part
