@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -371,6 +372,53 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.
     del rows
     gc.collect()
     assert module.live_bytes() - before == 2 * 13 * 2**20
+
+
+def test_what_was_thrown_out_is_not_compiled_again_while_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_compiled", module.Cache(1))
+    grammar = Grammar.regex("held[0-9]{3}")
+    rows = grammar.matcher(WORDS, SIZE, [END])
+    before = module.live_bytes()
+    monkeypatch.setattr(module.grammar_compile, "matcher", None)
+    again = grammar.matcher(WORDS, SIZE, [END])
+    assert module.live_bytes() == before
+    assert allowed(again, []) == allowed(rows, [])
+
+
+def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of ends would take a tokenizer of llguidance's own: half a second and ten megabytes."""
+    grammar = Grammar.regex("ab?")
+    a, b, start = WORDS.vocabulary["a"], WORDS.vocabulary["b"], WORDS.vocabulary["<s>"]
+    matcher(grammar)
+    monkeypatch.setattr(module.grammar_compile, "matcher", None)
+    rows = grammar.matcher(WORDS, SIZE, [END], further=[start])
+    assert not {END, start} & allowed(rows, [])
+    assert {b, END, start} <= allowed(rows, [a])
+    assert allowed(rows, [a, b]) == {END, start}
+    late = grammar.matcher(WORDS, SIZE, [END], least=2, late=[END, start], further=[start])
+    assert allowed(late, [a]) == {b}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: s\ns: /[a-z ]/ | s s | s s s\n",
+        "start: a\na: b a c | b c |\nb: /[a-z]/ | a b\nc: /[a-z]/ | c a\n",
+    ],
+)
+def test_a_grammar_that_is_ever_slower_to_follow_is_given_up(text: str) -> None:
+    """Its masks take half a second each in no time, between everybody's rounds; see `grammar_compile._ITEMS`."""
+    rows, told, read = matcher(Grammar.lark(text)), random.Random(0), list[int]()
+
+    def walk() -> None:
+        for _ in range(200):
+            began = time.perf_counter()
+            could = sorted(allowed(rows, [], read) - {END})
+            assert time.perf_counter() - began < 2
+            read.append(told.choice(could))
+
+    with pytest.raises(InvalidOption, match="cannot be followed"):
+        walk()
 
 
 def test_llguidance_is_imported_by_the_first_grammar() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from paceline import sandbox
 from paceline.chat_template import render
 from paceline.errors import InvalidPrompt
 from paceline.sandbox import ABANDONED, SANDBOX, JobFailed, OverLimit, Sandbox, Unfinished, can_fork
@@ -53,17 +54,25 @@ def test_a_job_over_its_limits_is_ended(code: str) -> None:
 
 
 def test_jobs_do_not_wait_for_each_other() -> None:
-    slow = [threading.Thread(target=_sleep, args=(20.0,), daemon=True) for _ in range(8)]
+    abandoned, ended = threading.Event(), list[bool]()
+
+    def sleep() -> None:
+        ABANDONED.set(abandoned)
+        try:
+            SANDBOX.run("time:sleep", 30.0, 4.0, 2**28)
+        except Unfinished:
+            ended.append(True)
+
+    slow = [threading.Thread(target=sleep) for _ in range(8)]
     for thread in slow:
         thread.start()
     began = time.monotonic()
     assert SANDBOX.run("math:sqrt", 9.0, *LIMITS) == 3.0
     assert time.monotonic() - began < 5
-
-
-def _sleep(seconds: float) -> None:
-    with pytest.raises(Unfinished):
-        SANDBOX.run("time:sleep", seconds, 0.1, 2**28)
+    abandoned.set()
+    for thread in slow:
+        thread.join(20)
+    assert len(ended) == 8
 
 
 def test_abandoned_work_ends_in_the_helper_too(tmp_path: Path) -> None:
@@ -102,6 +111,45 @@ def test_a_helper_that_died_is_started_again() -> None:
         own.run("math:sqrt", 4.0, *LIMITS, "key")  # what the old helper had prepared is gone
     own.prepare("key", "math:sqrt", lambda: 1.0)
     assert own.run("math:sqrt", 4.0, *LIMITS, "key") == 2.0
+
+
+def test_an_answer_that_is_too_large_or_no_json_costs_nobody_the_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Sandbox()
+    helper = own.run("builtins:eval", "__import__('os').getppid()", *LIMITS)
+    monkeypatch.setattr(sandbox, "_ANSWER", 1000)
+    with pytest.raises(OverLimit):
+        own.run("builtins:eval", "'x' * 200_000", *LIMITS)
+    with pytest.raises(JobFailed, match="not JSON serializable"):
+        own.run("builtins:eval", "{1, 2}", *LIMITS)
+    assert own.run("builtins:eval", "__import__('os').getppid()", *LIMITS) == helper
+
+
+def test_no_processes_left_is_unfinished_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any, **__: Any) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(sandbox.subprocess, "Popen", none_left)
+    own = Sandbox()
+    own.start()
+    with pytest.raises(Unfinished):
+        own.run("math:sqrt", 4.0, *LIMITS)
+    monkeypatch.undo()
+    assert own.run("math:sqrt", 4.0, *LIMITS) == 2.0
+
+
+def test_what_was_prepared_by_a_helper_that_died_is_not_counted_on() -> None:
+    own = Sandbox()
+
+    def dies() -> float:
+        assert own._control
+        own._forget(own._control)
+        own.start()
+        return 1.0
+
+    own.start()
+    own.prepare("key", "math:sqrt", dies)
+    with pytest.raises(Unfinished):
+        own.run("math:sqrt", 4.0, *LIMITS, "key")
 
 
 def test_the_helper_ends_with_its_parent() -> None:

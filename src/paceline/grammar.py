@@ -86,20 +86,26 @@ class Grammar:
         return Grammar("lark", text)
 
     def matcher(
-        self, tokenizer: Tokenizer, size: int, ends: Collection[int], least: int = 0, late: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        size: int,
+        ends: Collection[int],
+        least: int = 0,
+        late: Collection[int] = (),
+        further: Collection[int] = (),
     ) -> Matcher:
-        """For one reply of a model with `size` tokens, of which `ends` end a text.
+        """For one reply of a model with `size` tokens, of which `ends` end any text, and `further` ones this text.
 
         Before `least` tokens of reply those of `late` cannot come, unless the grammar leaves nothing else. Raises
         `InvalidOption` for a model without ends, and for special tokens that it does not have.
         """
-        if not ends:
+        if not ends and not further:
             raise InvalidOption(
                 "a grammar ends with an end-of-sequence token, and the model has none", "Give stop_token_ids"
             )
-        stops = frozenset(ends)
-        made = compiled(self._form, tokenizer, size, stops, self.size)
-        return Matcher(made.matcher, stops, least, frozenset(late), made)
+        known = frozenset(ends or further)
+        made = compiled(self._form, tokenizer, size, known, self.size)
+        return Matcher(made.matcher, known, least, frozenset(late), frozenset(further) - known, made)
 
 
 class Matcher(Forcing):
@@ -116,10 +122,13 @@ class Matcher(Forcing):
         ends: frozenset[int],
         least: int = 0,
         late: frozenset[int] = frozenset(),
+        further: frozenset[int] = frozenset(),
         held: Compiled | None = None,
     ) -> None:
-        """`held`: what counts the grammar's bytes as long as a reply is written by it."""
-        self._compiled, self._ends, self._held = compiled, ends, held
+        """`ends`: those that `compiled` knows. `further`: ends that it does not know. `held`: what counts the grammar's
+        bytes as long as a reply is written by it."""
+        self._compiled, self._ends, self._held = compiled, ends | further, held
+        self._further = sum(1 << token for token in further)
         self._least, self._late = least, sum(1 << token for token in late)
         self._masks: dict[tuple[int, ...], _Allowed] = {}
         self._length = 0
@@ -190,9 +199,12 @@ class Matcher(Forcing):
         bits = self._now.compute_bitmask()
         self._check()
         allowed = int.from_bytes(bits, "little")
+        if self._further:
+            allowed &= ~self._further
+            allowed |= self._further if self._now.is_accepting() else 0
         if len(self._read) < self._least:
             allowed = allowed & ~self._late or allowed
-            bits = allowed.to_bytes(len(bits), "little")
+        bits = allowed.to_bytes(len(bits), "little")
         single = allowed and not allowed & (allowed - 1)
         return allowed.bit_length() - 1 if single else bits
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from paceline import grammar_compile
 from paceline.errors import InvalidOption, install_line
@@ -45,15 +45,15 @@ class Compiled:
     def __init__(self, matcher: LLMatcher, size: int) -> None:
         """`size`: bytes that it takes or may come to take."""
         self.matcher, self.size = matcher, size
-        _LIVE.add(self)
 
 
-_LIVE: WeakSet[Compiled] = WeakSet()
+_live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
+"""All there are, those that the cache has forgotten and replies are still being written by included."""
 
 
 def live_bytes() -> int:
-    """Bytes of all compiled grammars, those in the cache and those that replies are being written by."""
-    return sum(one.size for one in list(_LIVE))
+    """Bytes of all compiled grammars, in the cache or in use."""
+    return sum(one.size for one in list(_live.values()))
 
 
 class Cache(Generic[K, V]):
@@ -96,13 +96,17 @@ def source(form: Form) -> str:
 def compiled(form: Form, tokenizer: Tokenizer, size: int, ends: frozenset[int], measured: int = 0) -> Compiled:
     """A grammar, compiled for a model with `size` tokens. `measured`: bytes that this takes. Raises `InvalidOption`."""
 
+    key = (form, tokenizer, size, ends)
+
     def make() -> tuple[Compiled, int]:
+        if (found := _live.get(key)) is not None:
+            return found, found.size
         with _named(form.kind):
             matcher = grammar_compile.matcher(_words(tokenizer, size, ends), source(form))
-        made = Compiled(matcher, measured + _GROWTH)
+        made = _live[key] = Compiled(matcher, measured + _GROWTH)
         return made, made.size
 
-    return _compiled.get((form, tokenizer, size, ends), make)
+    return _compiled.get(key, make)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ _ANY_SPACE: JsonCompileOptions = {}
 _ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _STATES = 100_000
 """States that a grammar's lexer may grow to while texts are written: some 10 MB."""
+_ITEMS = 5000
+"""Items of the parser that finding the allowed tokens may take: some 5 ms. Ambiguous grammars take ever more."""
 
 
 def source(kind: str, text: str, whitespace: bool) -> str:
@@ -39,7 +41,9 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
     """Return a matcher at the beginning of a text. Raises `ValueError`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    compiled = LLMatcher(words, made, log_level=0, limits=LLParserLimits(max_lexer_states=_STATES))
+    compiled = LLMatcher(
+        words, made, log_level=0, limits=LLParserLimits(max_lexer_states=_STATES, step_max_items=_ITEMS)
+    )
     if compiled.is_error():
         raise ValueError(compiled.get_error())
     return compiled

@@ -186,8 +186,8 @@ class Sampling:
             raise InvalidOption("there is a grammar and no tokenizer", "Generate with an LLM, which has one")
         tokenizer = vocabulary.tokenizer
         # A stop token that is text may stand inside the grammar's text.
-        over = {*vocabulary.eos, *(token for token in self.stop_token_ids if token not in tokenizer.surfaces)}
-        return grammar.matcher(tokenizer, vocabulary.size, over, self.min_new_tokens, ends)
+        over = {token for token in self.stop_token_ids if token not in tokenizer.surfaces}
+        return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 
     def _sequences(self, vocabulary: Vocabulary | None) -> set[tuple[int, ...]]:
         """Bad words as token ids."""

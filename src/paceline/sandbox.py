@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar
 from typing import Any
 
 from paceline.sandboxed import STARTED, find
@@ -53,13 +52,14 @@ class Sandbox:
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._prepared: set[Hashable] = set()
-        self._lock = threading.Lock()
+        self._lock, self._preparing = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
         """Start the helper process if it does not run, without waiting for it."""
         if can_fork():
-            with self._lock:
+            with self._lock, suppress(Unfinished):  # the first job says so, if there is one
                 self._started()
 
     def run(self, job: str, argument: Any, seconds: float, memory: int, prepared: Hashable = None) -> Any:
@@ -79,37 +79,38 @@ class Sandbox:
 
         For input that this process trusts. `argument` is called where it is needed. Raises `JobFailed`, `Unfinished`.
         """
-        with self._lock:
+        with self._preparing:  # one caller does it for all
+            with self._lock:
+                before = self._started() if can_fork() else None
+                if key in self._prepared:
+                    return
             if can_fork():
-                self._started()
-            if key in self._prepared:
-                return
-        if can_fork():
-            self._ask(b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
-        else:
-            _here(job, argument())
-        with self._lock:
-            self._prepared.add(key)
+                # Others may wait for it even where this caller's client has left.
+                Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
+            else:
+                _here(job, argument())
+            with self._lock:
+                if self._control is before:
+                    self._prepared.add(key)
 
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
         """Hand a job to the helper and return its result."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._send(kind, theirs, prepared)
-            try:
+        data = pickle.dumps(message)
+        with _unfinished():  # by errors of the operating system: the helper has ended, there are no descriptors left
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    control = self._send(kind, theirs, prepared)
                 ours.settimeout(max(0.01, deadline - time.monotonic()))
-                ours.sendall(pickle.dumps(message))
+                ours.sendall(data)
                 answer = _read(ours, deadline)
-            except OSError:  # it took too long, or ended
-                raise Unfinished from None
         if not answer.startswith(STARTED):
-            self._forget()
+            self._forget(control)
             raise Unfinished
         return _result(answer[len(STARTED) :])
 
-    def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> None:
-        """Give the helper a connection, and start it again once if it has died."""
+    def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> socket.socket:
+        """Give the helper a connection, and start it again once if it has died. Returns the socket to that helper."""
         for _ in range(2):
             with self._lock:
                 control = self._started()
@@ -117,23 +118,27 @@ class Sandbox:
                     raise Unfinished
             with suppress(OSError):
                 socket.send_fds(control, [kind], [connection.fileno()])
-                return
-            self._forget()
+                return control
+            self._forget(control)
         raise Unfinished
 
-    def _forget(self) -> None:
+    def _forget(self, control: socket.socket) -> None:
+        """Do without the helper behind this socket, if it is still the one."""
         with self._lock:
-            self._control = None
+            if self._control is control and self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._control = self._process = None
 
     def _started(self) -> socket.socket:
         if self._control is None:
             self._prepared.clear()
-            self._control, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from paceline.sandboxed import main; main({theirs.fileno()})"
             )
-            with theirs:
-                subprocess.Popen(
+            with theirs, _unfinished():
+                self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -143,6 +148,7 @@ class Sandbox:
                     # A thread's own heap reserves address space, which is limited in forks.
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 )
+            self._control = ours
         return self._control
 
 
@@ -152,21 +158,33 @@ SANDBOX = Sandbox()
 
 def can_fork() -> bool:
     """Whether jobs run in a process of their own here."""
-    return hasattr(os, "fork") and bool(sys.executable)
+    return hasattr(os, "fork") and bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
+@contextmanager
+def _unfinished() -> Iterator[None]:
+    """Turns an error of the operating system into `Unfinished`."""
+    try:
+        yield
+    except OSError as error:
+        raise Unfinished from error
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
-    """All bytes up to the end, b"" if they are too many."""
+    """All bytes up to the end."""
     data, abandoned = bytearray(), ABANDONED.get()
+    connection.settimeout(_CHECK)
     while len(data) <= _ANSWER:
-        while not select.select([connection], [], [], _CHECK)[0]:
+        try:
+            part = connection.recv(1 << 16)
+        except TimeoutError:
             if time.monotonic() > deadline or (abandoned and abandoned.is_set()):
-                raise Unfinished
-        part = connection.recv(1 << 16)
+                raise Unfinished from None
+            continue
         if not part:
             return bytes(data)
         data += part
-    return b""
+    raise OverLimit
 
 
 def _result(answer: bytes) -> Any:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 _FIRST = "paceline.template:render"
 """Imported ahead of the first job, and so by no fork."""
-
 
 STARTED = b"!"
 """Sent before a job runs: one that ends without an answer then went over its limits."""
@@ -41,9 +41,10 @@ def main(descriptor: int) -> None:
             if kind == b"p":
                 _answer(connection)
             elif os.fork() == 0:
-                control.close()
-                _answer(connection, limited=True)
-                os._exit(0)
+                try:
+                    _answer(connection, limited=True)
+                finally:
+                    os._exit(0)
 
 
 def _answer(connection: socket.socket, limited: bool = False) -> None:
@@ -51,20 +52,18 @@ def _answer(connection: socket.socket, limited: bool = False) -> None:
     try:
         with connection.makefile("rb") as sent:
             name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
-        connection.sendall(STARTED)
         if limited:
             _end_with(connection)
             _limit(seconds, memory)
-        said = {"made": find(name)(argument)}
+        connection.sendall(STARTED)
+        said = json.dumps({"made": find(name)(argument)})
     except MemoryError:
         return  # The parent reports a job without an answer as one over its limits.
     except Exception as error:
-        said = {"failed": f"{error}" or type(error).__name__}
+        said = json.dumps({"failed": f"{error}" or type(error).__name__})
     _end_with(connection, False)
-    try:
-        connection.sendall(json.dumps(said).encode())
-    except OSError:
-        return
+    with suppress(OSError):
+        connection.sendall(said.encode())
 
 
 def _end_with(connection: socket.socket, armed: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -14,6 +15,7 @@ import pytest
 from paceline.grammar_cache import live_bytes
 from paceline.llm import LLM
 from paceline.server import trials
+from paceline.server.planning import Planning
 from tests.server.running import Serving, serving
 from tests.toys import toy_llm
 from tests.vocabularies import byte_level, speaker
@@ -51,9 +53,14 @@ def test_a_grammar_that_takes_too_much_is_refused(spoken: Serving) -> None:
 
 
 def test_timeouts_count_from_the_arrival(spoken: Serving) -> None:
-    body = {"prompt": "a", "max_tokens": 4, "timeout": 0.3, "guided_json": {**SLOW, "multipleOf": 10000303}}
+    body = {"prompt": "a", "max_tokens": 4, "timeout": 0.5, "guided_json": {**SLOW, "multipleOf": 10000303}}
     answer = spoken.post("/v1/completions", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    quick = {"prompt": "a", "max_tokens": 1, "timeout": 0.5}
+    with sent(spoken, "/v1/completions", quick, 20) as slow:
+        time.sleep(0.8)
+        slow.sendall(json.dumps(quick).encode()[20:])
+        assert b" 504 " in slow.recv(64)
 
 
 def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> None:
@@ -134,6 +141,61 @@ def test_bodies_in_flight_are_bounded_together() -> None:
         while it.post("/tokenize", {"prompt": "a" * 500_000}).status_code == 503 and time.monotonic() < until:
             time.sleep(0.05)
         assert it.post("/tokenize", {"prompt": "a" * 900_000}).status_code == 200, "all of it was given back"
+
+
+def test_clients_take_turns() -> None:
+    """A client that asks for much waits behind one that asks for little."""
+    done: list[str] = []
+
+    async def ask(planning: Planning, client: str, count: int) -> None:
+        await asyncio.gather(*(planning.run("long", client, lambda: done.append(client)) for _ in range(count)))
+
+    async def main() -> None:
+        planning = Planning()
+        held = threading.Event()
+        first = asyncio.create_task(planning.run("long", "a", lambda: held.wait(20)))
+        many = asyncio.create_task(ask(planning, "a", 9))
+        await asyncio.sleep(0.05)
+        gone = [asyncio.create_task(ask(planning, "c", 3)) for _ in range(2)]
+        few = asyncio.create_task(ask(planning, "b", 2))
+        await asyncio.sleep(0.05)
+        for task in gone:
+            task.cancel()
+        await asyncio.sleep(0.05)
+        held.set()
+        await asyncio.gather(first, many, few)
+        assert await planning.run("long", "d", lambda: "free") == "free"
+        planning.close()
+
+    asyncio.run(main())
+    assert done == ["a", "b", "a", "b", *"aaaaaaa"]
+
+
+def test_texts_to_tokenise_hold_up_no_reply(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, encode = threading.Event(), spoken.llm.tokenizer.encode
+
+    def slow(text: str, special: bool = True) -> list[int]:
+        if text.startswith("b"):
+            held.wait(30)
+        return encode(text, special)
+
+    monkeypatch.setattr(spoken.llm.tokenizer, "encode", slow)
+    with sent(spoken, "/tokenize", {"prompt": "b" * 100_000}), sent(spoken, "/tokenize", {"prompt": "b"}):
+        time.sleep(0.3)
+        long = {"prompt": "a", "max_tokens": 1, "user": "x" * 100_000}
+        assert spoken.post("/v1/completions", long).status_code == 200
+        held.set()
+
+
+def test_requests_for_tokens_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(toy_llm(), max_requests=1, timeout=0.5) as it:
+        held = threading.Event()
+        monkeypatch.setattr(it.llm.tokenizer, "encode", lambda *_, **__: held.wait(30))
+        with sent(it, "/tokenize", {"prompt": "a"}) as waiting:
+            time.sleep(0.2)
+            assert it.post("/tokenize", {"prompt": "a"}).status_code == 429
+            assert b" 504 " in waiting.recv(64)
+        held.set()
 
 
 def test_the_description_is_for_those_who_may_ask() -> None:

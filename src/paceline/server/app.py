@@ -87,12 +87,12 @@ def _guarded(service: Service, app: FastAPI) -> APIRouter:
     @post("/tokenize", "TokenizeRequest")
     async def to_tokens(request: Request) -> Response:
         """The token ids of a text or a chat."""
-        return JSONResponse(await tokenize(service, request))
+        return await tokenize(service, request)
 
     @post("/detokenize", "DetokenizeRequest")
     async def to_text(request: Request) -> Response:
         """The text of token ids."""
-        return JSONResponse(await detokenize(service, request))
+        return await detokenize(service, request)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from paceline.server.errors import ApiError, bad_request, invalid_body
-from paceline.server.planning import LONG, Lane, Planning
+from paceline.server.planning import LONG, Lane, Planning, client_of
 
 _DEPTH = 100
 """Lists and objects within each other at most; a chat or a JSON schema of people's has some ten."""
@@ -43,7 +43,7 @@ class Bodies:
             lane: Lane = "long" if len(data) > LONG else "short"
             if lane == "short":
                 return _understood(bytes(data), kind), lane
-            return await self._planning.run(lane, lambda: _understood(bytes(data), kind)), lane
+            return await self._planning.run("parse", client_of(request), lambda: _understood(bytes(data), kind)), lane
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise ApiError(408, f"the body did not arrive within {_SECONDS:g} seconds", code="timeout") from None
         finally:

@@ -19,6 +19,7 @@ from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
 from paceline.server.tools import Family
 from paceline.server.trials import Trials
 from paceline.server.words import Words
+from paceline.server.worker import Busy
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -229,8 +230,8 @@ def chat_text(
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
             chat, given = tools.with_tools(check_messages(chat), given), []
         return _rendered(llm, chat, {"tools": given or None, **values}, generation, continued)
-    except TimedOut:
-        raise
+    except TimedOut as error:
+        raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 

@@ -22,7 +22,7 @@ from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.events import DONE, EventStream, dumps, event
 from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
-from paceline.server.planning import Lane, Planning
+from paceline.server.planning import Lane, Planning, client_of
 from paceline.server.running import Plan, Run, unless_gone
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.trials import Trials
@@ -65,16 +65,24 @@ class Service:
         plan = partial(completions.plan, self.llm, self.settings, self.words, self.trials, body)
         return await self._answer(request, body, shape, options.lane(body, lane), plan, arrived)
 
-    async def planned(self, request: Request, lane: Lane, work: Callable[[], T], timeout: float | None = None) -> T:
+    async def aside(self, request: Request, work: Callable[[], bytes]) -> Response:
+        """The JSON that `work` makes, where that is not a reply of the model's."""
+        self.gate.enter()
+        try:
+            return Response(
+                await self.planned(request, "tokens", work, self.settings.timeout), media_type="application/json"
+            )
+        finally:
+            self.gate.leave()
+
+    async def planned(self, request: Request, lane: Lane, work: Callable[[], T], timeout: float | None) -> T:
         """Return what `work` returns, in a thread. Ends it, raising `ClientDisconnect`, when the client leaves, and
         `TimedOut` after `timeout` seconds."""
-        planning = asyncio.wait_for(self.planning.run(lane, work), timeout)
+        planning = asyncio.wait_for(self.planning.run(lane, client_of(request), work), timeout)
         try:
             done = await unless_gone(planning, request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
-            raise TimedOut(
-                "the request took longer than its timeout before its reply began", "Give it longer"
-            ) from None
+            raise TimedOut("the request timed out before its reply began", "Give it longer") from None
         if done is None:
             raise ClientDisconnect
         return cast(T, done)
@@ -91,7 +99,7 @@ class Service:
             left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
             planned = await self.planned(request, lane, plan, left)
             left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
-            run.start([replace(job, client=_client(request), timeout=left) for job in planned.jobs])
+            run.start([replace(job, client=client_of(request), timeout=left) for job in planned.jobs])
         except BaseException:
             run.close()
             raise
@@ -106,11 +114,6 @@ class Service:
         if whole is None:
             raise ClientDisconnect
         return Response(dumps(whole), media_type="application/json")
-
-
-def _client(request: Request) -> str:
-    """Who asks: a key, or where there is none an address."""
-    return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 
 @dataclass(frozen=True, slots=True)

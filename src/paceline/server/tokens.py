@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from fastapi import Request
+from starlette.responses import Response
 
 from paceline.server import options
 from paceline.server.chat import chat_ids, chat_text
 from paceline.server.errors import bad_request
+from paceline.server.events import dumps
 from paceline.server.schema import DetokenizeRequest, TokenizeRequest
 from paceline.server.serving import Service
 
@@ -43,12 +44,16 @@ def _defaults(service: Service) -> dict[str, Any]:
     return {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 
 
-async def tokenize(service: Service, request: Request) -> dict[str, Any]:
-    body, lane = await service.bodies.read(request, TokenizeRequest)
+async def tokenize(service: Service, request: Request) -> Response:
+    body, _ = await service.bodies.read(request, TokenizeRequest)
     options.check_model(service.settings, body.model)
-    tokens = await service.planned(request, lane, partial(_ids, service, body))
-    most = service.llm.model.target.context_length
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+    def work() -> bytes:
+        tokens = _ids(service, body)
+        most = service.llm.model.target.context_length
+        return dumps({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+
+    return await service.aside(request, work)
 
 
 def _ids(service: Service, body: TokenizeRequest) -> list[int]:
@@ -60,12 +65,11 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     return chat_ids(llm, chat_text(llm, body.messages, body.tools, {}, generation=generation, continued=continued))
 
 
-async def detokenize(service: Service, request: Request) -> dict[str, Any]:
-    body, lane = await service.bodies.read(request, DetokenizeRequest)
+async def detokenize(service: Service, request: Request) -> Response:
+    body, _ = await service.bodies.read(request, DetokenizeRequest)
     options.check_model(service.settings, body.model)
     size = service.llm.model.target.vocab_size
     for at, token in enumerate(body.tokens):
         if token >= size:
             raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
-    text = await service.planned(request, lane, partial(service.llm.tokenizer.decode, body.tokens, False))
-    return {"prompt": text}
+    return await service.aside(request, lambda: dumps({"prompt": service.llm.tokenizer.decode(body.tokens, False)}))

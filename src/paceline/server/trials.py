@@ -69,7 +69,7 @@ class Trials:
             return int(SANDBOX.run("paceline.grammar_compile:measure", about, SECONDS, MEMORY, self._key))
         except JobFailed as error:
             return refused(kind, f"{error}")
-        except OverLimit:
-            return refused(kind, f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB")
+        except OverLimit:  # not remembered: it may have been ended for another reason
+            raise refused(kind, f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB") from None
         except Unfinished:
             raise Busy("the machine is too busy to compile a new grammar", "Ask again in a moment") from None
