@@ -120,7 +120,10 @@ def _named(kind: Kind) -> Iterator[None]:
 
 def refused(kind: Kind, said: str) -> InvalidOption:
     """The error for a grammar of this kind, from what llguidance said of it."""
-    return InvalidOption(f"{NAMES[kind]} cannot be used: {one_line(said)}", "See docs/sampling.md")
+    return InvalidOption(
+        f"{NAMES[kind]} cannot be used: {one_line(said)}",
+        "Change it; Paceline's docs/sampling.md says what is possible",
+    )
 
 
 def one_line(said: str) -> str:

@@ -11,9 +11,10 @@ from fastapi import FastAPI
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.drafting import shown_name
-from paceline.errors import PacelineError
+from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
+from paceline.server.limits import Settings
 from paceline.server.pages import POLICY, add_page
 from paceline.server.worker import Busy, Closing
 from tests.server.running import Serving, serving
@@ -170,3 +171,14 @@ def test_errors_have_a_status(error: Exception, status: int, kind: str) -> None:
     assert (told.status, told.kind) == (status, kind)
     assert ("retry-after" in {name.lower() for name in told.headers}) == (status in (429, 503))
     assert "private" not in told.message
+
+
+def test_a_model_that_is_not_served_is_told_what_is(served: Serving) -> None:
+    answer = served.post("/v1/completions", {"model": "gpt-4", "prompt": "a"})
+    assert answer.status_code == 404
+    assert "'toy', 'other/name'" in answer.json()["error"]["message"]
+
+
+def test_a_model_has_no_empty_names() -> None:
+    with pytest.raises(InvalidOption, match="name of the model is empty"):
+        Settings("toy", aliases=("",))

@@ -44,7 +44,7 @@ class Choice:
 
     def opening(self) -> dict[str, Any]:
         """The first event of a stream."""
-        return self._event({"role": "assistant", "content": ""})
+        return self._event({"role": "assistant", "content": None if isinstance(self.reader, ForcedReader) else ""})
 
     def take(self, round_: Round) -> list[dict[str, Any]]:
         """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""

@@ -53,6 +53,8 @@ class Settings:
     trace_endpoint: str | None = None
 
     def __post_init__(self) -> None:
+        if not all(name.strip() for name in (self.model, *self.aliases)):
+            raise InvalidOption("a name of the model is empty", "Give --served-model-name a name")
         if not all(key.strip() for key in self.api_keys):
             raise InvalidOption("an API key is empty: everybody would have it", "Give one, or none at all")
 

@@ -38,10 +38,11 @@ _LEAST_MASS = 1e-6
 
 def check_model(settings: Settings, name: str | None) -> None:
     """Raises `ApiError` 404 for a model that is not served here; a request may leave it out."""
-    if name is not None and name != settings.model and name not in settings.aliases:
+    served = (settings.model, *settings.aliases)
+    if name is not None and name not in served:
         raise ApiError(
             404,
-            f"the model {name!r:.200} is not served here, {settings.model!r} is",
+            f"the model {name!r:.200} is not served here. This server has {', '.join(map(repr, served))}",
             param="model",
             code="model_not_found",
         )

@@ -141,7 +141,7 @@ class Answer:
         self._run.close()
         used = self._run.usage()
         LOG.info(
-            "%s %s %s: %d tokens to a prompt of %d, %d rounds",
+            "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
             REQUEST_ID.get(),
             self._id,
             ",".join(str(progress.outcome) for progress in self._run.replies),
