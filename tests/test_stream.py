@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.sampling import Sampling
 from paceline.stream import Detokenizer, StopStrings, TextStream
 from paceline.types import Verdict
+from tests import vocabularies
 
 
 def byte_decode(ids: Sequence[int]) -> str:
@@ -34,10 +35,36 @@ def test_pieces_join_to_the_text_and_never_break_a_character(text: str, decode: 
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces if "\N{REPLACEMENT CHARACTER}" not in text)
 
 
-@given(st.lists(st.integers(0, 255), max_size=24))
+@given(st.lists(st.sampled_from([*"aé中🎉".encode(), 0xFF]) | st.integers(0, 255), max_size=60))
 def test_even_broken_bytes_join_to_what_the_tokenizer_says(ids: list[int]) -> None:
     stream = Detokenizer(byte_decode)
     assert "".join(map(stream.push, ids)) + stream.flush() == byte_decode(ids)
+
+
+@pytest.mark.parametrize("kind", vocabularies.KINDS)
+@given(parts=st.lists(st.sampled_from(["a", " b", "é", "中", "🎉", "\ufffd", " \ufffd", "</s>"]), max_size=40))
+def test_real_tokenizers_read_the_same_piece_by_piece(kind: str, parts: list[str]) -> None:
+    words = vocabularies.tokenizer(kind)
+    end = words.vocabulary["</s>"]
+    ids = [token for part in parts for token in ([end] if part == "</s>" else words.encode(part, special=False))]
+    ids[1:1] = [end] * 20  # inside the first character, perhaps
+    stream = Detokenizer(words.decode)
+    assert "".join(map(stream.push, ids)) + stream.flush() == words.decode(ids)
+
+
+@pytest.mark.parametrize("token", [0xFF, 0xF0, 256])
+def test_tokens_that_never_complete_a_character_are_not_decoded_again_and_again(token: int) -> None:
+    longest = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return byte_decode([i for i in ids if i < 256])
+
+    stream = Detokenizer(decode)
+    shown = "".join(stream.push(token) for _ in range(500))
+    assert longest <= 32
+    assert shown + stream.flush() == byte_decode([token] * 500 if token < 256 else [])
 
 
 @given(st.lists(st.integers(0, 99), max_size=12))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.models.files import resolve
 from paceline.models.gguf_file import read_gguf
 from paceline.models.gguf_splitters import SPLITTERS
 from paceline.tokenizer import Tokenizer
+from tests import vocabularies
 
 AWKWARD = [
     "",
@@ -399,3 +401,25 @@ def test_user_defined_runs_of_spaces() -> None:
     for text in ("  hello", "▁▁hello"):
         assert tokenizer.encode(text, special=False) == [spaces, hello]
     assert tokenizer.decode([spaces, hello]) == "  hello"
+
+
+@pytest.mark.parametrize("kind", vocabularies.KINDS)
+def test_tokens_begin_somewhere_in_the_text(kind: str) -> None:
+    words = vocabularies.tokenizer(kind)
+    for text in filter(None, AWKWARD):
+        starts = words.starts(text)
+        assert len(starts) == len(words.encode(text))
+        assert starts == sorted(starts)
+        assert starts[:1] in ([0], [])
+        assert starts[-1:] <= [len(text)]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_tokens_begin_where_their_text_does(kind: str) -> None:
+    words = vocabularies.framed(vocabularies.tokenizer(kind))
+    text = "so it</s> is<s>, they say"
+    first, *others = zip(words.encode(text), pairwise([*words.starts(text), len(text)]), strict=True)
+    assert first == (words.bos_token_id, (0, 0))
+    assert "".join(text[start:end] for _, (start, end) in others) == text
+    special = [text[start:end] for token, (start, end) in others if token in words.special_ids]
+    assert special == ["</s>", "<s>"]

@@ -19,6 +19,10 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 nothing was drafted."""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER = 4
+"""Bytes, and so tokens, of a character in UTF-8 at most."""
+_UNFINISHED = 2 * _CHARACTER
+"""Tokens that wait for the rest of a character at most; more of them are not UTF-8, and are shown as U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,10 @@ class Chunk:
 
 
 class Detokenizer:
-    """Decodes token by token; the pieces join to `decode(all tokens)`, and none ends inside a character."""
+    """Decodes token by token; the pieces join to `decode(all tokens)`, and none ends inside a character.
+
+    Only bytes that are not UTF-8 may read differently, where a tokenizer's `decode` replaces more than the broken ones.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -69,19 +76,34 @@ class Detokenizer:
         self._window.append(token)
         self._fresh += 1
         text = self._decode(self._window)
-        if text.endswith(_BROKEN) or len(text) <= len(self._shown):
-            return ""
-        piece = text[len(self._shown) :]
-        self._window = self._window[-self._fresh :]
-        self._shown = self._decode(self._window)
-        self._fresh = 0
-        return piece
+        if not text.endswith(_BROKEN) and len(text) > len(self._shown):
+            return self._show(text, 0)
+        if not self._decode([token, token]):
+            # `decode` leaves out special tokens. Asked for two, since it may also strip the first space of a text.
+            self._window.pop()
+            self._fresh -= 1
+        elif self._fresh > _UNFINISHED:
+            held = min(range(1, _CHARACTER + 1), key=self._characters)
+            return self._show(self._decode(self._window[:-held]), held)
+        return ""
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character, shown as the tokenizer shows it."""
         piece = self._decode(self._window)[len(self._shown) :]
         self._window, self._shown, self._fresh = [], "", 0
         return piece
+
+    def _show(self, text: str, held: int) -> str:
+        """Return what is new in `text`, which the window decodes to without its last `held` tokens."""
+        piece = text[len(self._shown) :]
+        self._window = self._window[-self._fresh :]
+        self._shown = self._decode(self._window[: len(self._window) - held])
+        self._fresh = held
+        return piece
+
+    def _characters(self, held: int) -> int:
+        """The characters of the window cut before its last `held` tokens: fewest where no character is cut in two."""
+        return len(self._decode(self._window[:-held])) + len(self._decode(self._window[-held:]))
 
 
 class StopStrings:

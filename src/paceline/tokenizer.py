@@ -149,6 +149,20 @@ class Tokenizer:
                     "the prompt is not valid Unicode text", "Decode the bytes it came from properly"
                 ) from error
 
+    def starts(self, text: str) -> list[int]:
+        """Where in the text, in characters, each token of `encode(text)` begins.
+
+        The tokens cover the text: what the tokenizer drops, such as repeated spaces, belongs to the token after it, or
+        to the last one. BOS and EOS that the text does not spell out cover nothing.
+        """
+        read = self._backend.encode_batch([text])[0]
+        starts, start, end = [], 0, 0
+        for (first, last), added in zip(read.offsets, read.special_tokens_mask, strict=True):
+            start = end if added else max(start, min(first, end))
+            end = max(end, last)
+            starts.append(start)
+        return starts
+
     def spell(self, text: str) -> list[int]:
         """Token ids that add exactly this to a text that has begun: cut as `encode` cuts it where that can be.
 

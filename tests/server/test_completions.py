@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +13,14 @@ from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.prefix import PrefixCache
 from paceline.sampling import Sampling
+from paceline.sandbox import ABANDONED, Unfinished
+from paceline.server.completions import plan
+from paceline.server.limits import Settings
+from paceline.server.schema import CompletionRequest
+from paceline.server.trials import Trials
+from paceline.server.words import Words
 from tests.server.running import Serving, serving
+from tests.vocabularies import framed, speaker, tokenizer
 
 
 def texts(made: Any) -> list[str]:
@@ -165,3 +174,42 @@ def test_an_echo_is_streamed_first(served: Serving, plain: LLM) -> None:
     assert events[0].choices[0].text == "hello"
     reply = plain.generate("hello", Sampling(max_new_tokens=4), raw=True)
     assert "".join(event.choices[0].text for event in events) == "hello" + reply.text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "unigram"])
+@pytest.mark.parametrize("prompt", ["<s>user\nso it is</s> they say", "a  中\ufffd<s>", [1, 5, 1, 9]])
+def test_offsets_index_the_echoed_text(kind: str, prompt: Any) -> None:
+    with serving(LLM(speaker(framed(tokenizer(kind))))) as it:
+        how: Any = {"model": "toy", "prompt": prompt, "max_tokens": 6, "logprobs": 0, "echo": True, "n": 2}
+        made = it.openai.completions.create(**how)
+        streamed: list[Any] = [([], "") for _ in made.choices]
+        for event in it.openai.completions.create(**how, stream=True):
+            choice = event.choices[0]
+            offsets, text = streamed[choice.index]
+            new = choice.logprobs.text_offset if choice.logprobs else []
+            streamed[choice.index] = (offsets + new, text + choice.text)
+        silent = it.openai.completions.create(**{**how, "logprobs": None})
+    assert texts(silent) == texts(made)
+    for choice, (offsets, text) in zip(made.choices, streamed, strict=True):
+        said = choice.logprobs
+        assert said is not None
+        assert (said.text_offset, choice.text) == (offsets, text)
+        ends = [*offsets[1:], len(text)]
+        assert offsets == sorted(offsets)
+        if isinstance(prompt, str):
+            count = len(it.llm.encode(prompt, raw=True))
+            assert offsets[0] == offsets[1] == 0  # a BOS that the prompt does not spell
+            assert offsets[count] == len(prompt)
+            spelled = [
+                text[a:b] for a, b, token in zip(offsets, ends, said.tokens or (), strict=True) if token == "<s>"
+            ]
+            assert spelled[:2] == ["", "<s>"]
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None:
+    abandoned, context = threading.Event(), copy_context()
+    abandoned.set()
+    context.run(ABANDONED.set, abandoned)
+    body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
+    with pytest.raises(Unfinished):
+        context.run(plan, plain, Settings(model="toy"), Words(plain.tokenizer), Trials(plain), body)

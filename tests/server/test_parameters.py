@@ -195,6 +195,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": None, "n_predict": 0}, "n_predict"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.prompt_logprobs import PromptLogprobs
+from paceline.sandbox import ABANDONED, Unfinished
 from paceline.server import options
 from paceline.server.chat import FINISH
 from paceline.server.errors import bad_request
@@ -111,7 +113,9 @@ def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: Compl
         for at, tokens in enumerate(prompts):
             scores = PromptLogprobs(body.logprobs)
             jobs[at * n] = replace(jobs[at * n], scores=scores)  # one of the replies to a prompt reads it for all
-            scored[at] = partial(_scored, tokens, _pieces(llm, tokens), scores)
+            pieces = _pieces(llm, given[at], tokens)
+            before[at] = "".join(pieces)
+            scored[at] = partial(_scored, tokens, pieces, scores)
 
     def choice(index: int) -> TextChoice:
         at = index // n
@@ -127,10 +131,16 @@ def _scored(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs
     ]
 
 
-def _pieces(llm: LLM, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text."""
-    text = Detokenizer(llm.tokenizer.decode)
-    pieces = [text.push(token) for token in tokens]
+def _pieces(llm: LLM, prompt: str | list[int], tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the echoed text. Raises `Unfinished` when the client has left."""
+    if isinstance(prompt, str):
+        return [prompt[start:end] for start, end in pairwise([*llm.tokenizer.starts(prompt), len(prompt)])]
+    text, abandoned = Detokenizer(llm.tokenizer.decode), ABANDONED.get()
+    pieces = []
+    for token in tokens:
+        if abandoned and abandoned.is_set():
+            raise Unfinished
+        pieces.append(text.push(token))
     return [*pieces[:-1], pieces[-1] + text.flush()]
 
 

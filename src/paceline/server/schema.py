@@ -51,6 +51,9 @@ Unsupported = Annotated[None, BeforeValidator(_null), Field(description="Not sup
 Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
 Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
+_LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
+"""The names that the reply's length can be sent under."""
+
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
@@ -109,7 +112,7 @@ class Request(OtherServers):
     @property
     def length(self) -> int | None:
         """Tokens of the reply at most; -1: as many as fit."""
-        length: int | None = _agreed(self, "max_tokens", "max_completion_tokens", "n_predict")
+        length: int | None = _agreed(self, *_LENGTHS)
         return length
 
     @property
@@ -310,7 +313,8 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.length == 0:
-            raise ValueError("max_tokens must be >= 1, or -1 for as many as fit, got 0")
+            sent = next(name for name in _LENGTHS if getattr(self, name) == 0)
+            raise ValueError(f"{sent} must be >= 1, or -1 for as many as fit, got 0")
         if self.tools and (self.functions or self.function_call):
             raise ValueError("functions and function_call are the former tools and tool_choice. Send tools alone")
         if self.add_generation_prompt and self.continue_final_message:
