@@ -44,9 +44,9 @@ def _defaults(service: Service) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, request: Request) -> dict[str, Any]:
-    body, lane = await service.bodies.read(request, TokenizeRequest)
-    options.check_model(service.settings, body.model)
-    tokens = await service.planned(request, lane, partial(_ids, service, body))
+    async with service.bodies.read(request, TokenizeRequest) as (body, lane):
+        options.check_model(service.settings, body.model)
+        tokens = await service.planned(request, lane, partial(_ids, service, body))
     most = service.llm.model.target.context_length
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 
@@ -61,11 +61,11 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
 
 
 async def detokenize(service: Service, request: Request) -> dict[str, Any]:
-    body, lane = await service.bodies.read(request, DetokenizeRequest)
-    options.check_model(service.settings, body.model)
-    size = service.llm.model.target.vocab_size
-    for at, token in enumerate(body.tokens):
-        if token >= size:
-            raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
-    text = await service.planned(request, lane, partial(service.llm.tokenizer.decode, body.tokens, False))
+    async with service.bodies.read(request, DetokenizeRequest) as (body, lane):
+        options.check_model(service.settings, body.model)
+        size = service.llm.model.target.vocab_size
+        for at, token in enumerate(body.tokens):
+            if token >= size:
+                raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
+        text = await service.planned(request, lane, partial(service.llm.tokenizer.decode, body.tokens, False))
     return {"prompt": text}
