@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from paceline.llm import LLM
 from paceline.server.app import create_app
+from paceline.server.connections import Connection
 from paceline.server.limits import Settings
 from paceline.server.worker import Seats, Worker
 
@@ -57,11 +58,20 @@ class Serving:
 
 
 @contextmanager
-def serving(llm: LLM, seats: Seats | None = None, **settings: Any) -> Iterator[Serving]:
-    """Serves until the block is left."""
+def serving(llm: LLM, seats: Seats | None = None, connections: int | None = None, **settings: Any) -> Iterator[Serving]:
+    """Serves until the block is left. `connections`: how many there may be, less one."""
     worker = Worker(llm, seats)
     app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        limit_concurrency=connections,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def main() -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
-from paceline.server.schema import CompletionRequest
+from paceline.server.schema import ChatRequest, CompletionRequest
 from tests.server.described import Asked, Document
 from tests.server.fuzz import BODIES, PATHS, sound
 from tests.server.running import Serving
 
 JSON = {"Content-Type": "application/json"}
+UNKNOWN = {f"x{i}": 1 for i in range(50_000)}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,49 @@ JSON = {"Content-Type": "application/json"}
         {"prompt": ["a"] * 50_000},
         {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(50_000)}},
         {"prompt": [["a"]] * 50_000},
+        {"prompt": "a", **UNKNOWN},
+        {"prompt": "a", "speculation": UNKNOWN},
+        {"prompt": "a", "stream": True, "stream_options": UNKNOWN},
     ],
+    ids=lambda body: ",".join(list(body)[:3]),
 )
-def test_a_body_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
-    """Each place takes time in which nobody else is served."""
+def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
+    """Reporting each place takes time in which no other request is served."""
+    few(CompletionRequest, body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": "a", **UNKNOWN}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **UNKNOWN}]}]},
+        {"tools": [{"type": "function", "function": {"name": "f", **UNKNOWN}}]},
+        {"tools": [0] * 50_000},
+        {"modalities": ["x"] * 50_000},
+        {"response_format": {"type": "json_object", **UNKNOWN}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", **UNKNOWN}}},
+        {"chat_template_kwargs": UNKNOWN},
+    ],
+    ids=",".join,
+)
+def test_a_chat_wrong_in_many_places_is_told_of_few(more: dict[str, Any]) -> None:
+    few(ChatRequest, {"messages": [{"role": "user", "content": "a"}], **more})
+
+
+def few(kind: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
-        CompletionRequest.model_validate(body)
-    assert refused.value.error_count() < 10
+        kind.model_validate(body)
+    assert refused.value.error_count() < 200
+
+
+def test_one_of_many_unknown_keys_is_named(served: Serving) -> None:
+    for body, param in (
+        ({"messages": [{"role": "user", "content": "a"}], **UNKNOWN}, "x0"),
+        ({**UNKNOWN, "messages": [{"role": "user", "content": "a"}]}, "x0"),
+        ({"messages": [{"role": "user", "content": "a", **UNKNOWN}]}, "messages.0.x0"),
+    ):
+        error = served.post("/v1/chat/completions", body).json()["error"]
+        assert (error["param"], error["message"]) == (param, f"{param}: there is no such parameter")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +113,31 @@ def test_what_is_one() -> None:
     nested: Any = 1
     for _ in range(90):
         nested = {"a": [nested]} if _ % 2 else nested
-    assert parse(json.dumps({"a": nested, "b": "ü\U0001f600", "c": 2**63 - 1}).encode())["c"] == 2**63 - 1
+    body, _ = parse(json.dumps({"a": nested, "b": "ü\U0001f600", "c": 2**63 - 1}).encode())
+    assert body["c"] == 2**63 - 1
+
+
+def test_values_are_counted() -> None:
+    """Tiny objects take thirty times the bytes that they are sent in."""
+    with pytest.raises(ApiError, match="more than 200000 strings, lists and objects"):
+        parse(b'{"user": [' + b'{"":0},' * 100_000 + b"0]}")
+    _, memory = parse(b'{"user": [' + b'{"":0},' * 50_000 + b"0]}")
+    assert memory > 10_000_000
+    body, memory = parse(b'{"prompt": [' + b"31," * 1_000_000 + b"0]}")
+    assert len(body["prompt"]) == 1_000_001
+    assert memory < 64 * 2**20
+
+
+def test_what_is_ignored_is_not_kept() -> None:
+    large = [{"": 0}] * 1000
+    calls = [{"index": large, "function": {"name": "f", "arguments": "{}", "parsed_arguments": large}}]
+    message = {"role": "assistant", "content": "x", "parsed": large, "annotations": large, "tool_calls": calls}
+    given = {"messages": [message], "user": large, "metadata": large, "stream": True}
+    body = ChatRequest.model_validate({**given, "stream_options": {"include_obfuscation": large}})
+    said = body.messages[0]
+    assert body.stream_options
+    assert {body.user, body.metadata, body.stream_options.include_obfuscation, said.parsed, said.annotations} == {None}
+    assert {said.calls[0].index, said.calls[0].function.parsed_arguments} == {None}
 
 
 @pytest.mark.parametrize(

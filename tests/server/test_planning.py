@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -11,12 +12,16 @@ import time
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from paceline.grammar_cache import live_bytes
 from paceline.llm import LLM
-from paceline.server import trials
+from paceline.server import bodies, trials
+from paceline.server.errors import ApiError
 from paceline.server.planning import Planning
+from paceline.server.schema import CompletionRequest, TokenizeRequest
 from tests.server.running import Serving, serving
+from tests.server.test_limits import slow_llm
 from tests.toys import toy_llm
 from tests.vocabularies import byte_level, speaker
 
@@ -128,18 +133,17 @@ def test_a_client_that_leaves_in_its_body_is_one_line(spoken: Serving, caplog: p
     assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_bodies_in_flight_are_bounded_together() -> None:
+def test_stalled_bodies_make_room_for_others() -> None:
     with serving(toy_llm(), max_bodies=1_000_000) as it:
-        waiting = [sent(it, "/v1/completions", {"prompt": "a" * 500_000}, 400_000) for _ in range(2)]
-        statuses = [it.post("/tokenize", {"prompt": "a" * 500_000}).status_code for _ in range(2)]
-        small = it.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code
-        for connection in waiting:
+        stalled = [sent(it, "/v1/completions", {"prompt": "a" * 500_000}, 490_000) for _ in range(4)]
+        for _ in range(8):
+            assert it.post("/tokenize", {"prompt": "a" * 400_000}).status_code == 200
+        assert it.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        first = stalled[0].recv(4096)
+        for connection in stalled:
             connection.close()
-        assert 503 in statuses
-        assert small == 200
-        until = time.monotonic() + 10
-        while it.post("/tokenize", {"prompt": "a" * 500_000}).status_code == 503 and time.monotonic() < until:
-            time.sleep(0.05)
+        assert first.startswith(b"HTTP/1.1 503")
+        assert b"too_many_bytes" in first
         assert it.post("/tokenize", {"prompt": "a" * 900_000}).status_code == 200, "all of it was given back"
 
 
@@ -196,6 +200,82 @@ def test_requests_for_tokens_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
             assert it.post("/tokenize", {"prompt": "a"}).status_code == 429
             assert b" 504 " in waiting.recv(64)
         held.set()
+
+
+def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_PATIENCE", 1.0)
+    with serving(toy_llm()) as it, sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 50_000) as stalled:
+        answer = stalled.recv(4096)  # within the minute that `sent` waits
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_PATIENCE", 1.0)
+    with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
+        time.sleep(2)  # the bytes that have come are good for three seconds more
+        slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')
+        assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def posted(body: Any) -> Request:
+    """A request whose body has arrived."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+
+PARTS = [{"type": "text", "text": ""}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "a" * 450_000}, {"messages": [{"role": "user", "content": PARTS * 1100}] * 2}],
+    ids=["as they were sent", "with the memory that they take"],
+)
+def test_bodies_count_until_they_are_planned(body: Any) -> None:
+    async def check() -> None:
+        planning = Planning()
+        reader = bodies.Bodies(planning, 2**20, 2_500_000 if "messages" in body else 1_000_000)
+        async with reader.read(posted(body), TokenizeRequest), reader.read(posted(body), TokenizeRequest):
+            with pytest.raises(ApiError, match="too many large requests"):
+                async with reader.read(posted({"prompt": "a" * 450_000}), TokenizeRequest):
+                    pass
+            async with reader.read(posted({"prompt": "a"}), TokenizeRequest) as (small, _):
+                assert small.prompt == "a"
+        async with reader.read(posted({"prompt": "a" * 450_000}), TokenizeRequest) as (large, _):
+            assert large.prompt == "a" * 450_000
+        planning.close()
+
+    asyncio.run(check())
+
+
+def test_a_body_is_dropped_when_its_reply_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept() -> list[Any]:
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) is CompletionRequest]
+
+    with serving(slow_llm(monkeypatch)) as it:
+        body = {"prompt": "a", "max_tokens": 100_000, "ignore_eos": True, "user": "b" * 1000}
+        for more in ({}, {"stream": True}):
+            with sent(it, "/v1/completions", {**body, **more}):
+                until = time.monotonic() + 20
+                while not it.worker.load.running and time.monotonic() < until:
+                    time.sleep(0.02)
+                assert it.worker.load.running
+                assert not kept()
+            assert it.idle()
+
+
+def test_a_stop_during_a_body_is_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(toy_llm()) as it:
+        connection = sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 100_000)
+        time.sleep(0.5)
+    with connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_the_description_is_for_those_who_may_ask() -> None:

@@ -207,3 +207,63 @@ def test_many_ends_beside_a_grammar(server: Server) -> None:
         ]
         assert [status(connection) for connection in connections] == [200] * len(connections)
     assert server.memory() - before < 200 * 2**20
+
+
+def test_bodies_that_are_larger_in_memory(server: Server) -> None:
+    """Tiny objects, in a field that is ignored and in one that is kept: up to thirty times the bytes that were sent."""
+    ignored = {**SHORT, "user": [{"": 0}] * 400_000}
+    kept = {**SHORT, "guided_json": {"enum": [{"": 0}] * 99_000}}
+    for body in (ignored, kept):
+        connections = [server.send("/v1/completions", body) for _ in range(60)]
+        hold_out(server, 5)
+        for connection in connections:
+            connection.close()
+
+
+def test_a_body_of_unknown_keys(server: Server) -> None:
+    unknown = {f"x{n}": 0 for n in range(190_000)}
+    for body in ({**SHORT, **unknown}, {**SHORT, "speculation": unknown}, {**SHORT, "logit_bias": unknown}):
+        connections = [server.send("/v1/completions", body) for _ in range(6)]
+        hold_out(server, 4)
+        for connection in connections:
+            assert b" 400 " in connection.recv(64)
+            connection.close()
+
+
+def test_stalled_bodies_beside_honest_ones(server: Server) -> None:
+    """Each of them lacks its last bytes; honest large requests are read all the same."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    stalled = []
+    for _ in range(17):
+        stalled.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        stalled[-1].sendall(head + b"Content-Length: 4000000\r\n\r\n" + b" " * 3_940_000)
+    for _ in range(10):
+        answer = httpx.post(f"http://127.0.0.1:{server.port}/detokenize", json={"tokens": [1000] * 40_000}, timeout=60)
+        assert answer.status_code == 200, answer.text
+    hold_out(server, 2)
+    for connection in stalled:
+        connection.close()
+
+
+def test_silent_connections(server: Server) -> None:
+    """More than there are files for by default; some send half of a request's head, some half of a body."""
+    starts = (b"", b"GET /health HTTP/1.1\r\nHost: x", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    silent = []
+    for n in range(900):
+        silent.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        silent[-1].sendall(starts[n % len(starts)])
+    hold_out(server, 5)
+    for connection in silent:
+        connection.close()
+    assert not [line for line in server.lines if "Traceback" in line or "Too many" in line]
+
+
+def test_sigterm_during_a_body(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head + b"Content-Length: 4000000\r\n\r\n" + b" " * 3_000_000)
+        time.sleep(0.5)
+        assert server.end() < END
+        assert connection.recv(64).startswith(b"HTTP/1.1 503")
+    assert server.process.returncode == 0
+    assert not [line for line in server.lines if "Traceback" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import time
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, respond
+from paceline.server.worker import Closing
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -28,9 +30,9 @@ class Settings:
     hosts: names that requests may be addressed to; none: any. Where there are no keys they keep out web pages whose own
     name was made to lead here (DNS rebinding).
     cors_origins: web origins whose pages may ask ("*": all); none: CORS is off.
-    max_body: bytes of a body. max_bodies: bytes of all large bodies that arrive at once. max_prompt: tokens of a prompt
-    (None: the model's context). max_n: samples of one prompt. max_choices: replies to one request, over all its
-    prompts. max_requests: requests that are being answered at once.
+    max_body: bytes of one body. max_bodies: bytes of all large bodies at once, from their arrival until their requests
+    are planned. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt. max_choices:
+    replies to one request, over all its prompts. max_requests: requests that are being answered at once.
     timeout: seconds from its arrival that a request has if it says nothing (None: no limit). stall: seconds that a
     client may leave its stream unread before it is given up.
     log_prompts: write prompts into the log. trace_endpoint: where OpenTelemetry traces go (OTLP over HTTP).
@@ -130,6 +132,10 @@ class Logged:
 
         try:
             await self._app(scope, receive, named)
+        except asyncio.CancelledError:  # by uvicorn, which stops and has waited long enough
+            if not status:
+                stopping = Closing("the server is stopping", "Ask another one, or wait until it is back")
+                await respond(api_error(stopping))(scope, receive, named)
         except Exception as error:
             if status:
                 raise

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.errors import InvalidOption
+from paceline.server.connections import Connection, most_connections
 from paceline.server.worker import Worker
 
 _SWITCH = 0.001
@@ -51,8 +52,18 @@ def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready:
 async def _serve(
     app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]
 ) -> None:
+    most = most_connections()
     config = uvicorn.Config(
-        app, host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace + _MARGIN))
+        app,
+        host,
+        port,
+        http=Connection,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=most,
+        backlog=most // 8,  # all of these may be accepted before the first is counted
+        timeout_graceful_shutdown=max(1, round(grace + _MARGIN)),
     )
     server = _Server(config, worker, grace, ready)
     # uvicorn raises the signal that stopped it once more when it is done: by default, that would kill.

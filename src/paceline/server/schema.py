@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from paceline.server.dialects import Ignored, Only, OtherServers, Strict
+from paceline.server.dialects import DROPPED, Ignored, Only, OtherServers, Strict
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
@@ -155,9 +155,9 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     name: Name
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
-    parsed_arguments: Annotated[Any, Field(exclude=True, description="Ignored: `arguments` as a client read them.")] = (
-        None
-    )
+    parsed_arguments: Annotated[
+        Any, DROPPED, Field(exclude=True, description="Ignored: `arguments` as a client read them.")
+    ] = None
 
 
 class ToolCall(Strict):
@@ -278,7 +278,7 @@ class ChatRequest(Request):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: (
         Annotated[Literal["none"], Field(description="The template's enable_thinking is false.")] | None
     ) = None

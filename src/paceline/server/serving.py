@@ -30,6 +30,8 @@ from paceline.server.words import Words
 from paceline.server.worker import Worker
 
 T = TypeVar("T")
+Asked = TypeVar("Asked", bound=schema.Request)
+Planner = Callable[[LLM, Settings, Words, Trials, Asked], Plan]
 
 
 class Service:
@@ -52,18 +54,12 @@ class Service:
         self.tracer.close()
 
     async def chat(self, request: Request) -> Response:
-        arrived = time.monotonic()
-        body, lane = await self.bodies.read(request, schema.ChatRequest)
         shape = Shape("chatcmpl-", "chat.completion", "chat.completion.chunk", self.settings.model)
-        plan = partial(chat.plan, self.llm, self.settings, self.words, self.trials, body)
-        return await self._answer(request, body, shape, options.lane(body, lane), plan, arrived)
+        return await self._answer(request, schema.ChatRequest, chat.plan, shape)
 
     async def complete(self, request: Request) -> Response:
-        arrived = time.monotonic()
-        body, lane = await self.bodies.read(request, schema.CompletionRequest)
         shape = Shape("cmpl-", "text_completion", "text_completion", self.settings.model)
-        plan = partial(completions.plan, self.llm, self.settings, self.words, self.trials, body)
-        return await self._answer(request, body, shape, options.lane(body, lane), plan, arrived)
+        return await self._answer(request, schema.CompletionRequest, completions.plan, shape)
 
     async def aside(self, request: Request, work: Callable[[], bytes]) -> Response:
         """The JSON that `work` makes, where that is not a reply of the model's."""
@@ -87,26 +83,10 @@ class Service:
             raise ClientDisconnect
         return cast(T, done)
 
-    async def _answer(
-        self, request: Request, body: schema.Request, shape: Shape, lane: Lane, plan: Callable[[], Plan], arrived: float
-    ) -> Response:
-        if self.settings.log_prompts:
-            LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
-        timeout = self.settings.timeout if body.timeout is None else body.timeout
-        run = Run(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
-        run.enter()
-        try:
-            left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
-            planned = await self.planned(request, lane, plan, left)
-            left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
-            run.start([replace(job, client=client_of(request), timeout=left) for job in planned.jobs])
-        except BaseException:
-            run.close()
-            raise
-        answer = Answer(run, planned, shape)
-        if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return EventStream(answer.events(usage), answer.close, self.settings.stall)
+    async def _answer(self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: Shape) -> Response:
+        answer, events = await self._begin(request, kind, plan, shape)
+        if events is not None:
+            return EventStream(events, answer.close, self.settings.stall)
         try:
             whole = await unless_gone(answer.whole(), request.receive)
         finally:
@@ -114,6 +94,31 @@ class Service:
         if whole is None:
             raise ClientDisconnect
         return Response(dumps(whole), media_type="application/json")
+
+    async def _begin(
+        self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: Shape
+    ) -> tuple[Answer, AsyncIterator[bytes] | None]:
+        """Return the answer, and its events where it is to be streamed. The body, which may be large, and what was made
+        of it end here, and not with the reply."""
+        arrived = time.monotonic()
+        async with self.bodies.read(request, kind) as (body, given):
+            if self.settings.log_prompts:
+                LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
+            timeout = self.settings.timeout if body.timeout is None else body.timeout
+            run = Run(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
+            run.enter()
+            try:
+                work = partial(plan, self.llm, self.settings, self.words, self.trials, body)
+                left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+                planned = await self.planned(request, options.lane(body, given), work, left)
+                left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+                run.start([replace(job, client=client_of(request), timeout=left) for job in planned.jobs])
+            except BaseException:
+                run.close()
+                raise
+            answer = Answer(run, planned, shape)
+            usage = bool(body.stream_options and body.stream_options.include_usage)
+            return answer, answer.events(usage) if body.stream else None
 
 
 @dataclass(frozen=True, slots=True)

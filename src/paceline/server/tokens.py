@@ -45,15 +45,15 @@ def _defaults(service: Service) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    body, _ = await service.bodies.read(request, TokenizeRequest)
-    options.check_model(service.settings, body.model)
+    async with service.bodies.read(request, TokenizeRequest) as (body, _):
+        options.check_model(service.settings, body.model)
 
-    def work() -> bytes:
-        tokens = _ids(service, body)
-        most = service.llm.model.target.context_length
-        return dumps({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+        def work() -> bytes:
+            tokens = _ids(service, body)
+            most = service.llm.model.target.context_length
+            return dumps({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
-    return await service.aside(request, work)
+        return await service.aside(request, work)
 
 
 def _ids(service: Service, body: TokenizeRequest) -> list[int]:
@@ -66,10 +66,10 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    body, _ = await service.bodies.read(request, DetokenizeRequest)
-    options.check_model(service.settings, body.model)
-    size = service.llm.model.target.vocab_size
-    for at, token in enumerate(body.tokens):
-        if token >= size:
-            raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
-    return await service.aside(request, lambda: dumps({"prompt": service.llm.tokenizer.decode(body.tokens, False)}))
+    async with service.bodies.read(request, DetokenizeRequest) as (body, _):
+        options.check_model(service.settings, body.model)
+        size = service.llm.model.target.vocab_size
+        for at, token in enumerate(body.tokens):
+            if token >= size:
+                raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
+        return await service.aside(request, lambda: dumps({"prompt": service.llm.tokenizer.decode(body.tokens, False)}))

@@ -1,0 +1,120 @@
+"""Connections that ask for nothing are closed, and never keep others out."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from paceline.server import connections
+from tests.server.running import Serving, serving
+from tests.server.test_limits import ENDLESS, connect, request, slow_llm
+from tests.toys import toy_llm
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) -> bool:
+    """Whether the server closes it, soon, although `sent` arrives again and again."""
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            connection.sendall(sent)
+            if select.select([connection], [], [], 0.2)[0] and not connection.recv(4096):
+                return True
+    except ConnectionError:
+        return True
+    return False
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HEAD", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("head", [b"", HEAD], ids=["silent", "cut off"])
+def test_a_connection_without_a_request_is_closed(head: bytes) -> None:
+    with serving(toy_llm()) as it, connect(it) as client:
+        client.sendall(head)
+        assert closed(client)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_head_that_trickles_in_is_not_waited_for() -> None:
+    with serving(toy_llm()) as it, connect(it) as client:
+        client.sendall(HEAD + b"X: ")
+        assert closed(client, b"x")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
+    """Of a body that nobody wanted, for example: they put off uvicorn's own timeout for idle connections."""
+    with serving(toy_llm(), max_body=1000) as it, connect(it) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: 1000000\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 413")
+        assert closed(client, b"x")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch)) as it, it.openai as client:
+        body: Any = {**ENDLESS, "max_tokens": 200}
+        stream = client.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
+        assert [part.choices[0].finish_reason for part in stream][-1] == "length"
+        assert it.get("/health").status_code == 200
+
+
+def healthy(it: Serving) -> bool:
+    return it.get("/health").status_code == 200
+
+
+def test_idle_connections_make_room_for_others() -> None:
+    with serving(toy_llm(), connections=9) as it:
+        idle = [connect(it) for _ in range(30)]
+        for client in idle[::2]:
+            client.sendall(HEAD)
+        for _ in range(20):
+            assert healthy(it)
+        assert sum(closed(client, seconds=1) for client in idle[:22]) == 22
+        for client in idle:
+            client.close()
+
+
+def test_where_every_connection_is_answered_a_new_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    with serving(slow_llm(monkeypatch), connections=3) as it:
+        asking = []
+        for _ in range(2):
+            asking.append(client := connect(it))
+            client.sendall(request(json.dumps(ENDLESS).encode()))
+            assert client.recv(10).startswith(b"HTTP/1.1")
+        assert it.get("/health").status_code == 503
+        for client in asking:
+            client.close()
+        assert it.idle()
+        until = time.monotonic() + 20
+        while not healthy(it) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert healthy(it)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+@pytest.mark.parametrize(("soft", "hard", "after", "most"), [(256, 300, 300, 150), (1024, 3000, 3000, 1024)])
+def test_the_limit_of_open_files_is_raised(soft: int, hard: int, after: int, most: int) -> None:
+    """In a process of its own, which cannot lower and raise its hard limit."""
+    program = f"""
+import resource
+from paceline.server.connections import most_connections
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(most_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(most), str(after), str(hard)]
