@@ -6,6 +6,7 @@ are accepted, at any value or at the values that change nothing; all others are 
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ class Only:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in self._values
         ):
             return
-        allowed = " or ".join(map(repr, self._values))
+        allowed = " or ".join(map(json.dumps, self._values))
         raise ValueError(f"not supported by this server: leave it out{f', or send {allowed}' if allowed else ''}")
 
 
