@@ -99,7 +99,7 @@ def server() -> Iterator[Server]:
 
 
 def hold_out(server: Server, seconds: float, before: int | None = None) -> None:
-    """Asks for four tokens again and again; waits and memory keep to their bounds. `before`: bytes before the attack."""
+    """Asks for four tokens again and again; waits and memory keep to their bounds. `before`: bytes before it."""
     before, until = before or server.memory(), time.monotonic() + seconds
     while time.monotonic() < until:
         assert server.seconds() < WAIT
