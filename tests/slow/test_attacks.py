@@ -32,11 +32,12 @@ SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 
 
 class Server:
-    """A served demo model."""
+    """A served demo model. `prefix`: a command that runs the one behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *prefix: str) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--quantize", "int8", "--port", "0"]
-        self.process = subprocess.Popen([*command, "--grace", str(GRACE)], stderr=subprocess.PIPE, text=True)
+        command = [*prefix, *command, "--grace", str(GRACE)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self.port = self._port()
         threading.Thread(target=self._read, daemon=True).start()
@@ -103,9 +104,9 @@ def status(connection: socket.socket) -> int:
         return int(connection.recv(64).split()[1])
 
 
-def hold_out(server: Server, seconds: float, **more: Any) -> None:
-    """Asks for four tokens again and again; waits and memory keep to their bounds."""
-    before, until = server.memory(), time.monotonic() + seconds
+def hold_out(server: Server, seconds: float, before: int | None = None, **more: Any) -> None:
+    """Asks for four tokens again and again; waits and memory keep to their bounds. `before`: bytes before it."""
+    before, until = before or server.memory(), time.monotonic() + seconds
     while time.monotonic() < until:
         assert server.seconds(**more) < WAIT
         assert server.memory() - before < GROWTH
@@ -213,9 +214,10 @@ def test_bodies_that_are_larger_in_memory(server: Server) -> None:
     """Tiny objects, in a field that is ignored and in one that is kept: up to thirty times the bytes that were sent."""
     ignored = {**SHORT, "user": [{"": 0}] * 400_000}
     kept = {**SHORT, "guided_json": {"enum": [{"": 0}] * 99_000}}
+    before = server.memory()
     for body in (ignored, kept):
         connections = [server.send("/v1/completions", body) for _ in range(60)]
-        hold_out(server, 5)
+        hold_out(server, 5, before)
         for connection in connections:
             connection.close()
 
@@ -245,17 +247,26 @@ def test_stalled_bodies_beside_honest_ones(server: Server) -> None:
         connection.close()
 
 
-def test_silent_connections(server: Server) -> None:
-    """More than there are files for by default; some send half of a request's head, some half of a body."""
+@pytest.fixture
+def narrow() -> Iterator[Server]:
+    """A server that may open 512 files."""
+    it = Server("sh", "-c", 'ulimit -n 512; exec "$@"', "sh")
+    yield it
+    it.process.kill()
+    it.process.wait(30)
+
+
+def test_silent_connections(narrow: Server) -> None:
+    """More than there may be files; some send half of a request's head, some half of a body."""
     starts = (b"", b"GET /health HTTP/1.1\r\nHost: x", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
     silent = []
     for n in range(900):
-        silent.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        silent.append(socket.create_connection(("127.0.0.1", narrow.port), timeout=60))
         silent[-1].sendall(starts[n % len(starts)])
-    hold_out(server, 5)
+    hold_out(narrow, 5)
     for connection in silent:
         connection.close()
-    assert not [line for line in server.lines if "Traceback" in line or "Too many" in line]
+    assert not [line for line in narrow.lines if "Traceback" in line or "Too many" in line]
 
 
 def test_sigterm_during_a_body(server: Server) -> None:
