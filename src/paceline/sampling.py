@@ -73,8 +73,9 @@ class Sampling:
     grammar: the form that the reply must have (`Grammar`). Where only EOS is left, it comes before min_new_tokens too.
 
     Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
-    reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest (0: all). typical_p: keep the
-    tokens whose surprise is nearest to the expected one until their mass reaches p (1: all).
+    reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest
+    (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their mass reaches p
+    (1: all).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
     "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.

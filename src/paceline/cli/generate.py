@@ -55,7 +55,9 @@ def generate(
     ctx: typer.Context,
     first: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="The model; same as --model. A single argument is the prompt.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="The model; same as --model. A single argument is the prompt.", show_default=False
+        ),
     ] = None,
     second: Annotated[
         str | None,

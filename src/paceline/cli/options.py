@@ -38,7 +38,9 @@ Quiet = Annotated[
         "--quiet", "-q", callback=_hush, help="Only errors on stderr: no progress, no statistics, no warnings."
     ),
 ]
-NamedModel = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model; same as --model.", show_default=False)]
+NamedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="The model; same as --model.", show_default=False)
+]
 """Commands whose first argument is a model take it as --model too, and the other way round."""
 ModelName = Annotated[
     str,

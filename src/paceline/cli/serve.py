@@ -143,8 +143,12 @@ class LimitOptions:
     ] = 4 << 20
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", min=0.001, help="Seconds that a reply may take, counted from the request's arrival.",
-            rich_help_panel=_LIMITS),
+        typer.Option(
+            "--timeout",
+            min=0.001,
+            help="Seconds that a reply may take, counted from the request's arrival.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None
 
     def seats(self, llm: LLM) -> Seats:

@@ -103,8 +103,8 @@ def _lost_threads(machine: Machine, threads: int) -> list[str]:
         return []
     times = machine.threads[threads] / fewer[best]
     return [
-        f"a pass was {times:.1f} times as fast with {_count(best, 'thread')} as with {threads}: either the model is too "
-        "small for more, or another program held a core"
+        f"a pass was {times:.1f} times as fast with {_count(best, 'thread')} as with {threads}: either the model is "
+        "too small for more, or another program held a core"
     ]
 
 

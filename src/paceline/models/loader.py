@@ -124,7 +124,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
 
 
 def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
-    """Raises `UnsupportedModel` where transformers cannot run the model either. `ours`: why the native decoder cannot."""
+    """Raises `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
     from paceline.models.transformers import check_config
 
     try:
