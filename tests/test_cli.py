@@ -274,9 +274,36 @@ def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
     assert "2 cut at the token limit" in generate("--prompts", rows, "--batch", "2").stderr
 
 
+def test_a_loop_is_told_that_its_input_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "q").write_text("two\nthree\n")
+    said: list[str] = []
+    monkeypatch.setattr("paceline.cli.prompts.note", said.append)
+    with (tmp_path / "q").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert single_prompt("one", with_stdin=True) == "one\n\ntwo\nthree"
+    assert said == ["added 2 lines from stdin to the prompt; </dev/null keeps them out"]
+    assert "</dev/null" in run("generate", "--help").stdout
+
+
+def test_the_line_about_a_silent_pipe_comes_under_quiet_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.cli.prompts._PATIENCE", 0.01)
+    monkeypatch.setattr("paceline.cli.prompts.note", lambda text: None)
+    read, write = os.pipe()
+    with os.fdopen(read) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        closing = threading.Timer(0.5, lambda: os.close(write))
+        closing.start()
+        assert single_prompt("one", with_stdin=True) == "one"
+        closing.join()
+    assert "waiting for stdin" in capsys.readouterr().err
+
+
 def test_help_shows_the_default_length() -> None:
     assert Sampling().max_new_tokens == 512
-    assert "[default: (512" in run("generate", "--help").stdout
+    assert "[default: (512)]" in run("generate", "--help").stdout
+    assert "[default: (512)]" in run("chat", "--help").stdout
     assert json.loads(generate("hello", "--json", "--max-tokens", "3").stdout)["token_ids"][3:] == []
 
 
@@ -287,6 +314,39 @@ def test_a_model_is_named_the_same_way_everywhere(shop: Shop, name: list[str]) -
     assert [call["model"] for call in shop.calls] == ["m", "m"]
     for command in ("info", "doctor", "chat", "serve"):
         assert "Name the model once" in failure(run(command, "m", "-m", "other"))
+
+
+def test_a_prompt_without_quotes_is_told_to_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "If 'Why' begins the prompt, quote the prompt" in failure(generate("Why", "is"))
+    assert "(is the sky). Quote the prompt" in failure(generate("Why", "is", "the", "sky"))
+    assert "quote" not in failure(generate("./absent", "is"))
+
+
+def test_a_path_is_no_prompt(shop: Shop, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    for path in (tmp_path, tmp_path / "m.gguf"):
+        fix = f'Write `paceline generate {path} "PROMPT"`, or -m {path}'
+        assert fix in failure(generate(str(path)))
+        assert fix in failure(generate(str(path), "--prompts", "questions.jsonl"))
+        assert generate("-m", "m", str(path)).exit_code == generate(str(path), "hello").exit_code == 0
+
+
+def test_options_without_effect_are_told(shop: Shop) -> None:
+    one = "--top-p has no effect: decoding is greedy; set -t\n"
+    assert generate("hello", "--top-p", "0.5").stderr.startswith(one)
+    both = generate("hello", "--top-k", "3", "--seed", "1", "-t", "0").stderr
+    assert both.startswith("--top-k, --seed have no effect: decoding is greedy; set -t\n")
+    for args in (["--top-p", "1"], ["--top-p", "0.5", "-t", "1"], ["--top-p", "0.5", "-q"]):
+        assert "no effect" not in generate("hello", *args).stderr
+
+
+def test_a_model_without_a_chat_template_is_told(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "no chat template: the model continues your text\n"
+    assert line not in generate("hello").stderr
+    monkeypatch.setattr(Letters, "chat_template", None)
+    assert generate("hello").stderr.startswith(line)
+    assert generate("hello", "-q").stderr == ""
+    assert line not in generate("hello", "--raw").stderr
 
 
 def test_what_is_piped_in_follows_the_prompt(
@@ -308,7 +368,9 @@ def test_what_is_piped_in_follows_the_prompt(
         closing.start()
         assert single_prompt("Summarise", with_stdin=True) == "Summarise\n\nlate"
         closing.join()
-    assert "waiting for stdin" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.count("added 1 line from stdin to the prompt; </dev/null keeps them out\n") == 2
+    assert "waiting for stdin" in error
     piped = [sys.executable, "-m", "paceline", "generate", "-m", "/absent", "\udcff"]
     done = subprocess.run(piped, input="x", capture_output=True, text=True, check=False)
     assert "not valid Unicode" in done.stderr, "checked before the model is looked for"
@@ -337,8 +399,8 @@ def test_threads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "part"),
     [
         (["x", "--temperature", "-1"], "temperature=-1.0 is out of range"),
-        (["x", "--top-p", "0"], "top_p is 0"),
-        (["x", "--seed", "-4"], "seed=-4"),
+        (["x", "--top-p", "-1"], "top_p=-1.0"),
+        (["x", "--seed", str(2**63)], "seed=9223372036854775808"),
         (["x", "--rule", "best"], "rule='best' is unknown"),
         (["x", "--stop", ""], "stop="),
         (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),

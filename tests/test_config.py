@@ -90,7 +90,10 @@ def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said:
         (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "3 of 2"),
         (raw("qwen3_moe", moe_intermediate_size=0), "moe_intermediate_size must be .* got 0"),
         (raw("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "1 factors"),
-        (raw("llama", rope_scaling="linear"), "rope_scaling must be an object or null, got 'linear'"),
+        (
+            raw("llama", rope_scaling="linear"),
+            "rope_scaling must be an object or null, got 'linear'. Correct the file or fetch",
+        ),
     ],
 )
 def test_configs_that_contradict_themselves_are_named(config: dict[str, Any], said: str) -> None:

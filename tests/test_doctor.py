@@ -294,10 +294,23 @@ def test_it_recommends_in_three_lines() -> None:
 
 
 def test_measurements_that_contradict_each_other_are_told() -> None:
-    assert advice.contradictions(MACHINE) == []
+    assert advice.warnings(MACHINE, threads=4) == []
     odd = replace(MACHINE, passes={1: 0.020, 4: 0.0201, 16: 0.015})
-    (line,) = advice.contradictions(odd)
-    assert "a pass of 4 rows took 20.1 ms, one of 16 rows 15.0 ms" in line
+    (line,) = advice.warnings(odd, threads=4)
+    assert "a pass of 4 rows took 20.1 ms, one of 16 rows 15.0 ms. Do not rely on the advice above" in line
+
+
+def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() -> None:
+    """Two threads that another program disturbs take 48 ms for a pass of any size, one of them 12 ms."""
+    passes = {1: 0.0482, 2: 0.0439, 16: 0.0455}
+    busy = replace(MACHINE, passes=passes, threads={1: 0.012, 2: 0.048})
+    (line,) = advice.warnings(busy, threads=2)
+    assert "4.0 times as fast with 1 thread as with 2" in line
+    assert "another program held a core. Do not rely on the advice above" in line
+    sizes = {"int8": 53_000_000, "int4": 40_000_000}
+    assert "int8 53 MB" in advice.settings(busy, {}, sizes, threads=2)[2], "5 ms of reading are 42 % of 12 ms"
+    assert advice.warnings(replace(busy, threads={1: 0.040, 2: 0.048}), threads=2) == []
+    assert advice.warnings(replace(busy, threads={2: 0.048, 4: 0.012}), threads=2) == []
 
 
 @pytest.mark.model

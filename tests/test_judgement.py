@@ -110,6 +110,37 @@ def test_info_refuses_what_load_refuses_in_the_same_words(
     assert result.stderr == f"error: {caught.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "llamma"}, "model type `llamma` but Transformers does not recognize"),
+        ({"hidden_act": "swish2"}, "activation 'swish2' is not known, and transformers does not load"),
+        ({"rope_parameters": {"rope_type": "foo"}}, "rope scaling 'foo' is not supported, and transformers does not"),
+        ({"model_type": "t5"}, "no causal language model of type 't5'. Use a decoder-only model"),
+        ({"model_type": "bert", "is_decoder": False}, "attends in both directions"),
+    ],
+)
+def test_info_and_load_agree_on_what_transformers_would_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, object], said: str
+) -> None:
+    save(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(PacelineError) as caught:
+        load_model(tmp_path)
+    assert said in str(caught.value)
+    capfd.readouterr()
+    result = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (1, f"error: {caught.value}\n")
+    assert capfd.readouterr() == ("", ""), "nothing of the library's own"
+
+
+def test_info_says_what_runs_through_transformers(tmp_path: Path) -> None:
+    save(tmp_path, "GPT2", n_embd=48, n_layer=1, n_head=2)
+    result = CliRunner().invoke(app, ["info", str(tmp_path), "--json"])
+    assert json.loads(result.stdout)["runs"] == "through transformers"
+
+
 def test_info_reads_no_tensor_to_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.models.gguf_tensors import GGUFTensors
     from tests.test_gguf import write

@@ -224,6 +224,20 @@ def test_sampling_parameters_as_keywords(llm: LLM) -> None:
             llm.generate("hello", **{name: 5})
     with pytest.raises(InvalidOption, match="max_new_tokens"):
         llm.generate("hello", max_new_tokens=0)
+    with pytest.raises(InvalidOption, match=r"'foo' is not a sampling parameter\. There are: max_new_tokens, temp"):
+        llm.generate("hello", foo=1)
+
+
+def test_an_llm_shows_its_model_and_its_drafter(llm: LLM) -> None:
+    assert repr(llm) == f"LLM(model={str(llm.model.path)!r}, drafter={llm.drafter!r})"
+
+
+def test_values_that_the_server_takes_are_taken_here(llm: LLM) -> None:
+    drawn = replace(SHORT, temperature=1.0, seed=-1)
+    assert llm.generate("hello", drawn).token_ids == llm.generate("hello", drawn, seed=2**63 - 1).token_ids
+    assert llm.generate("hello", drawn).token_ids != llm.generate("hello", drawn, seed=1).token_ids
+    greedy = llm.generate("hello", SHORT, temperature=0.0).token_ids
+    assert llm.generate("hello", drawn, top_p=0.0).token_ids == greedy, "the likeliest token is left"
 
 
 @pytest.mark.model

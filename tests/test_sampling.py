@@ -28,10 +28,9 @@ def support(logits: torch.Tensor, **cuts: float) -> list[int]:
         {"temperature": float("inf")},
         {"temperature": 1e-6},
         {"top_k": -1},
-        {"top_p": 0.0},
         {"top_p": 1.01},
         {"min_p": -0.5},
-        {"seed": -1},
+        {"seed": -(2**63) - 1},
         {"seed": 2**63},
         {"stop": [""]},
         {"stop": [3]},
@@ -279,3 +278,10 @@ def test_tokens_that_are_banned_are_dropped_and_nothing_else(
             finite = [s for s in theirs.scores if s > -torch.inf]
             assert ours.tokens[: len(finite)] == theirs.tokens[: len(finite)]
             assert ours.scores[: len(finite)] == pytest.approx(finite)
+
+
+def test_a_value_of_another_type_is_told_from_one_out_of_range() -> None:
+    with pytest.raises(InvalidOption, match="max_new_tokens must be a whole number, got '5'"):
+        Sampling(max_new_tokens="5")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match=r"temperature must be a number, got None\. Give one from 0 to 1000"):
+        Sampling(temperature=None)  # type: ignore[arg-type]

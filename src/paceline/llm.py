@@ -59,6 +59,9 @@ class LLM:
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
 
+    def __repr__(self) -> str:
+        return f"LLM(model={str(self.model.path)!r}, drafter={self.drafter!r})"
+
     @property
     def exact(self) -> Exact:
         """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
@@ -137,7 +140,7 @@ class LLM:
     ) -> Any:
         """Write one reply, or a list of replies to a list of prompts (see `batch`) or to one prompt (`n` of them).
 
-        `sampling`: taken as it is; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
+        `sampling`: used as given; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
         parameters to change in either, such as `max_new_tokens=64, temperature=0.7`.
         `on_chunk` sees every chunk of a single reply as it comes; if it returns False, the reply ends there. `raw`:
         text goes to the model as it is, without the chat template. Raises `PacelineError`.
@@ -267,7 +270,7 @@ class LLM:
         if isinstance(prompt, (Tensor, np.ndarray)):
             prompt = prompt.tolist()
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise InvalidPrompt(f"a prompt is no {type(prompt).__name__}", "Give text, token ids [T] or chat messages")
+            raise InvalidPrompt(f"a prompt cannot be {_a(prompt)}", "Give text, token ids [T] or chat messages")
         items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
             return self.tokenizer.encode(self.tokenizer.apply_chat_template(items), special=False)
@@ -279,9 +282,18 @@ def _changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     known = [field.name for field in fields(Sampling)]
     for name in changes:
         if name not in known:
-            near = get_close_matches(name, known, 1, 0.5) or known
-            raise InvalidOption(f"{name!r} is not a sampling parameter", f"Did you mean {' or '.join(near)}?")
+            near = get_close_matches(name, known, 1, 0.5)
+            fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}"
+            raise InvalidOption(f"{name!r} is not a sampling parameter", fix)
     return replace(sampling, **changes) if changes else sampling
+
+
+def _a(thing: object) -> str:
+    """The name of the thing's type with its article."""
+    if thing is None:
+        return "None"
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -68,17 +68,18 @@ class Sampling:
     logit_bias: token id -> what is added to its logit; -inf bans it.
     bad_words: what must not be written: strings (with and without a space before them) or sequences of token ids.
     no_repeat_ngram_size: no n-gram of this size comes twice, the prompt's included (0: off).
-    min_new_tokens: EOS and stop_token_ids cannot come before so many tokens. Stop strings and stop_when can.
+    min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
     processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
     grammar: the form that the reply must have (`Grammar`). Where only EOS is left, it comes before min_new_tokens too.
 
     Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
-    reaches p (1: all). min_p: keep tokens at least min_p times as likely as the likeliest (0: all). typical_p: keep the
-    tokens whose surprise is nearest to the expected one until their mass reaches p (1: all).
+    reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest
+    (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their mass reaches p
+    (1: all).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
     "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.
-    seed: 0 <= seed < 2**63; None draws one, and the statistics report it.
+    seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
     stop_when: functions of (token ids of the reply so far, its text so far) that return True where it ends; each is
     asked after every token, drafted or not, in order and once.
@@ -113,9 +114,10 @@ class Sampling:
         for name, (kind, low, high) in _RANGES.items():
             if (value := getattr(self, name)) is not None or name not in ("seed", "logprobs"):
                 (_whole if kind is int else _real)(name, value, low, high)
-        for name in ("top_p", "typical_p"):
-            if getattr(self, name) == 0.0:
-                raise InvalidOption(f"{name} is 0", f"Give {name} > 0; 1 is off")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", self.seed % 2**63)
+        if self.typical_p == 0.0:
+            raise InvalidOption("typical_p must be > 0, got 0", "Give a number up to 1; 1 is off")
         if 0.0 < self.temperature < 1e-3:
             raise InvalidOption(f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text")
         if self.rule not in get_args(RuleName):
@@ -231,18 +233,22 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "top_p": (float, 0.0, 1.0),
     "min_p": (float, 0.0, 1.0),
     "typical_p": (float, 0.0, 1.0),
-    "seed": (int, 0, 2**63 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
     "logprobs": (int, 0, 2**31),
 }
 
 
 def _whole(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(f"{name} must be a whole number, got {value!r}", f"Give one from {low} to {high}")
+    if not low <= value <= high:
         raise InvalidOption(f"{name}={value!r} is out of range", f"Give a whole number from {low} to {high}")
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidOption(f"{name} must be a number, got {value!r}", f"Give one from {low:g} to {high:g}")
+    if not low <= value <= high:
         raise InvalidOption(f"{name}={value!r} is out of range", f"Give a number from {low:g} to {high:g}")
 
 

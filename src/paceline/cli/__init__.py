@@ -30,7 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, serve, info, demo, doctor, bench, train, perplexity):
+# Words after the prompt are kept for an error that says to quote it.
+app.command(context_settings={"allow_extra_args": True})(with_options(generate))
+for _command in (chat, serve, info, demo, doctor, bench, train, perplexity):
     app.command()(with_options(_command))
 app.command("compile")(compile_kernels)
 

@@ -38,7 +38,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message, first in the chat.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with the model. It sees the whole conversation; /help lists what else can be said.
+    """Talk with the model. It sees the whole conversation; /help lists the commands.
 
     On a terminal, tokens that were drafted and accepted are green.
     """

@@ -41,6 +41,8 @@ def demo(
 ) -> None:
     """Watch speculation work: an answer with it, the same again without, and how long both took.
 
+    An answer has 192 tokens at most, unless -n gives another length.
+
     Ends with exit code 1 if the two texts differ on a machine that promises them equal bit for bit.
     """
     question = single_prompt(PROMPT if prompt is None else prompt)

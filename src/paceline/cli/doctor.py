@@ -49,7 +49,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure this machine for a minute and recommend a drafter, threads and weights for MODEL."""
+    """Measure MODEL on this machine and recommend a drafter, threads and weights.
+
+    It takes about ten seconds for the demo model, longer for larger ones.
+    """
     from rich.console import Console
 
     from paceline.doctor.run import choose_drafters, examine

@@ -13,10 +13,10 @@ from typing import Annotated, TextIO
 import typer
 
 from paceline.cli.jobs import Job, write_one_by_one, write_together
-from paceline.cli.options import LoadOptions, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
-from paceline.errors import InvalidOption
+from paceline.errors import InvalidOption, ModelNotFound
 from paceline.prompt_rows import Row
 
 
@@ -45,22 +45,26 @@ class OutputOptions:
             "--batch",
             metavar="N",
             min=1,
-            help="Answer so many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
+            help="Answer this many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
         ),
     ] = 1
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None
 
 
 def generate(
+    ctx: typer.Context,
     first: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="As --model. A single argument is the prompt.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="The model; same as --model. A single argument is the prompt.", show_default=False
+        ),
     ] = None,
     second: Annotated[
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="What to answer. What is piped in follows it; without a prompt, or with '-', it is the prompt.",
+            help="What to answer. Text on stdin is added to it (in a shell loop, keep it out with </dev/null); without "
+            "a prompt, or with '-', stdin is the prompt.",
             show_default=False,
         ),
     ] = None,
@@ -85,8 +89,11 @@ def generate(
 
     On a terminal, tokens that were drafted and accepted are green. Statistics go to stderr.
     """
+    if ctx.args:
+        raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(ctx.args)})", "Quote the prompt")
     model, prompt = (None, first) if second is None else (first, second)
     load = load.named(model)
+    _keep_from_prompts(prompt if model is None and load.model == DEMO else None)
     if prompt is not None and prompts is not None:
         raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
     if out.logprobs is not None and not out.as_json:
@@ -95,7 +102,10 @@ def generate(
     rows = [Row(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
     _keep_apart(prompts, out.output)
     with _destination(out.output) as file:
-        llm = load.load(progress=progress_wanted(quiet))
+        with _hint_at_quotes(model):
+            llm = load.load(progress=progress_wanted(quiet))
+        if llm.tokenizer.chat_template is None and not raw:
+            note("no chat template: the model continues your text")
         _clear(file, out.output)
         job = Job(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
         if out.samples > 1 or (out.width > 1 and prompts is not None):
@@ -107,6 +117,26 @@ def generate(
             failed = write_one_by_one(job, rows, quiet)
         if failed:
             raise typer.Exit(1)
+
+
+def _keep_from_prompts(word: str | None) -> None:
+    """Raises `InvalidOption` where the only argument names a model rather than a prompt."""
+    if word and (os.path.isdir(word) or (word.endswith(".gguf") and os.path.isfile(word))):
+        raise InvalidOption(
+            f"{word} is a path, and there is no prompt",
+            f'Write `paceline generate {word} "PROMPT"`, or -m {word} if the prompts come from stdin or a file',
+        )
+
+
+@contextlib.contextmanager
+def _hint_at_quotes(model: str | None) -> Iterator[None]:
+    """Two words of a prompt without quotes look like a model and a prompt."""
+    try:
+        yield
+    except ModelNotFound as error:
+        if model is None or not model.isalpha():
+            raise
+        raise ModelNotFound(error.cause, f"{error.fix}. If {model!r} begins the prompt, quote the prompt") from error
 
 
 def _one(job: Job, row: Row, quiet: bool) -> None:

@@ -218,7 +218,7 @@ def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
     """What only the native decoder reads from a config."""
     cache = f["cache_bytes"]
     return [
-        ("context", f"{f['context_length']:,} tokens; its keys and values then take {amount(cache, 'bytes')}"),
+        ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
         ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
         ("output head", "the embedding matrix" if f["tied_head"] else "a matrix of its own"),

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -37,7 +38,9 @@ Quiet = Annotated[
         "--quiet", "-q", callback=_hush, help="Only errors on stderr: no progress, no statistics, no warnings."
     ),
 ]
-NamedModel = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
+NamedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="The model; same as --model.", show_default=False)
+]
 """Commands whose first argument is a model take it as --model too, and the other way round."""
 ModelName = Annotated[
     str,
@@ -223,7 +226,7 @@ class SamplingOptions:
             "--max-tokens",
             "-n",
             help="Maximum length of a reply in tokens.",
-            show_default="512; demo: 192",
+            show_default="512",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
@@ -306,7 +309,9 @@ class SamplingOptions:
     min_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--min-new-tokens", help="No end-of-sequence or stop token before so many.", rich_help_panel=_SAMPLING
+            "--min-new-tokens",
+            help="No end-of-sequence or stop token before this many tokens.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     rule: Annotated[
@@ -385,9 +390,21 @@ class SamplingOptions:
         """The sampling for this model: what was given here, else `defaults`, else what the model recommends."""
         changes = self.changes()
         sampling = llm.sampling(**(defaults | changes))
-        if sampling.temperature > 0:
+        if sampling.temperature == 0:
+            _note_idle(changes)
+        else:
             note(f"sampling: {sampling_line(sampling, changes)} (-t 0 writes greedy text)")
         return sampling
+
+
+_DRAWING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None}
+"""Parameters that greedy text does not depend on, with the values that are off."""
+
+
+def _note_idle(given: Mapping[str, Any]) -> None:
+    idle = [f"--{name.replace('_', '-')}" for name, off in _DRAWING.items() if given.get(name, off) != off]
+    if idle:
+        note(f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect: decoding is greedy; set -t")
 
 
 def progress_wanted(quiet: bool) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 from select import select
 from stat import S_ISFIFO, S_ISREG, S_ISSOCK
 
+import typer
+
 from paceline.cli.options import note
 from paceline.errors import InvalidPrompt
 from paceline.prompt_rows import Row, parse_row, text_of
@@ -25,6 +27,9 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
     if prompt is None or prompt == STDIN:
         prompt = _from_stdin(asked=prompt == STDIN)
     elif with_stdin and prompt and _piped() and (more := _from_stdin(asked=True)):
+        count = more.count("\n") + 1
+        lines = "1 line" if count == 1 else f"{count} lines"
+        note(f"added {lines} from stdin to the prompt; </dev/null keeps them out")
         prompt = f"{prompt}\n\n{more}"
     try:
         return text_of(prompt, "the prompt")
@@ -41,7 +46,8 @@ def _piped() -> bool:
     if not (S_ISFIFO(kind) or S_ISREG(kind) or S_ISSOCK(kind)):
         return False
     if os.name != "nt" and not select([sys.stdin], [], [], _PATIENCE)[0]:
-        note("waiting for stdin, which is added to the prompt; `< /dev/null` leaves it out")
+        # Under --quiet too: without this line the command seems to hang.
+        typer.echo("waiting for stdin, which is added to the prompt; </dev/null keeps it out", err=True)
     return True
 
 

@@ -115,7 +115,7 @@ class LimitOptions:
         typer.Option(
             "--prefill",
             min=1,
-            help="Tokens of prompts fed between two rounds: more is sooner for who begins, less for who reads.",
+            help="Tokens of prompts fed between two rounds: higher favours new requests, lower favours running ones.",
             rich_help_panel=_LIMITS,
         ),
     ] = 128
@@ -136,14 +136,19 @@ class LimitOptions:
     ] = 1.0
     max_prompt: Annotated[
         int | None,
-        typer.Option("--max-prompt", min=1, help="Tokens of a prompt at most.", rich_help_panel=_LIMITS),
+        typer.Option("--max-prompt", min=1, help="Maximum prompt length in tokens.", rich_help_panel=_LIMITS),
     ] = None
     max_body: Annotated[
         int, typer.Option("--max-body", min=1, help="Bytes of a request at most.", rich_help_panel=_LIMITS)
     ] = 4 << 20
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", min=0.001, help="Seconds that a reply may take.", rich_help_panel=_LIMITS),
+        typer.Option(
+            "--timeout",
+            min=0.001,
+            help="Seconds that a reply may take, counted from the request's arrival.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None
 
     def seats(self, llm: LLM) -> Seats:

@@ -17,6 +17,8 @@ _FASTER = 0.93
 """Another number of threads is worth naming if a pass takes less than this of the time."""
 _NOISE = 1.15
 """So much longer than a pass of more rows is more than the noise of two medians."""
+_DISTURBED = 1.3
+"""Fewer threads that win by more than this suggest that another program held one of the cores."""
 
 
 def reasons(machine: Machine, forecasts: Sequence[Forecast], drafter: str) -> list[str]:
@@ -77,7 +79,7 @@ def _threads(machine: Machine, threads: int) -> str:
 def _weights(machine: Machine, sizes: Mapping[str, int]) -> str:
     if not sizes or not machine.floor or not machine.weights:
         return "--quantize: as now"
-    share = machine.floor / machine.passes[min(machine.passes)]
+    share = machine.floor / min([machine.passes[min(machine.passes)], *machine.threads.values()])
     if share <= _BOUND:
         return f"--quantize none: reading the weights takes only {share:.0%} of a pass"
     now, (least, *others) = f"{machine.weights / 1e6:.0f} MB", sorted({round(size / 1e6) for size in sizes.values()})
@@ -87,16 +89,37 @@ def _weights(machine: Machine, sizes: Mapping[str, int]) -> str:
     return f"--quantize: a pass reads {told} in place of {now} (`paceline perplexity` says what that costs)"
 
 
-def contradictions(machine: Machine) -> list[str]:
+def warnings(machine: Machine, threads: int) -> list[str]:
+    """Signs that other programs disturbed the measurements. `threads`: in use now."""
+    found = [*_contradictions(machine), *_lost_threads(machine, threads)]
+    again = "Do not rely on the advice above; run this again while no other program uses the machine"
+    return [f"{line}. {again}" for line in found]
+
+
+def _lost_threads(machine: Machine, threads: int) -> list[str]:
+    fewer = {n: seconds for n, seconds in machine.threads.items() if n < threads}
+    best = min(fewer, key=lambda n: fewer[n], default=threads)
+    if best == threads or machine.threads[threads] <= _DISTURBED * fewer[best]:
+        return []
+    times = machine.threads[threads] / fewer[best]
+    return [
+        f"a pass was {times:.1f} times as fast with {_count(best, 'thread')} as with {threads}: either the model is "
+        "too small for more, or another program held a core"
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+def _contradictions(machine: Machine) -> list[str]:
     """Measurements that cannot all be right: a pass takes no longer than one of more rows."""
     times = list(machine.passes.items())
     pairs = [(few, many) for at, few in enumerate(times) for many in times[at + 1 :] if few[1] > _NOISE * many[1]]
     if not pairs:
         return []
     few, many = max(pairs, key=lambda pair: pair[0][1] / pair[1][1])
-    rows = "1 row" if few[0] == 1 else f"{few[0]} rows"
     return [
-        f"the measurements contradict each other: a pass of {rows} took {1e3 * few[1]:.1f} ms, one of {many[0]} rows "
-        f"{1e3 * many[1]:.1f} ms. Do not rely on the advice above; run this again while no other program uses the "
-        "machine"
+        f"the measurements contradict each other: a pass of {_count(few[0], 'row')} took {1e3 * few[1]:.1f} ms, one of "
+        f"{many[0]} rows {1e3 * many[1]:.1f} ms"
     ]

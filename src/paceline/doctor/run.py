@@ -71,7 +71,7 @@ def examine(
         "drafters": [_part(machine, name, *both) for name, both in found.items()],
         "limits": advice.limits(machine),
         "settings": advice.settings(machine, found, quantised_bytes(model), torch.get_num_threads()),
-        "warnings": advice.contradictions(machine),
+        "warnings": advice.warnings(machine, torch.get_num_threads()),
     }
 
 

@@ -13,11 +13,10 @@ from typing import Any
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
-from paceline.models.schema import DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
+from paceline.models.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
 from paceline.runner import ACTIVATIONS
 
 Raw = Mapping[str, Any]
-_AGAIN = "Fetch the model again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     every = raw["no_rope_layer_interval"]
     rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
     if len(rotates) < base.layers:
-        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", _AGAIN)
+        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     windows = _windows(raw, base, window, lambda i: window is not None and not rotates[i])
     return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
@@ -109,9 +108,9 @@ def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[
     if unknown := set(types) - set(_TYPES):
         raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported", "Use another model")
     if len(types) != base.layers:
-        raise CorruptModel(f"layer_types names {len(types)} of {base.layers} layers", _AGAIN)
+        raise CorruptModel(f"layer_types names {len(types)} of {base.layers} layers", CORRECT)
     if window is None and _TYPES[True] in types:
-        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", _AGAIN)
+        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
     return [window if kind == _TYPES[True] else None for kind in types]
 
 
@@ -221,7 +220,7 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     try:
         config = family.refine(raw, _common(raw))
     except KeyError as missing:
-        raise CorruptModel(f"{where} of a {name} model lacks {missing}", _AGAIN) from missing
+        raise CorruptModel(f"{where} of a {name} model lacks {missing}", CORRECT) from missing
     _check(config)
     return config
 
@@ -276,11 +275,11 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
 def _check(c: ModelConfig) -> None:
     """What no single field shows."""
     if c.experts and c.experts.used > c.experts.count:
-        raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", _AGAIN)
+        raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
     if c.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
-        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", _AGAIN)
+        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
@@ -315,7 +314,7 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     does not say what the model is. `where`: how error messages name the source."""
     check(where, raw, IDENTITY)
     if "model_type" not in raw:
-        raise CorruptModel(f"{where} lacks model_type", _AGAIN)
+        raise CorruptModel(f"{where} lacks model_type", CORRECT)
     name = (raw.get("architectures") or [raw["model_type"]])[0]
     if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")

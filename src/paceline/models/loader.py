@@ -17,7 +17,7 @@ from paceline.gpu import has_triton
 from paceline.models.checkpoint import Checkpoint, eos_token_ids
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
-from paceline.models.families import read_config, refuse_other_kinds
+from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
 from paceline.models.lazy import Outlines, Quantised
 from paceline.models.lora import Merged, open_model
 from paceline.protocols import Target
@@ -117,9 +117,22 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
                 error.cause + " by Paceline's own decoder",
                 f"Run it through transformers: {install_line('transformers')}",
             ) from error
+        _check_other(checkpoint, error)
         return None
     Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))
     return config
+
+
+def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
+    """Raises `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
+    from paceline.models.transformers import check_config
+
+    try:
+        check_config(checkpoint.path)
+    except UnsupportedModel as error:
+        if checkpoint.config["model_type"] not in FAMILIES:
+            raise
+        raise UnsupportedModel(f"{ours.cause}, and {error.cause}", ours.fix) from error
 
 
 def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:

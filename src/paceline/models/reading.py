@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.models.schema import CORRECT
 
 MIB = 1 << 20
 _CONFIG_LIMIT = 8 * MIB
 _DEEPEST = 64
-_AGAIN = "Fetch the model again"
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -54,7 +54,7 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", _AGAIN) from error
+        raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", CORRECT) from error
 
 
 def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
     except RecursionError as error:
         raise _too_deep(path) from error
     except ValueError as error:
-        raise CorruptModel(f"{path} is not valid JSON ({error})", _AGAIN) from error
+        raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
     if not isinstance(data, dict):
-        raise CorruptModel(f"{path} must hold a JSON object", _AGAIN)
+        raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
     if _depth(data) > _DEEPEST:
         raise _too_deep(path)
     return data
@@ -80,7 +80,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def library_errors(cause: str, fix: str = _AGAIN) -> Iterator[None]:
+def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
     """Turns whatever the tokenizers library raises into a `CorruptModel` with this cause and its reason.
 
     It raises bare `Exception`, and for a panic in its Rust code a `BaseException` whose class cannot be imported.
@@ -96,7 +96,7 @@ def library_errors(cause: str, fix: str = _AGAIN) -> Iterator[None]:
 
 
 def _too_deep(path: Path) -> CorruptModel:
-    return CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", _AGAIN)
+    return CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
 
 
 def _depth(data: Any) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import RopeConfig
-from paceline.models.schema import NULL, OBJECT, ROPE, check, check_value
+from paceline.models.schema import CORRECT, NULL, OBJECT, ROPE, check, check_value
 
 Rope = tuple[Tensor, Tensor] | None
 """Of a pass: cosines and signed sines (see `Rotary`), or None where positions are not encoded."""
@@ -151,7 +151,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         raise UnsupportedModel(f"rope scaling {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
     needed, known, resolve = KINDS[kind]
     if absent := [key for key in needed if key not in given]:
-        raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", "Fetch the model again")
+        raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
     share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)

@@ -15,6 +15,9 @@ from typing import Any
 
 from paceline.errors import CorruptModel, one_line
 
+CORRECT = "Correct the file or fetch the model again"
+"""What to do about a config that is wrong: it may have been edited by hand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -39,7 +42,7 @@ def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, Kin
 def check_value(where: str | Path, name: str, value: Any, kind: Kind) -> None:
     """`check` of a single field."""
     if not kind.holds(value):
-        raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", "Fetch the model again")
+        raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", CORRECT)
 
 
 def shown(value: Any) -> str:

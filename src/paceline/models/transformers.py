@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 from paceline.errors import InvalidOption, UnsupportedModel, is_out_of_memory
 from paceline.layout import NONE, ancestors, depths
@@ -51,6 +54,10 @@ class CausalLM:
         """Sets the model to `eval()`. Raises `UnsupportedModel` for a model whose cache cannot drop rejected tokens, or
         that otherwise does not verify."""
         refuse(model)
+        if model.get_input_embeddings().weight.device.type == "meta":
+            raise UnsupportedModel(
+                f"the embedding of {type(model).__name__} is offloaded", "Load the model onto a device"
+            )
         self.model = model.eval()
         accepted = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in accepted
@@ -156,16 +163,54 @@ class CausalLM:
         return zeros.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
+def check_config(path: Path) -> None:
+    """Raises `UnsupportedModel` where transformers has no causal language model for the config in a folder, or only one
+    that speculation cannot run on. No weights are read, and the library's own messages are left out."""
+    with _silence():
+        with _refusing(path):
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModel(
+                f"transformers has no causal language model of type {config.model_type!r}", "Use a decoder-only model"
+            )
+        with _refusing(path), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        refuse(model)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without messages of transformers."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know."""
+    with _refusing(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    return CausalLM(model.to(device))
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raises `UnsupportedModel` for whatever transformers raises over a config of the wrong kind."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    except Exception as error:  # transformers raises whatever a config of the wrong kind happens to hit
+        yield
+    except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModel(f"transformers does not load {path} ({reason})", "Use another model") from error
-    return CausalLM(model.to(device))
+        # The first sentence; some classes of errors say nothing without their name.
+        reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        raise UnsupportedModel(
+            f"transformers does not load {path} ({type(error).__name__}: {reason})", "Use another model"
+        ) from error
 
 
 def refuse(model: PreTrainedModel) -> None:
@@ -193,8 +238,6 @@ def refuse(model: PreTrainedModel) -> None:
             f"{name} runs {text._attn_implementation}, which takes no mask of a tree",
             'Load it with attn_implementation="sdpa"',
         )
-    if model.get_input_embeddings().weight.device.type == "meta":
-        raise UnsupportedModel(f"the embedding of {name} is offloaded", "Load the model onto a device")
 
 
 def _kinds(config: Any) -> _Kinds | None:
