@@ -130,11 +130,11 @@ def _keep_from_prompts(word: str | None) -> None:
 
 @contextlib.contextmanager
 def _hint_at_quotes(model: str | None) -> Iterator[None]:
-    """Two words of a prompt without quotes look like a model and a prompt."""
+    """Says so where MODEL may be the first of two words of a prompt without quotes."""
     try:
         yield
     except ModelNotFound as error:
-        if model is None or not model.isalpha():
+        if model is None or "/" in model:
             raise
         raise ModelNotFound(error.cause, f"{error.fix}. If {model!r} begins the prompt, quote the prompt") from error
 
