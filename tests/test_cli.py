@@ -932,7 +932,7 @@ def test_info_of_a_gguf() -> None:
     table = run("info", "demo").stdout
     assert "79 % in 4 bits and 21 %" in table
     assert "135 million parameters" in table
-    assert "take 189 MB" in table
+    assert "KV cache at full length: 189 MB" in table
 
 
 @pytest.mark.parametrize("modes", [("--quantize", "int8"), ("--quantize", "int4", "--draft-quantize", "int8")])

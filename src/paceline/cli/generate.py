@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -18,6 +18,9 @@ from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
 from paceline.errors import InvalidOption, ModelNotFound
 from paceline.prompt_rows import Row
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,8 @@ def generate(
 
     On a terminal, tokens that were drafted and accepted are green. Statistics go to stderr.
     """
-    if ctx.args:
-        raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(ctx.args)})", "Quote the prompt")
-    model, prompt = (None, first) if second is None else (first, second)
+    model, prompt = _model_and_prompt(first, second, ctx.args, load.model)
     load = load.named(model)
-    _keep_from_prompts(prompt if model is None and load.model == DEMO else None)
     if prompt is not None and prompts is not None:
         raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
     if out.logprobs is not None and not out.as_json:
@@ -102,10 +102,7 @@ def generate(
     rows = [Row(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
     _keep_apart(prompts, out.output)
     with _destination(out.output) as file:
-        with _hint_at_quotes(model):
-            llm = load.load(progress=progress_wanted(quiet))
-        if llm.tokenizer.chat_template is None and not raw:
-            note("no chat template: the model continues your text")
+        llm = _load(load, model, raw, quiet)
         _clear(file, out.output)
         job = Job(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
         if out.samples > 1 or (out.width > 1 and prompts is not None):
@@ -119,24 +116,37 @@ def generate(
             raise typer.Exit(1)
 
 
-def _keep_from_prompts(word: str | None) -> None:
-    """Raises `InvalidOption` where the only argument names a model rather than a prompt."""
-    if word and (os.path.isdir(word) or (word.endswith(".gguf") and os.path.isfile(word))):
+def _model_and_prompt(
+    first: str | None, second: str | None, more: list[str], option: str
+) -> tuple[str | None, str | None]:
+    """What the arguments name. `more`: those after the second; `option`: --model. Raises `InvalidOption`."""
+    if more:
+        raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(more)})", "Quote the prompt")
+    if second is not None:
+        return first, second
+    if first and option == DEMO and _names_model(first):
         raise InvalidOption(
-            f"{word} is a path, and there is no prompt",
-            f'Write `paceline generate {word} "PROMPT"`, or -m {word} if the prompts come from stdin or a file',
+            f"{first} is a path, and there is no prompt",
+            f'Write `paceline generate {first} "PROMPT"`, or -m {first} if the prompts come from stdin or a file',
         )
+    return None, first
 
 
-@contextlib.contextmanager
-def _hint_at_quotes(model: str | None) -> Iterator[None]:
-    """Two words of a prompt without quotes look like a model and a prompt."""
+def _names_model(word: str) -> bool:
+    return os.path.isdir(word) or (word.endswith(".gguf") and os.path.isfile(word))
+
+
+def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
+    """The model. `model`: the argument, which may be the first of two words of a prompt without quotes."""
     try:
-        yield
+        llm = load.load(progress=progress_wanted(quiet))
     except ModelNotFound as error:
-        if model is None or not model.isalpha():
+        if model is None or "/" in model:
             raise
         raise ModelNotFound(error.cause, f"{error.fix}. If {model!r} begins the prompt, quote the prompt") from error
+    if llm.tokenizer.chat_template is None and not raw:
+        note("no chat template: the model continues your text")
+    return llm
 
 
 def _one(job: Job, row: Row, quiet: bool) -> None:

@@ -6,14 +6,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from paceline.cli.forms import parse_grammar
-from paceline.cli.show import sampling_line
+from paceline.cli.show import idle_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -309,9 +308,7 @@ class SamplingOptions:
     min_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--min-new-tokens",
-            help="No end-of-sequence or stop token before this many tokens.",
-            rich_help_panel=_SAMPLING,
+            "--min-new-tokens", help="No EOS or stop token before this many tokens.", rich_help_panel=_SAMPLING
         ),
     ] = None
     rule: Annotated[
@@ -390,21 +387,11 @@ class SamplingOptions:
         """The sampling for this model: what was given here, else `defaults`, else what the model recommends."""
         changes = self.changes()
         sampling = llm.sampling(**(defaults | changes))
-        if sampling.temperature == 0:
-            _note_idle(changes)
-        else:
+        if sampling.temperature > 0:
             note(f"sampling: {sampling_line(sampling, changes)} (-t 0 writes greedy text)")
+        elif idle := idle_line(changes):
+            note(idle)
         return sampling
-
-
-_DRAWING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None}
-"""Parameters that greedy text does not depend on, with the values that are off."""
-
-
-def _note_idle(given: Mapping[str, Any]) -> None:
-    idle = [f"--{name.replace('_', '-')}" for name, off in _DRAWING.items() if given.get(name, off) != off]
-    if idle:
-        note(f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect: decoding is greedy; set -t")
 
 
 def progress_wanted(quiet: bool) -> bool:

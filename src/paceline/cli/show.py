@@ -117,3 +117,14 @@ def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
     own = ", ".join(text for name, text in applied.items() if name in given)
     model = ", ".join(text for name, text in applied.items() if name not in given)
     return "; ".join(part for part in (own, f"from the model: {model}" if model else "") if part)
+
+
+_DRAWING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None}
+"""Parameters that greedy text does not depend on, with the values that are off."""
+
+
+def idle_line(given: Mapping[str, Any]) -> str:
+    """Which of the given options have no effect on greedy text; empty where all have."""
+    idle = [f"--{name.replace('_', '-')}" for name, off in _DRAWING.items() if given.get(name, off) != off]
+    verb = "has" if len(idle) == 1 else "have"
+    return f"{', '.join(idle)} {verb} no effect: decoding is greedy; set -t" if idle else ""
