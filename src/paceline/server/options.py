@@ -22,18 +22,18 @@ from paceline.types import Tree
 
 _SAME = (
     "temperature",
+    "top_p",
     "min_p",
     "typical_p",
     "presence_penalty",
     "frequency_penalty",
     "no_repeat_ngram_size",
+    "seed",
     "stop_token_ids",
     "ignore_eos",
 )
 _WIDEST = 512
 """Branches of a drafted tree at most: no limit of its own."""
-_LEAST_MASS = 1e-6
-"""A `top_p` that keeps the likeliest token alone, as OpenAI's 0 does."""
 
 
 def check_model(settings: Settings, name: str | None) -> None:
@@ -53,12 +53,8 @@ def sampling(llm: LLM, body: Request, length: int, logprobs: int | None, grammar
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.penalty is not None:
         given["repetition_penalty"] = body.penalty
-    if body.top_p is not None:
-        given["top_p"] = max(_LEAST_MASS, body.top_p)
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
-    if body.seed is not None:
-        given["seed"] = body.seed % 2**63  # OpenAI's seeds have a sign
     if body.stop is not None:
         given["stop"] = body.stop
     if body.min_tokens is not None:
