@@ -357,12 +357,8 @@ def load(
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)
-    if isinstance(drafter, str):
-        drafter = [drafter]
-    llm = LLM(loaded, opened(drafter) if isinstance(drafter, _ONE) else _named(drafter, opened), budget)
-    _ = llm.exact  # the self-check belongs to loading, not to the first reply
-    if exact:
-        _check_exact(llm)
+    llm = LLM(loaded, _drafters(drafter, opened), budget)
+    _check_exact(llm, exact)
     return llm
 
 
@@ -372,8 +368,13 @@ def _warn_if_slow(loaded: Loaded) -> None:
         warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
 
 
-def _named(specs: Sequence[str], opened: Callable[[str], Drafter | None]) -> dict[str, Drafter]:
-    """Each drafter under its name; "none" has no entry."""
+def _drafters(
+    given: str | Drafter | Sequence[str] | None, opened: Callable[[str], Drafter | None]
+) -> Drafter | dict[str, Drafter] | None:
+    """Each drafter under its name; "none" has no entry. An object stays as it is."""
+    if given is None or isinstance(given, Drafter):
+        return given
+    specs = [given] if isinstance(given, str) else given
     return {spec_name(spec): drafter for spec in specs if (drafter := opened(spec))}
 
 
@@ -387,8 +388,9 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
         raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
 
 
-def _check_exact(llm: LLM) -> None:
-    if llm.exact != "bits":
+def _check_exact(llm: LLM, wanted: bool) -> None:
+    """Run the self-check, which belongs to loading and not to the first reply."""
+    if llm.exact != "bits" and wanted:
         raise InvalidOption(
             f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
             "so its text is plain decoding's only up to rounding",

@@ -80,7 +80,11 @@ def doctor(
         result = examine(llm.model, names, draft_quantize, status.update)  # type: ignore[arg-type]
     if as_json:
         typer.echo(json.dumps(result))
-        return
+    else:
+        _show(result, details)
+
+
+def _show(result: Mapping[str, Any], details: bool) -> None:
     for line in result["settings"]:
         typer.echo(line)
     for line in result["warnings"]:
