@@ -1,4 +1,4 @@
-"""What the demo model writes, to the bit: record it before a refactoring, compare after it.
+"""Record the demo model's output to the bit before a refactoring, and compare with it afterwards.
 
     python benchmarks/fingerprint.py --out before.json
     python benchmarks/fingerprint.py --against before.json
@@ -94,7 +94,7 @@ def served(address: str, asked: Sequence[str], tokens: int, how: dict[str, Any])
 
 
 def fingerprint(count: int, tokens: int, drafters: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What is written, by precision and sampling, and where a drafter or a batch wrote something else."""
+    """Return the output by precision and sampling, and where a drafter or a batch differed from it."""
     asked, found, wrong = prompts(count), {}, []
     for precision, quantize in PRECISIONS.items():
         plain = paceline.load("demo", drafter=None, quantize=quantize)

@@ -1,6 +1,6 @@
 """Chat messages -> the text a model was trained on, by the jinja template that the model brings.
 
-A template is code of whoever made the model: it runs in jinja's sandbox (`paceline.template`), sees the messages and a
+A template is code from the model's author: it runs in jinja's sandbox (`paceline.template`), sees the messages and a
 few helpers, changes nothing, and has limits of time and memory.
 """
 
@@ -15,7 +15,7 @@ from paceline.errors import InvalidPrompt, TimedOut
 from paceline.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
-"""What a template may take: processor time, and bytes beyond those of the helper process."""
+"""Limits of a template: processor time, and bytes beyond those of the helper process."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _ANY_SPACE: JsonCompileOptions = {}
-_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How llguidance is to write JSON: a small model that may choose white space may choose nothing else."""
 _STATES = 100_000
 """States that a grammar's lexer may grow to while texts are written: some 10 MB."""
 _ITEMS = 5000
@@ -29,7 +30,7 @@ def source(kind: str, text: str, whitespace: bool) -> str:
     elif kind == "lark":
         made = LLMatcher.grammar_from_lark(text)
     else:
-        made = LLMatcher.grammar_from_json_schema(text, defaults=_ANY_SPACE if whitespace else _ONE_LINE)
+        made = LLMatcher.grammar_from_json_schema(text, defaults=_ANY_SPACE if whitespace else ONE_LINE)
     wrong: str = LLMatcher.validate_grammar(made)
     # A warning is advice on how to write the grammar.
     if wrong and not wrong.startswith("WARNING"):

@@ -206,7 +206,7 @@ class LLM:
         return Batch(self.engine, jobs, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
-        """What applies to a reply that was asked for so."""
+        """Return the sampling of a reply requested with these arguments."""
         if sampling is None:
             return self.sampling(**changes)
         if not isinstance(sampling, Sampling):

@@ -30,7 +30,7 @@ RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetitio
 
 
 def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config recommends; nothing where it does not sample."""
+    """Return the sampling that a generation_config recommends; empty if it does not sample."""
     own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
     if not generation.get("do_sample", bool(own.get("temperature"))):
         return {}

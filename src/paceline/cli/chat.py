@@ -146,7 +146,7 @@ def _line(prompt: str) -> str:
 
 
 def _block(text: str) -> _Said:
-    """What stands up to the closing fence, or up to the end of the input, `text` being its first line."""
+    """Read up to the closing fence, or to the end of the input. `text`: the block's first line."""
     with contextlib.suppress(EOFError):
         while not text.endswith(_FENCE):
             text += "\n" + _line("... ")

@@ -119,14 +119,14 @@ def generate(
 def _model_and_prompt(
     first: str | None, second: str | None, more: list[str], option: str
 ) -> tuple[str | None, str | None]:
-    """What the arguments name. `more`: those after the second; `option`: --model. Raises `InvalidOption`."""
+    """Return (model, prompt). `more`: arguments after the second. `option`: --model. Raises `InvalidOption`."""
     if more:
         raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(more)})", "Quote the prompt")
     if second is not None:
         return first, second
     if first and option == DEMO and _names_model(first):
         raise InvalidOption(
-            f"{first} is a path, and there is no prompt",
+            f"{first} is a path, and the prompt is missing",
             f'Write `paceline generate {first} "PROMPT"`, or -m {first} if the prompts come from stdin or a file',
         )
     return None, first

@@ -109,7 +109,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _runner(config: ModelConfig) -> str:
-    """What runs the layers as the model is loaded by default, and what would be faster."""
+    """The runner of the layers with default options, and how to get a faster one."""
     from paceline.models.loader import pick_device, pick_dtype
     from paceline.native.choice import runner_of
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
 
 _LOG = logging.getLogger("paceline")
-"""What the library warns of; without a handler it goes to stderr. Its level also says whether to be quiet."""
+"""Receives the library's warnings; without a handler they go to stderr. Its level also says whether to be quiet."""
 
 
 def _hush(quiet: bool) -> bool:
@@ -96,7 +96,7 @@ def one_model(argument: str | None, option: str) -> str:
 
 
 def set_threads(threads: int | None) -> None:
-    """What --threads says, with a warning where it is more than there are cores."""
+    """Apply --threads, with a warning if it exceeds the number of cores."""
     import torch
 
     if threads is None:

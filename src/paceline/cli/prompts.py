@@ -38,7 +38,7 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
 
 
 def _piped() -> bool:
-    """Whether stdin is a file or a pipe. Says so where nothing arrives: a program may hold a pipe open forever."""
+    """Return whether stdin is a file or a pipe. Prints a line if it stays silent: a pipe may stay open forever."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):

@@ -88,7 +88,7 @@ class AddressOptions:
     ] = None
 
     def names(self, model: str) -> list[str]:
-        """What the model is called in the API: its own name, where no other is given."""
+        """Names of the model in the API: its own unless others are given."""
         return list(dict.fromkeys(self.served_model_name or [Path(model).name]))
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""What to do about a config that is wrong: it may have been edited by hand."""
+"""Advice for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)

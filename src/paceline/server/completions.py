@@ -132,7 +132,7 @@ def _scored(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs
 
 
 def _pieces(llm: LLM, prompt: str | list[int], tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the echoed text. Raises `Unfinished` when the client has left."""
+    """Return each token's share of the echoed text. Raises `Unfinished` when the client has left."""
     if isinstance(prompt, str):
         return [prompt[start:end] for start, end in pairwise([*llm.tokenizer.starts(prompt), len(prompt)])]
     text, abandoned = Detokenizer(llm.tokenizer.decode), ABANDONED.get()

@@ -133,7 +133,7 @@ def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
 
 
 def lane(body: Request, given: Lane) -> Lane:
-    """Where to plan a request. `given`: by its size."""
+    """Return the lane that plans a request. `given`: the one for its size."""
     forced = isinstance(body, ChatRequest) and body.choice not in ("none", "auto")
     return "grammar" if forced or _wishes(body) else given
 

@@ -28,7 +28,7 @@ _THREADS: dict[Lane, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "t
 
 
 def client_of(request: Request) -> str:
-    """Who asks: a key, or where there is none an address."""
+    """Identify the client: by its key, or by its address if it has none."""
     return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 

@@ -109,16 +109,20 @@ class Service:
             run.enter()
             try:
                 work = partial(plan, self.llm, self.settings, self.words, self.trials, body)
-                left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
-                planned = await self.planned(request, options.lane(body, given), work, left)
-                left = None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+                planned = await self.planned(request, options.lane(body, given), work, _left(arrived, timeout))
+                left = _left(arrived, timeout)
                 run.start([replace(job, client=client_of(request), timeout=left) for job in planned.jobs])
+                answer = Answer(run, planned, shape)
             except BaseException:
                 run.close()
                 raise
-            answer = Answer(run, planned, shape)
             usage = bool(body.stream_options and body.stream_options.include_usage)
             return answer, answer.events(usage) if body.stream else None
+
+
+def _left(arrived: float, timeout: float | None) -> float | None:
+    """Seconds that a request still has."""
+    return None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.grammar_compile import ONE_LINE
+
 Schema = Mapping[str, Any]
 
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance is to write JSON: a small model that may choose white space may choose nothing else."""
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without `parameters`, as OpenAI's API defines it."""
 
@@ -77,7 +77,7 @@ class Family:
 
 
 def _json_rule(name: str, schema: Schema) -> str:
-    return f"{name}: %json {json.dumps({'x-guidance': _ONE_LINE, **schema})}"
+    return f"{name}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
 
 
 HERMES = Family("hermes", "<tool_call>", "</tool_call>")

@@ -17,7 +17,7 @@ from paceline.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.server.worker import Busy
 
 SECONDS, MEMORY = 2.0, 128 * 2**20
-"""What compiling a grammar may take: processor time and bytes."""
+"""Limits of compiling a grammar: processor time and bytes."""
 _LIVE = 2**30
 """Bytes of compiled grammars at most, those that replies are being written by included."""
 _REMEMBERED = 1024
