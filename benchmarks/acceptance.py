@@ -17,11 +17,11 @@ import torch
 from common import PROMPTS, Grid, progress, provenance, report
 
 import paceline
+from paceline.bench.doctor.acceptance import STORED, Acceptance, name_of, watched
+from paceline.bench.doctor.watch import Onlooker
 from paceline.bench.questions import pick, read_questions
-from paceline.controller import Controller
-from paceline.doctor.acceptance import STORED, Acceptance, name_of, watched
-from paceline.doctor.watch import Onlooker
-from paceline.drafters.make import open_drafter
+from paceline.drafters.factory import open_drafter
+from paceline.engine.draft_length import Controller
 from paceline.types import Tree
 
 FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}

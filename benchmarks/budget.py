@@ -19,13 +19,13 @@ from common import RESULTS, Grid, median, provenance, report, write
 
 import paceline
 from paceline import Sampling
-from paceline.doctor.machine import bandwidth as read_bandwidth
+from paceline.bench.doctor.machine import bandwidth as read_bandwidth
+from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.models.cpu_layers import NativeStack
 from paceline.models.decoder import Decoder
 from paceline.models.layers import Dense, Layer, Sandwiched
-from paceline.native.layers import NativeStack
-from paceline.native.matrix import NativeLinear
-from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Rows, Want
+from paceline.verify.tree import pack, pack_prefix
 
 ROWS = (1, 4, 8, 16, 32)
 

@@ -17,8 +17,8 @@ from common import RESULTS, Grid, bootstrap, load_prompts, median, progress, pro
 import paceline
 from paceline import Draft, Sampling
 from paceline.protocols import KVCache, Target
-from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Rows, Want
+from paceline.verify.tree import CHUNK, pack, pack_prefix
 
 
 def main() -> None:

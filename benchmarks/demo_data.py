@@ -19,8 +19,8 @@ from common import PROMPTS
 
 import paceline
 from paceline.train.answers import Plan
-from paceline.train.own import write_prompts
 from paceline.train.prompts import Prompts
+from paceline.train.self_prompts import write_prompts
 from paceline.train.writing import write_answers
 
 SHARED = PROMPTS.parents[1]

@@ -25,15 +25,15 @@ from gpu_models import SHAPES, RandomWeights, Steered, accuracy_for, tiny
 from gpu_peers import BareLoop, transformers_static
 
 from paceline import Sampling, Tree
-from paceline.engine import Engine
-from paceline.exact import exactness
-from paceline.gpu import has_triton
-from paceline.gpu.decoder import PATIENCE, DeviceDecoder, cuda_graph
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import exactness
+from paceline.kernels.cuda import has_triton
+from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder, cuda_graph
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
 from paceline.testing import Oracle, run
-from paceline.tree import CHUNK, pack, pack_prefix
 from paceline.types import Draft, Want
+from paceline.verify.tree import CHUNK, pack, pack_prefix
 
 CHAIN = 7
 """Drafted tokens per round: 8 rows."""

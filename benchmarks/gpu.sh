@@ -16,6 +16,6 @@ if compgen -G ".gpu/model.*" >/dev/null; then
     demo=(--demo)
 fi
 { nvidia-smi; python3 -c 'import torch, triton; print(torch.__version__, triton.__version__)'; } 2>&1 | tee "$out/machine.log"
-timeout 120 python3 -m pytest -q -p no:cacheprovider tests/gpu/test_cuda.py tests/gpu/test_kernels.py \
-    tests/gpu/test_compile.py 2>&1 | tee "$out/tests.log"
+timeout 120 python3 -m pytest -q -p no:cacheprovider tests/kernels/cuda/test_cuda.py tests/kernels/cuda/test_kernels.py \
+    tests/kernels/cuda/test_compile.py 2>&1 | tee "$out/tests.log"
 python3 benchmarks/gpu.py --out "$out" --minutes 5.5 "${demo[@]}" "$@" 2>&1 | tee "$out/gpu.log"

@@ -26,10 +26,10 @@ from paceline.bench.figures import bootstrap, median, ratios
 from paceline.bench.measure import Reply, Sample, Write, measure
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.systems import split_size
-from paceline.drafters.around import Around
-from paceline.drafters.make import open_drafter
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
-from paceline.models.loader import Loaded
+from paceline.drafters.wrapper import Around
 from paceline.protocols import Ask
 from paceline.types import Draft
 

@@ -22,10 +22,10 @@ from paceline import Drafter, Sampling, Stats, Tree
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
-from paceline.engine import Engine, Request
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine, Request
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
-from paceline.stream import TextStream
 from paceline.testing import TINY, Oracle, random_tensors, run
 from paceline.types import Forward, Rows, Want
 

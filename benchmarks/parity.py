@@ -22,8 +22,8 @@ from divergence import Divergence, classify, first_difference
 import paceline
 from paceline import LLM, Completion, Sampling, Tree
 from paceline.bench.peers import Transformers
-from paceline.drafters.make import make_drafter
-from paceline.models.loader import Loaded
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.factory import make_drafter
 
 LIMIT = 1e-3
 """Logit margin below which float32 rounding may choose another token."""
@@ -72,7 +72,7 @@ def against_transformers(prompts: Sequence[Question], tokens: int) -> dict[str, 
     otherwise, compared = [], 0
     for prompt in progress(prompts, "float32 against transformers"):
         ids = llm.encode(prompt.text)
-        # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/test_tokenizer.py adds it and finds
+        # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/text/test_tokenizer.py adds it and finds
         # no difference), so both get the ids of the model's own tokenizer, and where it matters is listed.
         message = [{"role": "user", "content": prompt.text}]
         shown = peer.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 import paceline
 from paceline import LLM, Sampling, Stats, Tree
+from paceline.checkpoints.checkpoint import open_checkpoint
+from paceline.checkpoints.loader import Loaded
 from paceline.drafters.model import DraftModel
-from paceline.models.checkpoint import open_checkpoint
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.models.loader import Loaded
-from paceline.sampler import RuleName
+from paceline.sampling.sampler import RuleName
 
 RULES: tuple[RuleName, ...] = get_args(RuleName)
 

@@ -23,7 +23,7 @@ from serve_figures import Table, Text, Turn, goal_grid, goals, summarise, told
 from serve_servers import Server, ours
 from serve_systems import AUTO, LLAMA, LLAMA_EXTRA, OFF, Ask, Http, OpenVino, System, llama_command
 
-from paceline.models.files import resolve
+from paceline.files.locate import resolve
 
 PEER_PYTHON = Path("/tmp/peers/bin/python")
 LLAMA_SERVER = Path("/tmp/llama-build/bin/llama-server")

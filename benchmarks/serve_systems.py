@@ -15,7 +15,7 @@ from common import fail
 from serve_client import Client, Load, Reply, closed_loop
 from serve_servers import Server
 
-from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 
 OFF, AUTO, LLAMA, OPENVINO = "off", "auto", "llama.cpp", "openvino"
 OURS = (OFF, AUTO)

@@ -22,7 +22,7 @@ from paceline import LLM, Sampling, Stats
 from paceline.bench.figures import accepted_at, tokens_per_round
 from paceline.bench.systems import split_size
 from paceline.bench.tables import depths
-from paceline.drafters.make import open_drafter
+from paceline.drafters.factory import open_drafter
 
 USUAL = ("eagle3@5", "eagle3@24x6x4", "medusa@64x4x10")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.engine import Engine, Request
-from paceline.prefix import PrefixCache
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine, Request
+from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.stats import Stats
 from paceline.protocols import Drafter, Target
-from paceline.sampling import Sampling
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.sampling.parameters import Sampling
 from paceline.types import Tree
 
 

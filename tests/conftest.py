@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 import torch
 
+from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import ModelNotFound
 from paceline.models.decoder import Decoder
-from paceline.models.loader import Loaded, load_model
 from paceline.testing import tiny_target
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
-from paceline.tree import pack_prefix
 from paceline.types import Want
+from paceline.verify.tree import pack_prefix
 
 
 class Reference:

@@ -20,21 +20,21 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
+from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.head_write import write_head
+from paceline.checkpoints.loader import native
+from paceline.checkpoints.lora import open_model
 from paceline.errors import PacelineError
-from paceline.models.checkpoint import eos_token_ids, open_checkpoint
+from paceline.files.locate import resolve
 from paceline.models.decoder import Decoder
-from paceline.models.files import resolve
-from paceline.models.head_files import open_head
-from paceline.models.head_write import write_head
-from paceline.models.loader import native
-from paceline.models.lora import open_model
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.testing.tiny import TINY, random_tensors
+from tests.checkpoints.test_gguf import write
+from tests.models.test_config import OLDER
+from tests.models.test_families import CASES, SIZES
 from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, head_of
-from tests.test_config import OLDER
-from tests.test_families import CASES, SIZES
-from tests.test_gguf import write
 
 CASE_SECONDS, MEMORY = 5.0, 1 << 30
 """The most that one file may take; the memory is beyond what the process held at the start."""

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.drafters.make import make_drafter
+from paceline.drafters.factory import make_drafter
 from paceline.drafters.suffix import Suffix
-from paceline.grammar import Grammar, Matcher
 from paceline.llm import LLM
 from paceline.protocols import Drafter
-from paceline.sampler import Prefix, Sampler
-from paceline.sampling import Sampling
+from paceline.sampling.grammar import Grammar, Matcher
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import Oracle
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tree
 from tests.vocabularies import byte_level, renumbered, speaker
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.checkpoints.head_check import shapes_of
 from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
-from paceline.models.head_check import shapes_of
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 
 LAYER = ModelConfig(

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.loader import Loaded
 from paceline.llm import LLM
-from paceline.models.loader import Loaded
 from paceline.protocols import Drafter
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import Tree

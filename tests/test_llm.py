@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoints.loader import Loaded, pick_device, pick_dtype
 from paceline.drafters.cross import SharedTokens
-from paceline.drafters.make import make_drafter, to_tree
+from paceline.drafters.factory import make_drafter, to_tree
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
+from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, PromptTooLong
 from paceline.llm import LLM
-from paceline.models.loader import Loaded, pick_device, pick_dtype
-from paceline.sampling import Sampling
-from paceline.stream import Chunk
+from paceline.sampling.parameters import Sampling
 from paceline.types import Tree
 from tests.toys import toy_foreigner, toy_llm, toy_model
 

@@ -8,24 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.attention import LayerAttention
-from paceline.cache import SlabCache
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
 from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
-from paceline.drafters.heard import SavedStates
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
+from paceline.drafters.pending_states import SavedStates
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.words import Words
-from paceline.engine import Engine
+from paceline.drafters.vocab_map import Words
+from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Ask, Drafter, Target
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import (
     TINY,
     TINY_BLOCK,

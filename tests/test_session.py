@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.attention import LayerAttention
-from paceline.cache import SlabCache
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
+from paceline.checkpoints.loader import Loaded
 from paceline.errors import InvalidOption, OutOfMemory, PacelineError, SessionError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
-from paceline.models.loader import Loaded
 from paceline.protocols import KVCache
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import TINY, random_tensors, tiny_target
-from paceline.tree import MIN_ROWS, pack_prefix
 from paceline.types import Draft, Forward, Rows, Want
-from tests.test_tree import drafts, path_to
+from paceline.verify.tree import MIN_ROWS, pack_prefix
 from tests.toys import toy_llm, toy_tokenizer
+from tests.verify.test_tree import drafts, path_to
 
 CPU = torch.device("cpu")
 LONG = 2048

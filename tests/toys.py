@@ -8,11 +8,11 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from paceline.checkpoints.loader import Loaded
 from paceline.llm import LLM
-from paceline.models.loader import Loaded
 from paceline.protocols import Drafter, Target
 from paceline.testing import tiny_target
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tree
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"

@@ -15,13 +15,13 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from paceline.drafters.words import SAMPLE
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.vocab_map import SAMPLE
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.gguf_tokenizer import frame
-from paceline.models.loader import Loaded
 from paceline.testing import TINY, random_tensors
-from paceline.tokenizer import Tokenizer
+from paceline.text.gguf_tokenizer import frame
+from paceline.text.tokenizer import Tokenizer
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.engine.detokenizer import Chunk, Logprobs
+    from paceline.engine.results import Batch, Completion, Stream
+    from paceline.engine.stats import Stats
     from paceline.errors import PacelineError
-    from paceline.grammar import Grammar
     from paceline.llm import LLM, load
     from paceline.protocols import Ask, Drafter
-    from paceline.rejection import acceptance_step, residual
-    from paceline.reply import Batch, Completion, Stream
-    from paceline.sampling import Sampling
+    from paceline.sampling.grammar import Grammar
+    from paceline.sampling.parameters import Sampling
     from paceline.session import Session, Snapshot
-    from paceline.stats import Stats
-    from paceline.stream import Chunk, Logprobs
     from paceline.types import Draft, Tree, Verdict
+    from paceline.verify.rejection import acceptance_step, residual
 
 _HOME = {
     "LLM": "llm",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.reply import Completion
+    from paceline.engine.results import Completion
 
 
 _LONGEST = 1000

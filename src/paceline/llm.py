@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from torch import Tensor
 
-from paceline.accept import promise
-from paceline.drafters.make import check_specs, open_drafter, spec_name, to_tree
-from paceline.drafting import Speculation
-from paceline.engine import Engine, Request
+from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.loader import Device, DType, Loaded, load_model, wrap
+from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
+from paceline.engine.detokenizer import Chunk, TextStream
+from paceline.engine.draft_policy import Speculation
+from paceline.engine.engine import Engine, Request
+from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.results import Batch, Completion, Job, Stream
+from paceline.engine.stats import Exact, Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.decoder import Decoder
-from paceline.models.head_files import open_head
-from paceline.models.loader import Device, DType, Loaded, load_model, wrap
-from paceline.native.choice import runner_of, warn_of
-from paceline.prompt_logprobs import PromptLogprobs
+from paceline.models.runner_choice import runner_of, warn_of
 from paceline.protocols import Drafter
-from paceline.quantize import Mode, check_mode
-from paceline.reply import Batch, Completion, Job, Stream
-from paceline.sampling import Sampling, Vocabulary, recommended
-from paceline.sandbox import SANDBOX
+from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
-from paceline.stats import Exact, Stats
-from paceline.stream import Chunk, TextStream
+from paceline.text.sandbox import SANDBOX
 from paceline.types import Tree
+from paceline.verify.rules import promise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from paceline.tokenizer import Tokenizer
+    from paceline.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """One chat message: {"role": ..., "content": ...}."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.sampler import Sampler
+from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.closing import Closing
+from paceline.engine.closing import Closing
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import KVCache
-from paceline.tree import CHUNK, check, depths, pack, pack_prefix
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
+from paceline.verify.tree import CHUNK, check, depths, pack, pack_prefix
 
 if TYPE_CHECKING:
     from paceline.llm import LLM, Prompt

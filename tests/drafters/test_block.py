@@ -11,22 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache import SlabCache
+from paceline.cache.slab import SlabCache
 from paceline.drafters.block import Block
 from paceline.drafters.independent import independent
-from paceline.engine import Engine, Request
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine, Request
+from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.config import LayerConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig
 from paceline.protocols import Ask
-from paceline.sampling import Sampling
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY_BLOCK, block_tensors, check_drafter, run, run_together, tiny_target
-from paceline.tree import CHUNK, depths, pack_prefix, shape
 from paceline.types import Tap, Tree, Verdict, Want
+from paceline.verify.tree import CHUNK, depths, pack_prefix, shape
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -155,7 +155,7 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
 
 
 def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.heard.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
     drafter = block(target=tiny_target(context_length=2048))
     drafter.admit(0, [3])
     states = {tap: torch.ones(3, TOY.config.hidden, dtype=TOY.dtype) for tap in drafter.taps}
@@ -168,7 +168,7 @@ def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: p
 
 def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
-    monkeypatch.setattr("paceline.drafters.heard.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
     target = tiny_target(context_length=2048)
     tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
     drafter = Watched(WINDOWED, tensors, target)

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.checkpoints.loader import Loaded
 from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
-from paceline.drafters.make import make_drafter
+from paceline.drafters.factory import make_drafter
 from paceline.drafters.model import DraftModel
-from paceline.drafters.words import SAMPLE, Words
-from paceline.engine import Engine
+from paceline.drafters.vocab_map import SAMPLE, Words
+from paceline.engine.engine import Engine
 from paceline.errors import TokenizerMismatch
 from paceline.llm import LLM
-from paceline.models.loader import Loaded
 from paceline.protocols import Ask, Drafter
-from paceline.sampler import LogitsProcessor, Prefix
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import LogitsProcessor, Prefix
 from paceline.testing import check_drafter, run, run_together
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 from paceline.types import Draft, Tree, Verdict
 from tests.conftest import packaged_model
-from tests.test_gguf_tokenizers import ORIGINALS, original
+from tests.text.test_gguf_tokenizers import ORIGINALS, original
 from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
 WAYS: dict[str, Callable[[Words], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}

@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.controller import Controller
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.engine import Engine, Request
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.draft_length import Controller
+from paceline.engine.engine import Engine, Request
+from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
 from paceline.protocols import Ask, Host
-from paceline.sampler import Ranked
-from paceline.sampling import Sampling
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
-from paceline.tree import CHUNK
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import CHUNK
 from tests.eagle_reference import Reference
 
 TOY = tiny_target()
@@ -138,7 +138,7 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
 
 
 def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.heard.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
     drafter = make(CONFIGS["eagle-3"], LONG)
     drafter.admit(0, [1] * 1500)
     row = torch.zeros(1, 32, dtype=torch.float64)

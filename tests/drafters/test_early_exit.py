@@ -13,19 +13,19 @@ from torch import Tensor
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
-from paceline.engine import Engine
+from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
+from paceline.kernels.linear import fast_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer
 from paceline.protocols import Ask, KVCache
-from paceline.runner import fast_bfloat16
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
-from paceline.tree import CHUNK, MIN_ROWS, depths, pack, pack_prefix
 from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
-from tests import test_families as families
-from tests.test_tree import path_to
+from paceline.verify.tree import CHUNK, MIN_ROWS, depths, pack, pack_prefix
+from tests.models import test_families as families
+from tests.verify.test_tree import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4

@@ -12,11 +12,11 @@ from paceline.drafters.growth import ROOT, Chosen, Growth, pack_level
 from paceline.drafters.model import SHARED, DraftModel
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, KVCache
-from paceline.sampler import Prefix, Ranked
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix, Ranked
 from paceline.testing import TINY, random_tensors
-from paceline.tree import MIN_ROWS
 from paceline.types import Draft, Forward, Rows, Tree, Verdict, Want
+from paceline.verify.tree import MIN_ROWS
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARED + 20)], [7, 7, 8], [4] * SHARED]

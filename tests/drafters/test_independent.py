@@ -12,12 +12,12 @@ import torch
 
 from paceline.drafters.independent import fixed, independent
 from paceline.protocols import Ask, Drafter
-from paceline.sampler import Prefix
-from paceline.sampling import Sampling
-from paceline.tree import check, depths
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import check, depths
 from tests.bigram import Bigram
-from tests.test_rules import CHAIN, TREE, chi_square
+from tests.verify.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.medusa import Medusa
-from paceline.engine import Engine
+from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import Ask
-from paceline.sampler import Prefix
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.testing import (
     TINY_MEDUSA,
     ToyTarget,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.drafters.ngram import NGram
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
-from paceline.sampler import Sampler
+from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, Tree, Verdict
 
 

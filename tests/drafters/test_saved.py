@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from paceline.drafters.around import Around
 from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
@@ -17,14 +16,15 @@ from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.words import Words
+from paceline.drafters.vocab_map import Words
+from paceline.drafters.wrapper import Around
+from paceline.engine.prefix_cache import PrefixCache
 from paceline.models.heads import HeadConfig
-from paceline.prefix import PrefixCache
 from paceline.protocols import Ask, Drafter, KVCache
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
-from paceline.tree import CHUNK
 from paceline.types import Draft, Forward, Rows, Tree, Want
+from paceline.verify.tree import CHUNK
 from tests import random_heads as heads
 from tests.cached_engine import CachedEngine, begun
 from tests.toys import toy_foreigner, toy_model

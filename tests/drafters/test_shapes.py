@@ -10,10 +10,10 @@ import pytest
 
 from paceline.drafters.model import DraftModel
 from paceline.drafters.shapes import Accuracy, Measured, Shape, best
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import run, tiny_target
-from paceline.tree import Place, from_paths
 from paceline.types import Draft, Tree, Verdict
+from paceline.verify.tree import Place, from_paths
 
 DEPTH, BRANCH = 3, 2
 EVERY: list[Place] = [p for d in range(1, DEPTH + 1) for p in itertools.product(range(BRANCH), repeat=d)]

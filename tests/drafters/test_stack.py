@@ -11,7 +11,7 @@ from paceline.drafters.stack import Stack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
-from paceline.sampler import Sampler
+from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, Tap, Tree, Verdict
 
 BUDGET = Tree.chain(3)

@@ -15,9 +15,9 @@ from paceline.drafters.automaton import SuffixAutomaton
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
-from paceline.sampler import Sampler
-from paceline.tree import check, depths
+from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, Tree, Verdict
+from paceline.verify.tree import check, depths
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 BUDGETS = st.builds(Tree, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 
 from paceline.drafters.transcript import Respelled, Transcript, continuation
-from paceline.drafters.words import SAMPLE, Words
-from paceline.tokenizer import Tokenizer
-from tests.test_tokenizer import AWKWARD
+from paceline.drafters.vocab_map import SAMPLE, Words
+from paceline.text.tokenizer import Tokenizer
+from tests.text.test_tokenizer import AWKWARD
 from tests.vocabularies import KINDS, framed, speaker, tokenizer
 
 BYTES = ["byte-level", "byte-level, small", "sentencepiece, no space before"]

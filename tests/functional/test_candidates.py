@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cache.layout import ancestors
 from paceline.errors import InvalidOption
 from paceline.functional import CandidateTree, TreeConfig, attention_bias, inputs, mask, paths, positions, topk
-from paceline.layout import ancestors
-from paceline.tree import depths, pack
 from paceline.types import Draft
+from paceline.verify.tree import depths, pack
 from tests.functional.batches import batches, drafts_of, padded, tree_of
-from tests.test_tree import path_to
+from tests.verify.test_tree import path_to
 
 SMALL = tree_of([Draft((1, 2, 3), (0, 0, 1)), Draft((5,), (0,))])
 

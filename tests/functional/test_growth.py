@@ -22,8 +22,8 @@ from paceline.functional import (
     paths,
     sample,
 )
-from paceline.tree import check, depths, from_paths
 from paceline.types import Draft
+from paceline.verify.tree import check, depths, from_paths
 from tests.functional.batches import chi_square, drafts_of
 
 CONFIGS = st.builds(

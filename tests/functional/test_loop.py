@@ -25,7 +25,7 @@ from paceline.functional import (
     verify_rejection,
     verify_sampling,
 )
-from paceline.noise import Noise
+from paceline.sampling.noise import Noise
 
 VOCAB, WIDTH, LAYERS, ROOM, NEW = 11, 16, 2, 64, 24
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3])

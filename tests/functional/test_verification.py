@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.accept import match
 from paceline.errors import InvalidOption
 from paceline.functional import (
     Accepted,
@@ -22,9 +21,10 @@ from paceline.functional import (
     verify_sampling,
 )
 from paceline.functional.draws import draw
-from paceline.noise import Noise
-from paceline.sampler import Sampler
+from paceline.sampling.noise import Noise
+from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, Verdict
+from paceline.verify.rules import match
 from tests.functional.batches import batches, chi_square, padded, tree_of
 
 

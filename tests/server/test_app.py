@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
-from paceline.drafting import shown_name
+from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from paceline.grammar import Grammar
+from paceline.sampling.grammar import Grammar
 from paceline.server.calls import Call, ForcedReader
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family
 from tests.grammars import allowed, matcher

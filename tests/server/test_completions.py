@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from paceline.drafters.suffix import Suffix
+from paceline.engine.prefix_cache import PrefixCache
 from paceline.llm import LLM
-from paceline.prefix import PrefixCache
-from paceline.sampling import Sampling
-from paceline.sandbox import ABANDONED, Unfinished
+from paceline.sampling.parameters import Sampling
 from paceline.server.completions import plan
+from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
-from paceline.server.trials import Trials
-from paceline.server.words import Words
+from paceline.server.token_text import Words
+from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.server.running import Serving, serving
 from tests.vocabularies import framed, speaker, tokenizer
 

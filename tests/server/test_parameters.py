@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.llm import LLM
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
 from tests.vocabularies import byte_level

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from paceline.grammar_cache import live_bytes
 from paceline.llm import LLM
-from paceline.server import bodies, trials
+from paceline.sampling.grammar_cache import live_bytes
+from paceline.server import bodies
+from paceline.server import grammar_trials as trials
 from paceline.server.errors import ApiError
 from paceline.server.planning import Planning
 from paceline.server.schema import CompletionRequest, TokenizeRequest

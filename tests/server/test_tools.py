@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from paceline.chat_template import check_messages, render
+from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
 from paceline.server.calls import Call, Reader
 from paceline.server.chat import Choice
 from paceline.server.running import Round
+from paceline.server.token_text import Words
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family, family, knows_tools, with_tools
-from paceline.server.words import Words
-from paceline.stream import Chunk
+from paceline.text.chat_template import check_messages, render
 from tests.toys import toy_tokenizer
 
 NAMES = ("get_weather", "add")
@@ -254,7 +254,7 @@ def test_messages_that_are_none(message: Any) -> None:
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_grammar_of_a_forced_call_is_one(form: Family, marker: int | None, count: int) -> None:
-    from paceline.grammar import Grammar
+    from paceline.sampling.grammar import Grammar
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = form.grammar([("add", schema), ("get_weather", None)][:count], marker)

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from paceline.drafters.around import Around
 from paceline.drafters.suffix import Suffix
-from paceline.drafting import OFF, Speculation
-from paceline.engine import Engine, Request
+from paceline.drafters.wrapper import Around
+from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.engine import Engine, Request
+from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
 from paceline.protocols import Ask
-from paceline.sampling import Sampling
-from paceline.scheduler import Scheduler
+from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
 from paceline.server.memory import give_back
 from paceline.server.worker import Busy, Closing, Job, Reply, Seats, Worker

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidData, InvalidOption
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.train.answers import Answer, Plan, parse_answer, seed_of
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts

@@ -2,16 +2,16 @@ import pytest
 import torch
 
 from paceline.drafters.eagle import Eagle
-from paceline.engine import Engine
+from paceline.engine.engine import Engine
 from paceline.models.eagle import EagleNetwork
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.documents import Document
 from paceline.train.eagle3 import default_taps
 from paceline.train.loop import Plan, Trainer
 from paceline.train.states import States
-from paceline.tree import pack, pack_prefix
 from paceline.types import Draft, Tree
+from paceline.verify.tree import pack, pack_prefix
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.checkpoints.loader import Loaded
 from paceline.errors import InvalidData, InvalidOption, UnsupportedModel
 from paceline.llm import LLM
-from paceline.models.loader import Loaded
 from paceline.testing import tiny_target
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import seed_of
-from paceline.train.lines import Journal, Lines
-from paceline.train.own import SHORTEST, Turn, write_prompts
+from paceline.train.jsonl import Journal, Lines
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts, is_held
+from paceline.train.self_prompts import SHORTEST, Turn, write_prompts
 from tests.conftest import SHARED, packaged_model
 from tests.toys import toy_llm, toy_tokenizer
 from tests.train.data import some_prompts, write_rows
@@ -140,8 +140,8 @@ def test_no_prompt_to_train_on_is_a_question_of_the_benchmark(shared_prompts: Pa
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy's own turns are long, and one of 24 tokens will do."""
-    monkeypatch.setattr("paceline.train.own.LONGEST", 24)
-    monkeypatch.setattr("paceline.train.own.TRIES", 12)
+    monkeypatch.setattr("paceline.train.self_prompts.LONGEST", 24)
+    monkeypatch.setattr("paceline.train.self_prompts.TRIES", 12)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -232,7 +232,7 @@ def test_a_template_that_does_not_frame_the_user_is_no_source_of_prompts(templat
 def test_a_model_that_never_ends_its_turn_is_given_up(
     short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.train.own.OPENINGS", ("a",))
+    monkeypatch.setattr("paceline.train.self_prompts.OPENINGS", ("a",))
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
     with pytest.raises(UnsupportedModel, match="0 can be used"):

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.drafters.make import make_drafter
+from paceline.checkpoints.head_files import open_head
+from paceline.drafters.factory import make_drafter
 from paceline.errors import CannotWrite, InvalidOption, ModelNotFound
 from paceline.llm import LLM
-from paceline.models.head_files import open_head
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.train import answers, loop, run
 from paceline.train.run import Listener, Order, train
 from tests.toys import toy_llm
@@ -91,7 +91,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("paceline.models.head_write.save_file", full)
+        patched.setattr("paceline.checkpoints.head_write.save_file", full)
         with pytest.raises(CannotWrite, match="No space left"):
             train(llm, order)
     steps: list[loop.Report] = []

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.train.states import SHARD, Batch, States
-from paceline.tree import pack_prefix
 from paceline.types import Forward, Rows, Want
+from paceline.verify.tree import pack_prefix
 from tests.train.toys import TAPS, TARGET, documents, selection
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import paceline.llm
-from paceline.models.head_files import open_head
+from paceline.checkpoints.head_files import open_head
 from paceline.train.prompts import Prompts, is_held
-from tests.test_cli import failure, run
+from tests.cli.test_cli import failure, run
 from tests.toys import toy_llm
 
 

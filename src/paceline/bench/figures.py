@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline.bench.measure import Sample
-from paceline.stats import Stats
+from paceline.engine.stats import Stats
 
 
 def median(values: Iterable[float]) -> float:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.questions import Question
+from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
-from paceline.stats import Stats
 
 
 class Lost(PacelineError):

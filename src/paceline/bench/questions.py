@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import InvalidData, InvalidOption
-from paceline.prompt_rows import parse_object, parse_row
-from paceline.tokenizer import Tokenizer
+from paceline.text.prompt_rows import parse_object, parse_row
+from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

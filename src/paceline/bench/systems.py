@@ -11,12 +11,12 @@ from typing import cast
 from paceline.bench.child import Child
 from paceline.bench.measure import Reply, Write
 from paceline.bench.peers import PEERS, Ask
-from paceline.drafters.make import AUTO, check_spec, open_drafter
+from paceline.drafters.factory import AUTO, check_spec, open_drafter
 from paceline.errors import InvalidOption
+from paceline.kernels.quantize import Mode, check_mode
 from paceline.llm import LLM
-from paceline.quantize import Mode, check_mode
-from paceline.sampler import RuleName
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import RuleName
 from paceline.types import Tree
 
 OURS = "paceline"

@@ -15,7 +15,7 @@ from paceline.cli.chat import chat
 from paceline.cli.compile import compile_kernels
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
-from paceline.cli.failures import Guarded
+from paceline.cli.errors import Guarded
 from paceline.cli.generate import generate
 from paceline.cli.groups import with_options
 from paceline.cli.info import info

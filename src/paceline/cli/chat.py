@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from paceline.cli.failures import complain
+from paceline.cli.errors import complain
 from paceline.cli.options import LoadOptions, NamedModel, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.show import Display, in_colour, summary
 from paceline.errors import PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from paceline.engine.results import Completion
     from paceline.llm import LLM
-    from paceline.reply import Completion
-    from paceline.sampling import Sampling
+    from paceline.sampling.parameters import Sampling
 
 _FENCE = '"""'
 

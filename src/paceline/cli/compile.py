@@ -14,7 +14,7 @@ def compile_kernels(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line.")] = False,
 ) -> None:
     """Compile the CPU runner for this machine, or say why that cannot be. Otherwise the first model loaded does it."""
-    from paceline.native.build import built_for, compiled, library_path, loaded
+    from paceline.kernels.cpu.build import built_for, compiled, library_path, loaded
 
     begin, there = time.perf_counter(), library_path().is_file()
     path = compiled()

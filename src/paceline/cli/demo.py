@@ -15,10 +15,10 @@ from paceline.cli.show import Display, decode_speed, in_colour, percent, speed
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from paceline.engine.results import Completion
+    from paceline.engine.stats import Stats
     from paceline.llm import LLM
-    from paceline.reply import Completion
-    from paceline.sampling import Sampling
-    from paceline.stats import Stats
+    from paceline.sampling.parameters import Sampling
 
 PROMPT = """\
 Correct the grammar of this text.

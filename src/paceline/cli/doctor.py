@@ -55,10 +55,10 @@ def doctor(
     """
     from rich.console import Console
 
-    from paceline.doctor.run import choose_drafters, examine
-    from paceline.drafters.make import check_spec
+    from paceline.bench.doctor.run import choose_drafters, examine
+    from paceline.drafters.factory import check_spec
+    from paceline.kernels.quantize import check_mode
     from paceline.llm import load
-    from paceline.quantize import check_mode
 
     check_spec(drafter)
     check_mode(draft_quantize, "draft_quantize")

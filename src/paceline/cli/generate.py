@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from paceline.cli.jobs import Job, write_one_by_one, write_together
 from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
+from paceline.cli.writing import Job, write_one_by_one, write_together
 from paceline.errors import InvalidOption, ModelNotFound
-from paceline.prompt_rows import Row
+from paceline.text.prompt_rows import Row
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -27,9 +27,9 @@ from paceline.cli.show import amount, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.models.checkpoint import Checkpoint
+    from paceline.checkpoints.checkpoint import Checkpoint
+    from paceline.checkpoints.gguf_file import GGUFFile
     from paceline.models.config import ModelConfig, RopeConfig
-    from paceline.models.gguf_file import GGUFFile
 
 
 def info(
@@ -52,11 +52,11 @@ def info(
 
 
 def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
-    from paceline.models.checkpoint import eos_token_ids, open_checkpoint
-    from paceline.models.files import resolve
-    from paceline.models.gguf_file import read_gguf
-    from paceline.models.head_files import holds_head
-    from paceline.models.loader import native
+    from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
+    from paceline.checkpoints.gguf_file import read_gguf
+    from paceline.checkpoints.head_files import holds_head
+    from paceline.checkpoints.loader import native
+    from paceline.files.locate import resolve
 
     path = resolve(model, revision=revision, token=token, quiet=not progress_wanted(False), allow_pickle=allow_pickle)
     if path.is_dir() and holds_head(path):
@@ -110,8 +110,8 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 def _runner(config: ModelConfig) -> str:
     """The runner of the layers with default options, and how to get a faster one."""
-    from paceline.models.loader import pick_device, pick_dtype
-    from paceline.native.choice import runner_of
+    from paceline.checkpoints.loader import pick_device, pick_dtype
+    from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
     runner = runner_of(config, device, pick_dtype("auto", device))
@@ -146,7 +146,7 @@ def _gguf_tensors(header: GGUFFile) -> tuple[str, Tensors]:
 
 def _own_codes(header: GGUFFile | None) -> dict[str, float]:
     """What `--quantize` packs as it stands: bits -> the share of the file's matrices that they hold."""
-    from paceline.models.gguf_codes import BITS
+    from paceline.checkpoints.gguf_codes import BITS
 
     matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
     sizes = [(BITS.get(x.kind), math.prod(x.shape)) for x in matrices]
@@ -182,7 +182,7 @@ def _table(lines: list[tuple[str, str]]) -> Table:
 
 
 def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
-    from paceline.drafters.make import AUTO
+    from paceline.drafters.factory import AUTO
 
     shares = ", ".join(f"{kind} {percent(size / f['parameters'])}" for kind, size in f["dtypes"].items())
     name = f["architecture"] if f["architecture"] == f["family"] else f"{f['architecture']} ({f['family']})"
@@ -208,7 +208,7 @@ def _vocabulary_line(f: dict[str, Any]) -> str:
 
 
 def _sampling_line(generation: dict[str, Any]) -> str:
-    from paceline.sampling import recommended
+    from paceline.sampling.parameters import recommended
 
     found = ", ".join(f"{name} {value}" for name, value in recommended(generation).items())
     return f"{found} (recommended by the model)" if found else "greedy (the model recommends nothing)"

@@ -24,7 +24,7 @@ _COVERAGE = "coverage"
 
 def head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """What the head in this folder is and expects. Raises `PacelineError`."""
-    from paceline.models.head_files import open_head
+    from paceline.checkpoints.head_files import open_head
     from paceline.models.heads import kind_of
 
     head = open_head(path, allow_pickle=allow_pickle)

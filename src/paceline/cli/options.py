@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from paceline.cli.forms import parse_grammar
+from paceline.cli.grammar_options import parse_grammar
 from paceline.cli.show import idle_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.sampling import Sampling
+    from paceline.sampling.parameters import Sampling
     from paceline.types import Tree
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
@@ -379,7 +379,7 @@ class SamplingOptions:
 
     def check(self, **defaults: Any) -> None:
         """Raises `InvalidOption` for what no model could make possible."""
-        from paceline.sampling import Sampling
+        from paceline.sampling.parameters import Sampling
 
         Sampling(**(defaults | self.changes()))
 

@@ -14,8 +14,8 @@ from paceline.errors import InvalidPrompt
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from paceline.bench.perplexity import Scored, Window
     from paceline.llm import LLM
-    from paceline.perplexity import Scored, Window
 
 _MODES = ("int8", "int4")
 
@@ -37,7 +37,7 @@ def perplexity(
     quiet: Quiet = False,
 ) -> None:
     """Measure what --quantize costs on a text: the perplexity, and how often the likeliest token stays the same."""
-    from paceline.quantize import check_mode
+    from paceline.kernels.quantize import check_mode
 
     modes = [None, *dict.fromkeys(quantize or _MODES)]
     for mode in modes:
@@ -72,7 +72,7 @@ def _measured(
     """What the weights are called, held so, and how the model then predicts the text. It is dropped again."""
     from rich.console import Console
 
-    from paceline.perplexity import score
+    from paceline.bench.perplexity import score
 
     llm = model.open(progress=shown, drafter=None, quantize=mode)
     pieces = _windows(llm, text, tokens, size)
@@ -82,7 +82,7 @@ def _measured(
 
 def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Window]:
     """A model that is used to a beginning-of-text token gets one in front of every window."""
-    from paceline.perplexity import windows
+    from paceline.bench.perplexity import windows
 
     plain = llm.tokenizer.encode(text, special=False)
     marked = llm.tokenizer.encode(text)

@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli.options import note
 from paceline.errors import InvalidPrompt
-from paceline.prompt_rows import Row, parse_row, text_of
+from paceline.text.prompt_rows import Row, parse_row, text_of
 
 STDIN = "-"
 _PATIENCE = 2.0

@@ -178,8 +178,8 @@ def serve(
     model = model.named(argument)
     _check_installed()
     _log(quiet)
-    from paceline.drafters.make import spec_name
-    from paceline.drafting import Speculation
+    from paceline.drafters.factory import spec_name
+    from paceline.engine.draft_policy import Speculation
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
     from paceline.server.listen import check_address, run

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from paceline.reply import Completion
-    from paceline.sampling import Sampling
-    from paceline.stats import Stats
-    from paceline.stream import Chunk
+    from paceline.engine.detokenizer import Chunk
+    from paceline.engine.results import Completion
+    from paceline.engine.stats import Stats
+    from paceline.sampling.parameters import Sampling
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -109,7 +109,7 @@ def cut_at(reply: Completion, sampling: Sampling) -> str:
 
 def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
     """What applies: first what was given on the command line, then what the model adds."""
-    from paceline.sampling import RECOMMENDED, Sampling
+    from paceline.sampling.parameters import RECOMMENDED, Sampling
 
     plain = Sampling()
     values = {name: getattr(sampling, name) for name in RECOMMENDED}

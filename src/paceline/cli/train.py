@@ -141,7 +141,7 @@ def train(
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     order = options.order(target, kind, out)
-    from paceline.cli.bars import Bars
+    from paceline.cli.progress import Bars
     from paceline.llm import load
     from paceline.train import run
 

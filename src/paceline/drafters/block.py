@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.drafters.heard import Heard, SavedStates, save_states
 from paceline.drafters.independent import independent
+from paceline.drafters.pending_states import Heard, SavedStates, save_states
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
 from paceline.protocols import Ask, Drafter, Host
-from paceline.tree import CHUNK
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import CHUNK
 
 
 @dataclass(slots=True)

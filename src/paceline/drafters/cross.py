@@ -11,16 +11,16 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.loader import Loaded
 from paceline.drafters.growth import Growth
 from paceline.drafters.model import DraftModel, SavedText
 from paceline.drafters.transcript import Reader, Respelled, Transcript, continuation
-from paceline.drafters.words import Words
+from paceline.drafters.vocab_map import Words
 from paceline.errors import TokenizerMismatch
-from paceline.models.loader import Loaded
 from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.sampler import Ranked, Sampler
-from paceline.tree import from_paths
+from paceline.sampling.sampler import Ranked, Sampler
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
+from paceline.verify.tree import from_paths
 
 SHARED = 0.85
 """From this share of the target's tokens on, drafting the shared ones accepts as much as drafting text when greedy, and

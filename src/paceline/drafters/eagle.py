@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
-from paceline.drafters.heard import Heard, SavedStates, save_states
 from paceline.drafters.model import SHARED
+from paceline.drafters.pending_states import Heard, SavedStates, save_states
+from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import Ask, Host
-from paceline.runner import free_rows
-from paceline.sampler import Ranked
-from paceline.tree import CHUNK, pack, pack_prefix
+from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, Rows, Tap, Tree, Verdict
+from paceline.verify.tree import CHUNK, pack, pack_prefix
 
 
 @dataclass(slots=True)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.kernels.linear import Linear
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import RMSNorm
 from paceline.models.weights import Weights
 from paceline.protocols import Ask, KVCache, Target
-from paceline.runner import Linear
-from paceline.sampler import Ranked
-from paceline.tree import pack
+from paceline.sampling.sampler import Ranked
 from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
+from paceline.verify.tree import pack
 
 
 class EarlyExit(Growing):

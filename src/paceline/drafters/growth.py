@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layout import NONE
+from paceline.cache.layout import NONE
 from paceline.protocols import Ask, Drafter
-from paceline.sampler import Ranked
-from paceline.tree import MIN_ROWS, shape
+from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, Rows, Tree
+from paceline.verify.tree import MIN_ROWS, shape
 
 ROOT = -1
 """The parent of a node that continues the pending token."""

@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from paceline.sampler import Ranked, Sampler, Subset
-from paceline.tree import Place, close, places
+from paceline.sampling.sampler import Ranked, Sampler, Subset
 from paceline.types import Draft, Tree
+from paceline.verify.tree import Place, close, places
 
 
 def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset | None = None) -> Draft:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.independent import Shape, fixed, rank
+from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import Ask, Drafter, Host
-from paceline.runner import free_rows
-from paceline.tree import places
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import places
 
 _WHOLE = Tree(512, 512, 1 << 20)
 """A budget that cuts nothing."""

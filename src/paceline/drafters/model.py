@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from paceline.drafters.growth import Growing, Growth, pack_level
 from paceline.protocols import Ask, Saved, Target
-from paceline.sampler import Ranked
-from paceline.tree import CHUNK, pack, pack_prefix
+from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, Tap, Tree, Verdict, Want
+from paceline.verify.tree import CHUNK, pack, pack_prefix
 
 SHARED = 32
 """Requests catch up in one pass while none has more tokens to feed than this; more go ahead in chunks of their own,

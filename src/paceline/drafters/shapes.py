@@ -17,10 +17,10 @@ from itertools import zip_longest
 import numpy as np
 from torch import Tensor
 
-from paceline.drafters.around import Around
+from paceline.drafters.wrapper import Around
 from paceline.protocols import Ask, Drafter
-from paceline.tree import Place
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import Place
 
 Chance = Callable[[Place], float]
 """The probability that a place holds the target's token, given that the place above it does."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from paceline.drafters.automaton import SuffixAutomaton
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
-from paceline.tree import MIN_ROWS
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import MIN_ROWS
 
 # Measured by replaying 438 recorded answers (LOG.md); the estimate of speed is flat around all of them.
 _DOUBT = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from paceline.drafters.words import Words
+from paceline.drafters.vocab_map import Words
 
 _OPEN, _KEPT, _BEFORE = 400, 80, 80
 """Characters: so many may be encoded again with every round, at least so many after the text has been cut, and so many

@@ -12,7 +12,7 @@ from paceline.functional.candidates import CandidateTree, TreeConfig, require, t
 from paceline.functional.draws import gumbel_like, log_softmax, temperatures
 from paceline.functional.levels import Head, Step, clean, grow_levels
 from paceline.functional.nodes import Nodes
-from paceline.tree import depths, from_paths
+from paceline.verify.tree import depths, from_paths
 
 
 def grow(step: Step, root: Tensor, config: TreeConfig, head: Head | None = None) -> CandidateTree:

@@ -64,7 +64,7 @@ def verify_sampling(
 
     logits: [B, T, V]; cut tokens (top-k, top-p) by setting them to -inf. temperature: a number or [B], 0 for greedy.
     noise: standard Gumbel [B, D + 1, V], [:, d] for the token d + 1 after the pending one; with noise that belongs to
-    the place in the text (`paceline.noise`) the text is that of plain decoding with it. Without: drawn with
+    the place in the text (`paceline.sampling.noise`) the text is that of plain decoding with it. Without: drawn with
     `generator`. Raises `InvalidOption`.
     """
     logits = _checked(tree, logits)

@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.attention import LayerAttention, SlabPass
-from paceline.cache import SlabCache
-from paceline.layout import NONE
+from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.layout import NONE
+from paceline.cache.slab import SlabCache
 from paceline.models.decoder import make_layer, make_norm, norm_weight
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cache import ring
+from paceline.cache.slab import ring
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.attention import LayerAttention, SlabPass
-from paceline.cache import SlabCache
+from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.slab import SlabCache
+from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
 from paceline.models.moe import Mixture
 from paceline.models.rope import Rope, Rotary, by_prompt
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
-from paceline.native.matrix import NativeLinear
 from paceline.protocols import KVCache
-from paceline.runner import linear
 from paceline.types import Forward, Rows, Want
 
 Progress = Callable[[int, int], None]

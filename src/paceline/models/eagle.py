@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.attention import LayerAttention
-from paceline.cache import SlabCache
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
+from paceline.kernels.linear import Activation
 from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
@@ -26,7 +27,6 @@ from paceline.models.rope import Rope, Rotary, by_prompt
 from paceline.models.stack import stack
 from paceline.models.weights import Weights
 from paceline.protocols import Host
-from paceline.runner import Activation
 from paceline.types import Rows
 
 _LAYER = "layers.0."

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
+from paceline.kernels.linear import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
-from paceline.models.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
-from paceline.runner import ACTIVATIONS
 
 Raw = Mapping[str, Any]
 

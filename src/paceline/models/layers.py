@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.norm import NativeNorm
+from paceline.kernels.linear import Activation, Linear
 from paceline.models.rope import Rope, rotate
-from paceline.native.build import library
-from paceline.native.norm import NativeNorm
 from paceline.protocols import Pass
-from paceline.runner import Activation, Linear
 
 
 class RMSNorm:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.kernels.linear import linear
 from paceline.models.heads import MedusaConfig
 from paceline.models.weights import Weights
 from paceline.protocols import Ends, Target
-from paceline.runner import linear
 
 Block = tuple[Tensor, Tensor]
 """One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]."""

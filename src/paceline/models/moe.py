@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.linear import Linear
 from paceline.models.layers import Dense
-from paceline.runner import Linear
-from paceline.tree import MIN_ROWS
+from paceline.verify.tree import MIN_ROWS
 
 
 class Mixture:

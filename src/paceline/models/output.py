@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel
+from paceline.kernels.linear import Activation, linear
+from paceline.kernels.quantize import Codes
 from paceline.models.weights import Weights
 from paceline.protocols import Host
-from paceline.quantize import Codes
-from paceline.runner import Activation, linear
-from paceline.sampler import Subset
+from paceline.sampling.sampler import Subset
 
 _HEAD = "lm_head.weight"
 

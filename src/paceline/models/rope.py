@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import CORRECT, NULL, OBJECT, ROPE, check, check_value
 from paceline.models.config import RopeConfig
-from paceline.models.schema import CORRECT, NULL, OBJECT, ROPE, check, check_value
 
 Rope = tuple[Tensor, Tensor] | None
 """Of a pass: cosines and signed sines (see `Rotary`), or None where positions are not encoded."""

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.attention import LayerAttention, SlabPass
+from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.models.cpu_layers import NativeStack, runs
 from paceline.models.layers import Layer
 from paceline.models.rope import Rope
-from paceline.native.layers import NativeStack, runs
 from paceline.types import Tap
 
 

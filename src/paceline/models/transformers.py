@@ -18,14 +18,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
+from paceline.cache.layout import NONE, ancestors, depths
 from paceline.errors import InvalidOption, UnsupportedModel, is_out_of_memory
-from paceline.layout import NONE, ancestors, depths
 from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verifies
 from paceline.protocols import KVCache
-from paceline.tree import MIN_ROWS
 from paceline.types import Forward, Rows, Tap, Want
+from paceline.verify.tree import MIN_ROWS
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What configs call the context length."""

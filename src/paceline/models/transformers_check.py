@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.tree import beside, pack, pack_prefix
 from paceline.types import Draft, Want
+from paceline.verify.tree import beside, pack, pack_prefix
 
 if TYPE_CHECKING:
     from paceline.models.transformers import CausalLM

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.lazy import Quantised, own_codes
 from paceline.errors import CorruptModel, InvalidOption
-from paceline.models.lazy import Quantised, own_codes
-from paceline.quantize import Codes, quantize, stack
-from paceline.runner import Activation, Linear, gated, linear
+from paceline.kernels.linear import Activation, Linear, gated, linear
+from paceline.kernels.quantize import Codes, quantize, stack
 
 _HEAD_BITS = 8
 """An output head has at least so many: it costs one product of many, and decides every token."""

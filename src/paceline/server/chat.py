@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.chat_template import check_messages
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
 from paceline.server.calls import Call, ForcedReader, Piece, Reader
 from paceline.server.errors import bad_request
+from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
 from paceline.server.running import Plan, Round
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.token_text import Words
 from paceline.server.tools import Family
-from paceline.server.trials import Trials
-from paceline.server.words import Words
 from paceline.server.worker import Busy
+from paceline.text.chat_template import check_messages
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 

@@ -8,19 +8,19 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from paceline.engine.detokenizer import Chunk, Detokenizer
+from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.prompt_logprobs import PromptLogprobs
-from paceline.sandbox import ABANDONED, Unfinished
 from paceline.server import options
 from paceline.server.chat import FINISH
 from paceline.server.errors import bad_request
+from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
 from paceline.server.running import Plan, Round
 from paceline.server.schema import CompletionRequest
-from paceline.server.trials import Trials
-from paceline.server.words import Words
-from paceline.stream import Chunk, Detokenizer
+from paceline.server.token_text import Words
+from paceline.text.sandbox import ABANDONED, Unfinished
 
 _LENGTH = 16
 """Tokens of a completion that does not say how many, as in OpenAI's API."""

@@ -6,17 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.drafting import OFF, Speculation
+from paceline.engine.draft_policy import OFF, Speculation
 from paceline.errors import PacelineError
-from paceline.grammar import Grammar
-from paceline.grammar_cache import Kind
 from paceline.llm import LLM
-from paceline.sampling import Sampling
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammar_cache import Kind
+from paceline.sampling.parameters import Sampling
 from paceline.server.errors import ApiError, bad_request
+from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
 from paceline.server.planning import Lane
 from paceline.server.schema import ChatRequest, ObjectFormat, Request, SchemaFormat, SpeculationOptions
-from paceline.server.trials import Trials
 from paceline.server.worker import Busy, Job
 from paceline.types import Tree
 

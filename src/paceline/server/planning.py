@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
-from paceline.sandbox import ABANDONED
+from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
 Lane = Literal["parse", "short", "long", "grammar", "tokens"]

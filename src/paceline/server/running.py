@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.engine.detokenizer import Chunk
 from paceline.server.errors import api_error
 from paceline.server.limits import Gate
 from paceline.server.metrics import Metrics
 from paceline.server.tracing import Tracer
 from paceline.server.worker import Closing, Job, Reply, Worker
-from paceline.stream import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from paceline.server import chat, completions, options, schema
 from paceline.server.bodies import Bodies
 from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.events import DONE, EventStream, dumps, event
+from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.planning import Lane, Planning, client_of
 from paceline.server.running import Plan, Run, unless_gone
+from paceline.server.token_text import Words
 from paceline.server.tracing import Tracer, tracer
-from paceline.server.trials import Trials
-from paceline.server.words import Words
 from paceline.server.worker import Worker
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.grammar_compile import ONE_LINE
+from paceline.sampling.grammar_compile import ONE_LINE
 
 Schema = Mapping[str, Any]
 

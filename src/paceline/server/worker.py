@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from paceline.drafting import Speculation
-from paceline.engine import Request
+from paceline.engine.detokenizer import Chunk
+from paceline.engine.draft_policy import Speculation
+from paceline.engine.engine import Request
+from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.scheduler import Begin, Event, Scheduler, Task
+from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.prompt_logprobs import PromptLogprobs
-from paceline.sampling import Sampling
-from paceline.scheduler import Begin, Event, Scheduler, Task
+from paceline.sampling.parameters import Sampling
 from paceline.server.memory import give_back
-from paceline.stats import Stats
-from paceline.stream import Chunk
 
 _log = logging.getLogger("paceline.serve")
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafters.around import Around
-from paceline.engine import Engine, Request
+from paceline.drafters.wrapper import Around
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine, Request
+from paceline.engine.stats import Stats
 from paceline.protocols import Ask, Drafter, Saved, Target
-from paceline.sampler import Prefix
-from paceline.sampling import Sampling
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.testing.tiny import run, run_together, tiny_target
-from paceline.tree import check, depths
 from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.verify.tree import check, depths
 
 
 class Oracle(Drafter):

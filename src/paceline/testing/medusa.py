@@ -10,8 +10,8 @@ from torch import Tensor
 from paceline.models.heads import MedusaConfig
 from paceline.protocols import Target
 from paceline.testing.tiny import TINY
-from paceline.tree import pack_prefix
 from paceline.types import Want
+from paceline.verify.tree import pack_prefix
 
 TINY_MEDUSA = MedusaConfig(hidden=TINY.hidden, vocab_size=TINY.vocab_size, heads=3, layers=1)
 """For `TINY`, with output heads of their own."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.protocols import KVCache, Target
-from paceline.tree import pack
 from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
+from paceline.verify.tree import pack
 
 SHAPES = (Tree.chain(0), Tree.chain(1), Tree.chain(6), Tree(8, 3, 2))
 BUSHY, SMALL = SHAPES[-1], Tree(3, 2, 2)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.layout import NONE
+from paceline.cache.layout import NONE
 from paceline.protocols import Target
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing.drafters import Oracle
 from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
 from paceline.testing.tiny import run
-from paceline.tree import depths, pack, pack_prefix
 from paceline.types import Draft, Rows, Tap, Tree, Want
+from paceline.verify.tree import depths, pack, pack_prefix
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.engine import Engine, Request
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine, Request
+from paceline.engine.stats import Stats
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Drafter, Target
-from paceline.sampling import Sampling, Vocabulary
-from paceline.stats import Stats
-from paceline.stream import TextStream
+from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.types import FinishReason, Tree
 
 TINY = ModelConfig(

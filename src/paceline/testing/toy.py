@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layout import NONE
+from paceline.cache.layout import NONE
 from paceline.protocols import KVCache, Saved
 from paceline.types import Forward, Rows, Tap, Tree, Want
 

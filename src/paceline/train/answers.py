@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import InvalidOption
-from paceline.prompt_rows import parse_id, parse_object
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
+from paceline.text.prompt_rows import parse_id, parse_object
 
 
 @dataclass(frozen=True, slots=True)

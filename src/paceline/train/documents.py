@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.train.answers import Answer, parse_answer
-from paceline.train.lines import Lines
+from paceline.train.jsonl import Lines
 from paceline.train.prompts import Prompts
 
 MARGIN = 8

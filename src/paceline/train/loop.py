@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, memory_named
-from paceline.train.lines import replace_with
+from paceline.train.jsonl import replace_with
 from paceline.train.optimizer import Optimizer
 from paceline.train.recipe import Guesses, Recipe, walk
 from paceline.train.states import Batch, States

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import InvalidData
-from paceline.prompt_rows import parse_row
-from paceline.train.lines import Lines
+from paceline.text.prompt_rows import parse_row
+from paceline.train.jsonl import Lines
 
 HELD_OUT = 50
 """One prompt in so many is never trained on."""

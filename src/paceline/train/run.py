@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.head_fit import fingerprint, fits
+from paceline.checkpoints.head_write import LAYOUTS, check_folder, write_head
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
-from paceline.models.head_files import open_head
-from paceline.models.head_fit import fingerprint, fits
-from paceline.models.head_write import LAYOUTS, check_folder, write_head
 from paceline.models.heads import HeadFile
 from paceline.train import answers as writing
 from paceline.train import loop
@@ -23,15 +23,15 @@ from paceline.train.card import card
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, Wish, check_taps, native
 from paceline.train.medusa import shares, with_heads
-from paceline.train.own import write_prompts
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
+from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
 from paceline.train.vocabulary import choose, count, coverage
 from paceline.train.writing import write_answers
-from paceline.tree import pack_prefix
 from paceline.types import Tap, Want
+from paceline.verify.tree import pack_prefix
 
 COUNTED = 20_000
 """Documents that the draft vocabulary is chosen from, at most."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import is_out_of_memory
 from paceline.protocols import Target
 from paceline.train.documents import Document, Selection
-from paceline.train.lines import replace_with
+from paceline.train.jsonl import replace_with
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.engine.detokenizer import Chunk
+from paceline.engine.results import Batch, Completion
 from paceline.errors import InvalidData, InvalidPrompt, PacelineError
 from paceline.llm import LLM
-from paceline.reply import Batch, Completion
-from paceline.stream import Chunk
 from paceline.train.answers import Answer, Plan, parse_answer
-from paceline.train.lines import Journal, Lines, made_with, replace_with
+from paceline.train.jsonl import Journal, Lines, made_with, replace_with
 from paceline.train.progress import OnProgress, Progress, ignore
 from paceline.train.prompts import Prompts
 

@@ -11,7 +11,7 @@ import paceline
 from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from paceline.sampling import Sampling
+from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from tests.server.page.conftest import Open
 from tests.server.running import Serving, serving

@@ -1,0 +1,97 @@
+"""How many tokens a round gives, by drafter, size of draft and kind of text: as stored, or as seen here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.doctor.watch import Gain, Onlooker, Tally
+from paceline.checkpoints.loader import Loaded
+from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
+from paceline.types import Tree
+
+STORED = Path(__file__).with_name("acceptance.json")
+"""Made by benchmarks/acceptance.py."""
+
+PROMPTS = {
+    "writing": "Write the opening paragraph of a story about a lighthouse keeper who has lost track of the days.",
+    "coding": "Write a Python function that returns the longest word of a sentence, with a docstring and an example.",
+    "math": "A baker sells 24 rolls at 45 cents each and 10 loaves at 3 dollars each. What does she earn in all?",
+    "summary": "Summarise in three sentences: Tides rise and fall because the moon pulls on the ocean nearest to it "
+    "more than on the Earth as a whole, and on the far ocean less. The Earth turns beneath the two bulges that result, "
+    "so that most coasts see two high tides and two low tides a day. When the sun pulls along the same line, the tides "
+    "are higher than usual.",
+    "extraction": "List every name and number in this text as 'name: number'. Anna ran 12 km, Boris 7 km and Carla 21 "
+    "km. Anna's brother Dan swam 3 km, and Eva, who is Boris's neighbour, cycled 64 km.",
+    "explanation": "Explain to a curious teenager how a refrigerator keeps food cold.",
+}
+"""What a drafter is tried on of which nothing is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of text: tokens of a prompt, and what a round gives by size of draft."""
+
+    prompt: float
+    gains: Mapping[Tree, Gain]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """`kinds`: by name. `source`: where it is from, in words."""
+
+    kinds: Mapping[str, Kind]
+    source: str
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
+    return found
+
+
+def stored_drafters(model: Loaded) -> list[str]:
+    """The drafters of which something is stored for this model, none if it is another one."""
+    return list(_stored()["drafters"]) if model.path.name == _stored()["file"] else []
+
+
+def stored(model: Loaded, drafter: str, sizes: Sequence[Tree]) -> Acceptance | None:
+    """What is stored of a drafter, if it covers all these sizes."""
+    if drafter not in stored_drafters(model):
+        return None
+    table = _stored()["drafters"][drafter]
+    if any(name_of(size) not in table for size in sizes):
+        return None
+    kinds = {}
+    for name, prompt in _stored()["prompt_tokens"].items():
+        kinds[name] = Kind(prompt, {size: Gain(*table[name_of(size)][name]) for size in sizes})
+    return Acceptance(kinds, f"stored, from {_stored()['questions']} Spec-Bench questions")
+
+
+def name_of(size: Tree) -> str:
+    """As --draft takes it."""
+    return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
+
+
+def watched(
+    model: Loaded, onlooker: Onlooker, sizes: Sequence[Tree], prompts: Mapping[str, Sequence[str]], tokens: int
+) -> Acceptance:
+    """As it is seen over greedy replies of so many tokens at most, to prompts by kind of text."""
+    llm = LLM(model, onlooker, sizes[-1])
+    kinds: dict[str, Kind] = {}
+    for kind, texts in prompts.items():
+        tallies, lengths = [Tally() for _ in sizes], []
+        for text in texts:
+            prompt = llm.prompt_ids(text)
+            done = llm.generate(prompt, Sampling(max_new_tokens=tokens))
+            lengths.append(len(prompt))
+            for tally, outcome in zip(tallies, onlooker.outcome([*prompt, *done.token_ids]), strict=True):
+                tally.add(outcome)
+        gains = {size: tally.gain for size, tally in zip(sizes, tallies, strict=True)}
+        kinds[kind] = Kind(sum(lengths) / len(lengths), gains)
+    return Acceptance(kinds, f"seen here, over {sum(map(len, prompts.values()))} short replies")

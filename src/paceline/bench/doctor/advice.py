@@ -1,0 +1,125 @@
+"""What the figures mean, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.bench.doctor.acceptance import name_of
+from paceline.bench.doctor.machine import Machine
+from paceline.bench.doctor.predict import Drafting, Forecast, overall
+from paceline.verify.tree import MIN_ROWS
+
+PAYS = 1.02
+"""A ratio below this one is no gain that anybody would notice."""
+_BOUND = 0.4
+"""A pass that spends this share of its time reading weights gains from smaller ones."""
+_FASTER = 0.93
+"""Another number of threads is worth naming if a pass takes less than this of the time."""
+_NOISE = 1.15
+"""So much longer than a pass of more rows is more than the noise of two medians."""
+_DISTURBED = 1.3
+"""Fewer threads that win by more than this suggest that another program held one of the cores."""
+
+
+def reasons(machine: Machine, forecasts: Sequence[Forecast], drafter: str) -> list[str]:
+    """Why a drafter does not pay, for each kind of text where it does not."""
+    return [_reason(machine, f, drafter) for f in forecasts if f.ratio < PAYS]
+
+
+def _reason(machine: Machine, f: Forecast, drafter: str) -> str:
+    draft, plain = f.nearest, f.plain.seconds
+    verify = (draft.seconds - draft.drafting) / plain
+    rows = f"a pass of {draft.gain.rows:.1f} rows {verify:.2f}"
+    costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and {rows}"
+    gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens a round with drafts of {name_of(draft.size)}"
+    if f.decode_ratio >= PAYS:
+        return f"{f.kind}: {gives}, but reading the prompt takes most of the time"
+    end = "nothing will be drafted" if not f.best.size.nodes else "that is hardly more than plain decoding"
+    return f"{f.kind}: {gives}, but {costs}: {draft.gain.tokens * plain / draft.seconds:.2f} of plain speed; {end}"
+
+
+def limits(machine: Machine) -> list[str]:
+    """What a pass spends its time on."""
+    one = machine.passes[min(machine.passes)]
+    dearer = ", ".join(f"{n} rows {s / one:.2f}" for n, s in machine.passes.items() if n > MIN_ROWS)
+    lines = [f"in passes of one row, a pass costs: {dearer}"]
+    if machine.floor and machine.weights:
+        lines.append(
+            f"a pass of one row takes {1e3 * one:.1f} ms; reading its {machine.weights / 1e6:.0f} MB of weights at "
+            f"{machine.bandwidth / 1e9:.1f} GB/s takes {1e3 * machine.floor:.1f} of them ({machine.floor / one:.0%})"
+        )
+    return lines
+
+
+def settings(
+    machine: Machine, found: Mapping[str, tuple[Drafting, Sequence[Forecast]]], sizes: Mapping[str, int], threads: int
+) -> list[str]:
+    """What to choose: a line each for drafter, threads and weights. `sizes`: bytes of a pass by `--quantize`, empty
+    where nothing can be quantised. `threads`: in use now."""
+    return [_drafter(found), _threads(machine, threads), _weights(machine, sizes)]
+
+
+def _drafter(found: Mapping[str, tuple[Drafting, Sequence[Forecast]]]) -> str:
+    best = max(found, key=lambda name: overall(found[name][1]), default=None)
+    if best is None:
+        return "--drafter none: no other one was examined"
+    ratio = overall(found[best][1])
+    if ratio < PAYS:
+        return f"--drafter none: {' and '.join(found)} would not be faster here"
+    return f"--drafter {best}: {ratio:.2f} times the speed of plain decoding, over all kinds of text"
+
+
+def _threads(machine: Machine, threads: int) -> str:
+    fastest = min(machine.threads, key=lambda n: machine.threads[n], default=threads)
+    if fastest == threads or machine.threads[fastest] >= _FASTER * machine.threads[threads]:
+        return f"--threads {threads}: as now"
+    return f"--threads {fastest}: a pass takes {machine.threads[fastest] / machine.threads[threads]:.0%} of the time"
+
+
+def _weights(machine: Machine, sizes: Mapping[str, int]) -> str:
+    if not sizes or not machine.floor or not machine.weights:
+        return "--quantize: as now"
+    share = machine.floor / min([machine.passes[min(machine.passes)], *machine.threads.values()])
+    if share <= _BOUND:
+        return f"--quantize none: reading the weights takes only {share:.0%} of a pass"
+    now, (least, *others) = f"{machine.weights / 1e6:.0f} MB", sorted({round(size / 1e6) for size in sizes.values()})
+    if not others:
+        return f"--quantize int8: a pass reads {least} MB in place of {now}, the codes that the file holds anyway"
+    told = " or ".join(f"{mode} {size / 1e6:.0f} MB" for mode, size in sizes.items())
+    return f"--quantize: a pass reads {told} in place of {now} (`paceline perplexity` says what that costs)"
+
+
+def warnings(machine: Machine, threads: int) -> list[str]:
+    """Signs that other programs disturbed the measurements. `threads`: in use now."""
+    found = [*_contradictions(machine), *_lost_threads(machine, threads)]
+    again = "Do not rely on the advice above; run this again while no other program uses the machine"
+    return [f"{line}. {again}" for line in found]
+
+
+def _lost_threads(machine: Machine, threads: int) -> list[str]:
+    fewer = {n: seconds for n, seconds in machine.threads.items() if n < threads}
+    best = min(fewer, key=lambda n: fewer[n], default=threads)
+    if best == threads or machine.threads[threads] <= _DISTURBED * fewer[best]:
+        return []
+    times = machine.threads[threads] / fewer[best]
+    return [
+        f"a pass was {times:.1f} times as fast with {_count(best, 'thread')} as with {threads}: either the model is "
+        "too small for more, or another program held a core"
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+def _contradictions(machine: Machine) -> list[str]:
+    """Measurements that cannot all be right: a pass takes no longer than one of more rows."""
+    times = list(machine.passes.items())
+    pairs = [(few, many) for at, few in enumerate(times) for many in times[at + 1 :] if few[1] > _NOISE * many[1]]
+    if not pairs:
+        return []
+    few, many = max(pairs, key=lambda pair: pair[0][1] / pair[1][1])
+    return [
+        f"the measurements contradict each other: a pass of {_count(few[0], 'row')} took {1e3 * few[1]:.1f} ms, one of "
+        f"{many[0]} rows {1e3 * many[1]:.1f} ms"
+    ]

@@ -1,0 +1,1 @@
+"""The slab KV cache and attention over it."""

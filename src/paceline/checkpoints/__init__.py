@@ -1,0 +1,1 @@
+"""Checkpoints of every layout, read into models and drafters."""

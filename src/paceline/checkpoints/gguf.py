@@ -1,0 +1,292 @@
+"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; the tokenizer: `gguf_tokenizer`.)
+
+To add a family: one entry in `ARCHITECTURES`, and one in `gguf_tensors.LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import GGUF, GGUF_ARCHITECTURE, check, check_value
+
+Fields = Mapping[str, Any]
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A file's metadata by the keys' last parts: what every architecture spells with its own name in front.
+
+    Each value is checked against `schema.GGUF_ARCHITECTURE` where it is read.
+    """
+
+    file: GGUFFile
+    architecture: str
+
+    def get(self, key: str, default: Any = None) -> Any:
+        name = f"{self.architecture}.{key}"
+        if name in self.file.fields:
+            check_value(self.file.path, name, self.file.fields[name], GGUF_ARCHITECTURE[key])
+        value = self.file.fields.get(name, default)
+        # Stored as float32; the shortest decimal that rounds to it is what config.json says.
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise KeyError(f"{self.architecture}.{key}")
+        return value
+
+    def factors(self, name: str) -> list[float] | None:
+        """One of `ROPE_FACTORS`."""
+        tensor = self.file.tensors.get(name)
+        if tensor is None:
+            return None
+        tensor.check()
+        return tensor.read().to(torch.float64).flatten().tolist()
+
+
+def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
+    """Config in Hugging Face terms, lazily read tensors, and the raw metadata (the tokenizer's source).
+
+    Raises `ModelNotFound`, `CorruptModel`, and `UnsupportedModel` for architectures, layouts or tensor types that
+    are not read.
+    """
+    file = read_gguf(path)
+    check(path, file.fields, GGUF)
+    name = _architecture(file)
+    try:
+        config = _config(Metadata(file, name))
+    except KeyError as missing:
+        raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
+    return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
+
+
+_OTHER_KINDS = (
+    (
+        (
+            *("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2"),
+            *("qwen3next", "qwen35", "kimi-linear"),
+        ),
+        "is a recurrent model, whose state cannot drop rejected tokens",
+        "Use an attention-only model",
+    ),
+    (
+        ("clip", "vl", "gemma3n", "chameleon", "ocr", "glm4v", "mllama", "wavtokenizer"),
+        "is a multimodal model or a part of one",
+        "Use a text-only model of the same family",
+    ),
+    (
+        ("bert", "t5", "gemma-embedding", "llama-embed"),
+        "is an encoder, which writes no text",
+        "Use a decoder-only model",
+    ),
+)
+
+
+def _architecture(file: GGUFFile) -> str:
+    """The architecture's name. Raises `UnsupportedModel` for what the file is instead of such a model."""
+    name: str = file.fields.get("general.architecture", "?")
+    title = file.path.name
+    if file.fields.get("split.count", 1) > 1:
+        raise UnsupportedModel(f"{title} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
+    if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
+        raise UnsupportedModel(f"{title} is no model but a GGUF of type {kind!r}", "Name the model's own file")
+    if name in ARCHITECTURES:
+        return name
+    for words, what, fix in _OTHER_KINDS:
+        if any(word in name for word in words):
+            raise UnsupportedModel(f"{title} ({name}) {what}", fix)
+    raise UnsupportedModel(
+        f"GGUF architecture {name!r} of {title} is not supported",
+        f"Paceline reads {', '.join(sorted(ARCHITECTURES))} (Mistral and Mixtral models are stored as llama)",
+    )
+
+
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+
+
+def _config(meta: Metadata) -> Config:
+    title = meta.file.path.name
+    if any(isinstance(meta.get(key), list) for key in _PER_LAYER):
+        raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
+    heads, hidden = meta["attention.head_count"], meta["embedding_length"]
+    head_dim = meta.get("attention.key_length") or hidden // heads
+    if meta.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{title} has values of another size than its keys", "Use another model")
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": meta["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": meta["feed_forward_length"],
+        "rms_norm_eps": meta["attention.layer_norm_rms_epsilon"],
+        "rope_theta": meta.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(meta),
+        "rope_freqs": meta.factors(ROPE_FACTORS[0]),
+        "max_position_embeddings": meta["context_length"],
+        # The tokenizer's count, or more where the vocabulary is padded.
+        "vocab_size": meta.file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in meta.file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
+        "hidden_act": "silu",
+        "sliding_window": meta.get("attention.sliding_window") or None,
+        "bos_token_id": meta.file.fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos(meta.file.fields),
+    }
+    config |= ARCHITECTURES[meta.architecture](meta, config)
+    rotated = meta.get("rope.dimension_count", head_dim)
+    if rotated != head_dim * config.get("partial_rotary_factor", 1):
+        raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _llama(meta: Metadata, config: Config) -> Config:
+    """Mistral and Mixtral are stored under this name too: windows and experts tell them apart."""
+    if meta.get("expert_count", 0):
+        return {
+            "model_type": "mixtral",
+            "num_local_experts": meta["expert_count"],
+            "num_experts_per_tok": meta["expert_used_count"],
+        }
+    return {"model_type": "mistral" if config["sliding_window"] else "llama"}
+
+
+def _smollm3(meta: Metadata, config: Config) -> Config:
+    """The metadata does not say which layers go without rotary embedding: every fourth."""
+    every = 4
+    return {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": every,
+        "no_rope_layers": [int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])],
+    }
+
+
+def _qwen3moe(meta: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "moe_intermediate_size": meta["expert_feed_forward_length"],
+        # Not in the metadata; llama.cpp always does so.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _phi3(meta: Metadata, config: Config) -> Config:
+    original = meta.get("rope.scaling.original_context_length")
+    return {
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(meta: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "gemma2",
+        **_GELU,
+        "sliding_window": meta.get("attention.sliding_window", 4096),
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "query_pre_attn_scalar": _query_scalar(config, 46),
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(meta: Metadata, config: Config) -> Config:
+    pattern = 6 if config["sliding_window"] else 1
+    return {
+        "model_type": "gemma3_text",
+        **_GELU,
+        "rope_theta": meta.get("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], pattern),
+        "query_pre_attn_scalar": _query_scalar(config, 62),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+    }
+
+
+def _layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
+    """Full attention in each `every`-th layer, unless the metadata has another period or a list (True: a window)."""
+    pattern = meta.get("attention.sliding_window_pattern", every)
+    windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windowed]
+
+
+def _query_scalar(config: Config, layers_of_27b: int) -> int:
+    """Not in the metadata: the head's size, except in the 27B models, which llama.cpp too tells by their depth."""
+    if config["num_hidden_layers"] == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _named(model_type: str, **more: Any) -> Callable[[Metadata, Config], Config]:
+    return lambda meta, config: {"model_type": model_type, **more}
+
+
+ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _named("qwen2", attention_bias=True),
+    "qwen3": _named("qwen3"),
+    "qwen3moe": _qwen3moe,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}
+"""GGUF architecture -> what it changes in the config: Hugging Face's model type, and what the metadata lacks."""
+
+
+def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
+    original = meta.get("rope.scaling.original_context_length")
+    long, short = meta.factors(ROPE_FACTORS[1]), meta.factors(ROPE_FACTORS[2])
+    if long and short:
+        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        return {**scaling, "original_max_position_embeddings": original or meta["context_length"]}
+    kind = meta.get("rope.scaling.type") or "linear"
+    factor = meta.get("rope.scaling.factor") or meta.get("rope.scale_linear")
+    if kind == "none" or not factor or (kind == "linear" and factor == 1.0):
+        return None
+    entries = {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": meta.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": meta.get("rope.scaling.yarn_beta_slow"),
+        "attention_factor": meta.get("rope.scaling.yarn_attn_factor"),
+    }
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
+    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+}
+
+
+def _eos(fields: Fields) -> list[int] | None:
+    """Every id that ends a reply: end of sequence, turn and message, then tokens that are spelled as one.
+
+    Converters write one id where config.json lists several, so llama.cpp too goes by the spelling.
+    """
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]
+    tokens = fields.get("tokenizer.ggml.tokens") or ()
+    spelled = [index for index, token in enumerate(tokens) if token in _ENDS]
+    return list(dict.fromkeys(ids + spelled)) or None

@@ -1,0 +1,106 @@
+"""The codes of GGUF's own types, taken as they lie in the file: nothing passes through floats but K-quants' scales.
+
+Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.quantize import CENTRE, Codes
+
+_Parts = tuple[Tensor, Tensor, Tensor | None, int]
+"""Codes [out, blocks, block], scale and floor [out, blocks, groups of a block], bits."""
+
+
+def gguf_codes(data: Any, kind: str, shape: tuple[int, ...]) -> Codes | None:
+    """The matrix [out, in] that `data`, an array of bytes, holds in this type; None for types of another form.
+
+    Bit for bit what `gguf.dequantize` says, in K-quants up to the rounding of a group's scale and floor to float16.
+    """
+    if kind not in _FORMS or len(shape) != 2:
+        return None
+    bytes_of_block, form = _FORMS[kind]
+    codes, scale, floor, bits = form(torch.from_numpy(data).view(shape[0], -1, bytes_of_block))
+    return Codes(codes.flatten(1), scale.flatten(1), None if floor is None else floor.flatten(1), bits, shape[1])
+
+
+def _q4_0(blocks: Tensor) -> _Parts:
+    scale = _half(blocks, 0)
+    return _nibbles(blocks[..., 2:]), scale, -8 * scale, 4
+
+
+def _q4_1(blocks: Tensor) -> _Parts:
+    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4
+
+
+def _q5_0(blocks: Tensor) -> _Parts:
+    """Around 16, which moves to the middle of 8 bits."""
+    return _five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8
+
+
+def _q5_1(blocks: Tensor) -> _Parts:
+    return _five_bits(blocks[..., 4:]) + CENTRE[8], _half(blocks, 0), _half(blocks, 2), 8
+
+
+def _q8_0(blocks: Tensor) -> _Parts:
+    return blocks[..., 2:] ^ CENTRE[8], _half(blocks, 0), None, 8
+
+
+def _q4_k(blocks: Tensor) -> _Parts:
+    return _pairs(blocks[..., 16:]).flatten(-2), *_scale_and_floor(blocks), 4
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    """Bit j of the 32 bytes after the scales is the fifth one of group j."""
+    fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    codes = _pairs(blocks[..., 48:]) + (fifth << 4) + CENTRE[8]
+    return codes.flatten(-2), *_scale_and_floor(blocks), 8
+
+
+_FORMS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q8_0": (34, _q8_0),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+}
+"""Type -> bytes of a block, and what it is made of."""
+
+BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _FORMS}
+"""Type -> the bits of its codes here: five bits are held as eight."""
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    return blocks[..., start : start + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low halves of all bytes, then the high ones."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _five_bits(packed: Tensor) -> Tensor:
+    """Four bytes of fifth bits, then 16 bytes of halves."""
+    fifth = (packed[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return _nibbles(packed[..., 4:]) + (fifth.flatten(-2) << 4)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """[..., 128] to 8 groups of 32: each 32 bytes hold the next group in their low halves and the one after it."""
+    groups: Tensor = _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    return groups
+
+
+def _scale_and_floor(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a K-quant's 8 groups: two float16 for the block, times 6 bits each, of which four groups' are scattered."""
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
+    floor = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)
+    return (_half(blocks, 0).float() * scale).half(), -(_half(blocks, 2).float() * floor).half()

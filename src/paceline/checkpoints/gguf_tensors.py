@@ -1,0 +1,171 @@
+"""A GGUF's tensors under Hugging Face's names and in its layout.
+
+A new architecture needs an entry in `LAYOUTS`; what lies as llama's tensors do needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.gguf_file import GGUFFile, GGUFTensor
+from paceline.checkpoints.lazy import LazyTensors
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import EXPERTS
+from paceline.kernels.quantize import Codes
+
+Fix = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one architecture's tensors lie.
+
+    `names`: part of a layer -> Hugging Face's. `experts`: the same for parts that stack all experts along their first
+    dimension; "{}" stands for the expert. `paired`: query and key rows are stored with the two halves of each rotary
+    pair side by side, while Hugging Face keeps all first halves before all second ones. `shifted`: norms are stored
+    with the 1 added that Hugging Face's code adds.
+    """
+
+    names: Mapping[str, str]
+    experts: Mapping[str, str] = field(default_factory=dict)
+    paired: bool = False
+    shifted: bool = False
+
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_LAYER = {**_ATTENTION, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
+
+LAYOUTS = {
+    "llama": Layout(
+        {**_LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
+        {"ffn_gate_exps": f"{_MIXTRAL}.w1", "ffn_down_exps": f"{_MIXTRAL}.w2", "ffn_up_exps": f"{_MIXTRAL}.w3"},
+        paired=True,
+    ),
+    "smollm3": Layout(_LAYER, paired=True),
+    "qwen2": Layout(_LAYER),
+    "qwen3": Layout({**_LAYER, **_QK_NORMS}),
+    "qwen3moe": Layout(
+        {**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
+    "phi3": Layout(
+        {
+            **_ATTENTION,
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+    "gemma2": Layout(_GEMMA, shifted=True),
+    "gemma3": Layout({**_GEMMA, **_QK_NORMS}, shifted=True),
+}
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that belong to the config."""
+
+
+class GGUFTensors(LazyTensors):
+    """The tensors of a file by Hugging Face name; each access reads and dequantises anew (quantised: float32).
+
+    Raises `UnsupportedModel` for tensors or tensor types that `layout` and the `gguf` library do not know.
+    """
+
+    def __init__(self, file: GGUFFile, layout: Layout, config: Mapping[str, Any]) -> None:
+        self._file, self._config, self._layout = file, config, layout
+        self._names = self._tensors = _named(file, layout)
+        for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
+            tensor.check()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].read()
+        fix = self._fix(name)
+        return fix(tensor) if fix else tensor
+
+    def codes(self, name: str) -> Codes | None:
+        codes, fix = self._tensors[name].codes(), self._fix(name)
+        return codes[fix(torch.arange(len(codes.codes)))] if codes and fix else codes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def _fix(self, name: str) -> Fix | None:
+        if self._layout.shifted and name.endswith("norm.weight"):
+            return _unshift
+        if self._layout.paired and ".self_attn.q_proj." in name:
+            return partial(unpair, heads=self._config["num_attention_heads"])
+        if self._layout.paired and ".self_attn.k_proj." in name:
+            return partial(unpair, heads=self._config["num_key_value_heads"])
+        return None
+
+
+def _named(file: GGUFFile, layout: Layout) -> dict[str, GGUFTensor]:
+    found: dict[str, GGUFTensor] = {}
+    unknown = []
+    for name, tensor in file.tensors.items():
+        names = _hf_names(name, tensor, layout)
+        found.update(names)
+        if not names and name not in ROPE_FACTORS:
+            unknown.append(name)
+    if unknown:
+        raise UnsupportedModel(
+            f"{file.path.name} holds {len(unknown)} tensors this architecture does not know ({unknown[0]}, ...)",
+            "It is a variant of the architecture that Paceline does not run",
+        )
+    return found
+
+
+def _hf_names(name: str, tensor: GGUFTensor, layout: Layout) -> dict[str, GGUFTensor]:
+    """Hugging Face's name of a GGUF tensor, or one for each of its experts; none where it is not known."""
+    if name in _TOP:
+        return {_TOP[name]: tensor}
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    part, _, kind = rest.rpartition(".")
+    if block != "blk" or kind not in ("weight", "bias"):
+        return {}
+    prefix = f"model.layers.{layer}"
+    if part in layout.experts:
+        if tensor.shape[0] > EXPERTS:
+            raise CorruptModel(
+                f"{name} stacks {tensor.shape[0]} experts; at most {EXPERTS} are read", "Fetch the file again"
+            )
+        pattern = f"{prefix}.{layout.experts[part]}.{kind}"
+        return {pattern.format(e): GGUFTensor(tensor.info, e) for e in range(tensor.shape[0])}
+    return {f"{prefix}.{layout.names[part]}.{kind}": tensor} if part in layout.names else {}
+
+
+def _unshift(weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+def unpair(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] ordered (pair, half) within each head, to the order (half, pair)."""
+    if weight.shape[0] % (2 * heads):
+        raise CorruptModel(f"a projection of {weight.shape[0]} rows does not fit {heads} heads", "Fetch the file again")
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

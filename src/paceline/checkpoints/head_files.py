@@ -1,0 +1,399 @@
+"""Learned drafters, read from the layout of any project. `heads.py` says what comes out.
+
+Taps are translated here. EAGLE-3's reference and the `speculators` layout number the stream *entering* a layer, as
+Paceline does (vLLM: `if idx in aux_hidden_state_layers` before the layer runs); SGLang's `eagle_config` and DFlash name
+the layer whose *output* they take, which is one less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.checkpoint import open_weights
+from paceline.checkpoints.head_check import MAPS, check_tensors
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.locate import resolve
+from paceline.files.reading import read_json
+from paceline.files.schema import HEAD, HEAD_IDENTITY, check
+from paceline.models.config import ModelConfig
+from paceline.models.families import read_config
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+from paceline.types import Tap
+
+Raw = Mapping[str, Any]
+Tensors = dict[str, Tensor]
+
+_AGAIN = "Fetch the head again"
+_MEDUSA_FILE = "medusa_lm_head"
+_FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
+"""Kinds of `speculators` that Paceline does not run."""
+
+_IDLE = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
+"""Tensors that some files repeat and nothing needs."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """What a reader goes by: the folder, its config.json and its tensors under the names of the file."""
+
+    path: Path
+    raw: Raw
+    tensors: Tensors
+
+    def number(self, key: str, raw: Raw | None = None) -> int:
+        """A number that the config (or `raw`, a part of it) must hold."""
+        value: int | None = (self.raw if raw is None else raw).get(key)
+        if value is None:
+            raise CorruptModel(f"config.json of the head {self.path} lacks {key}", _AGAIN)
+        return value
+
+
+Found = tuple[str, HeadConfig, Tensors]
+"""Layout, config, and tensors by canonical name."""
+
+
+def open_head(
+    reference: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = True,
+    allow_pickle: bool = False,
+) -> HeadFile:
+    """A learned drafter in any layout of `heads.py`: a folder or a hub id, its tensors read and checked.
+
+    `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
+    `CorruptModel` (damaged, incomplete, contradictory, not finite) or `UnsupportedModel` (no head that Paceline runs).
+    """
+    path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    if path.is_file():
+        raise UnsupportedModel(f"{path} is a file, and a head is a folder", "Name the folder that holds config.json")
+    raw = _read_head_config(path)
+    reader = _reader(path, raw)
+    if reader is None:
+        raise UnsupportedModel(
+            f"{path} holds no learned drafter that Paceline knows",
+            "It reads EAGLE, Medusa, DFlash and speculators heads; a whole model drafts as model:REF",
+        )
+    _check_fields(path / "config.json", raw)
+    folder = _Folder(path, raw, _tensors(path, allow_pickle))
+    try:
+        layout, config, tensors = reader(folder)
+    except KeyError as missing:
+        raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
+    tensors = complete(config, tensors)
+    check_tensors(path, config, tensors)
+    own = dict(raw.get("paceline") or {})
+    target, layers = own.pop("target", None), own.pop("target_layers", raw.get("num_target_layers"))
+    for said in ("kind", "paths"):  # which the config holds
+        own.pop(said, None)
+    return HeadFile(path, layout, config, tensors, _target(raw) or target, layers, own)
+
+
+def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
+    """With token maps in the types that the rest counts on, and d2t and t2d made from each other where one is missing.
+
+    Maps that are none (not whole numbers, not one row) are left for `check_tensors` to name.
+    """
+    whole = dict(tensors)
+    maps = {name: x for name, x in tensors.items() if name in MAPS and x.dim() == 1 and not x.is_floating_point()}
+    for name, tensor in maps.items():
+        whole[name] = tensor.bool() if name == "t2d" else tensor.long()
+    if "d2t" in maps and "t2d" not in tensors and isinstance(config, (EagleConfig, BlockConfig)):
+        tokens = torch.arange(len(whole["d2t"])) + whole["d2t"]
+        marks = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+        whole["t2d"] = marks.index_fill(0, tokens.clamp(0, len(marks) - 1), True)
+    if "t2d" in maps and "d2t" not in tensors:
+        tokens = whole["t2d"].nonzero().flatten()
+        whole["d2t"] = tokens - torch.arange(len(tokens))
+    return whole
+
+
+def holds_head(path: Path) -> bool:
+    """Whether the config.json in this folder is a learned drafter's, and not a model's. Raises `UnsupportedModel` for
+    one of a kind that Paceline does not run."""
+    return (path / "config.json").exists() and _reader(path, _read_head_config(path)) is not None
+
+
+def _read_head_config(path: Path) -> dict[str, Any]:
+    raw = read_json(path / "config.json")
+    check(path / "config.json", raw, HEAD_IDENTITY)
+    return raw
+
+
+def _check_fields(file: Path, raw: Raw) -> None:
+    """Raises `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
+    check(file, raw, HEAD)
+    for key in ("paceline", "eagle_config", "dflash_config", "speculators_config"):
+        check(file, raw.get(key) or {}, HEAD)
+    check(file, _verifier(raw), HEAD)
+
+
+def _target(raw: Raw) -> str | None:
+    return _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or None
+
+
+def _verifier(raw: Raw) -> Raw:
+    return (raw.get("speculators_config") or {}).get("verifier") or {}
+
+
+def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
+    """Who reads this layout; None: it is no head. Raises `UnsupportedModel` for a head that Paceline does not run."""
+    names = " ".join(map(str, raw.get("architectures") or [])).lower()
+    kind = str(raw.get("speculators_model_type") or "")
+    for foreign, name in _FOREIGN.items():
+        if kind == foreign or foreign in names:
+            raise UnsupportedModel(
+                f"{path} holds a {name} head, which Paceline does not run", "Use an EAGLE-3, DFlash or Medusa head"
+            )
+    if kind:
+        if kind not in _SPECULATORS:
+            raise UnsupportedModel(f"{path} holds a speculator of type {kind!r}", "Use one of type eagle3 or dflash")
+        return _SPECULATORS[kind]
+    own = raw.get("paceline_kind")
+    medusa = "medusa" in names or raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
+    if own == "exit":
+        return _read_exit
+    if own == "medusa" or (medusa and not _medusa_file(path)):
+        return _read_medusa
+    if medusa or _medusa_file(path):
+        return _read_medusa_reference
+    if "dflash" in names or "dflash_config" in raw:
+        return _read_dflash
+    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer.
+    lonely = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
+    return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or lonely else None
+
+
+def _medusa_file(path: Path) -> bool:
+    return any((path / (_MEDUSA_FILE + end)).exists() for end in (".safetensors", ".pt"))
+
+
+def _tensors(path: Path, allow_pickle: bool) -> Tensors:
+    names = ("model.safetensors", "pytorch_model.bin")
+    if _medusa_file(path):
+        names = (_MEDUSA_FILE + ".safetensors", _MEDUSA_FILE + ".pt")
+    found = open_weights(path, *names, allow_pickle)
+    return {name: found[name] for name in found if not _IDLE.fullmatch(name)}
+
+
+# --- EAGLE
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+
+
+def _read_speculators_eagle3(folder: _Folder) -> Found:
+    raw = folder.raw
+    layer = _one_layer(folder, raw["transformer_layer_config"])
+    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    config = _eagle3(folder, layer, tuple(ids or ()))
+    return "speculators", config, {_plain(name): tensor for name, tensor in folder.tensors.items()}
+
+
+def _read_eagle(folder: _Folder) -> Found:
+    """The reference's, SGLang's and SpecForge's: EAGLE-3, or 1 and 2, where nothing norms the hidden state."""
+    raw = folder.raw
+    tensors = {_plain(name): tensor for name, tensor in folder.tensors.items()}
+    # The reference's layer is Llama's whatever model_type says, and its windows are nowhere read.
+    silent = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    plain = {key: value for key, value in raw.items() if key not in silent} | {"model_type": "llama"}
+    layer = _one_layer(folder, plain)
+    if "layers.0.hidden_norm.weight" not in tensors and "draft_vocab_size" not in raw:
+        tensors.pop("lm_head.weight", None)  # some files repeat the target's
+        return "reference", EagleConfig(layer, ("final",), layer.hidden, layer.vocab_size, version=1), tensors
+    layout = "sglang" if "LlamaForCausalLMEagle3" in (raw.get("architectures") or []) else "reference"
+    own = raw.get("eagle_config") or {}
+    if own.get("use_aux_hidden_state") is False:
+        raise UnsupportedModel(
+            f"{folder.path} is an EAGLE-3 head that listens to the last layer only", "Use one that listens to several"
+        )
+    if "lm_head.weight" not in tensors:  # which only speculators leaves to the target
+        raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
+    ids, nested = raw.get("eagle_aux_hidden_state_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
+    taps = ids or [x + 1 for x in nested or ()]
+    return layout, _eagle3(folder, layer, tuple(taps)), tensors
+
+
+def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> EagleConfig:
+    raw = folder.raw
+    return EagleConfig(
+        layer=layer,
+        taps=taps,
+        target_hidden=folder.number("target_hidden_size") if raw.get("target_hidden_size") else layer.hidden,
+        draft_vocab=folder.number("draft_vocab_size") if raw.get("draft_vocab_size") else layer.vocab_size,
+        norm_before_residual=bool(raw.get("norm_before_residual")),
+        norm_before_fc=bool(raw.get("norm_before_fc")),
+        fc_norm=bool(raw.get("fc_norm")),
+        norm_output=bool(raw.get("norm_output")),
+    )
+
+
+def _one_layer(folder: _Folder, raw: Raw) -> ModelConfig:
+    if raw.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModel(
+            f"{folder.path} is an EAGLE head of {raw['num_hidden_layers']} layers", "Paceline runs those of one layer"
+        )
+    config = read_config({"model_type": "qwen3", **raw, "num_hidden_layers": 1})
+    if config.plan[0].window:
+        raise UnsupportedModel(f"{folder.path} is an EAGLE head with a sliding window", "Use one without")
+    normed = any(_plain(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
+    return replace(config, qk_norm=normed, special=(), tied=False)
+
+
+# --- Medusa
+
+
+def _read_medusa_reference(folder: _Folder) -> Found:
+    """`{head}.{layer}.linear.{weight,bias}` and each head's own lm_head behind its last layer.
+
+    Published configs say 2 heads where the file holds 5: the tensors count.
+    """
+    tensors: Tensors = {}
+    for name, tensor in folder.tensors.items():
+        found = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias)", name)
+        if not found:
+            raise CorruptModel(f"the Medusa head {folder.path} holds {name}", _AGAIN)
+        head, layer, linear, part = found.groups()
+        tensors[f"blocks.{head}.layers.{layer}.{part}" if linear else f"lm_heads.{head}.{part}"] = tensor
+    return "reference", _medusa(folder, tensors, shared=False), tensors
+
+
+def _read_medusa(folder: _Folder) -> Found:
+    """vLLM's, and Paceline's compact one, which leaves the output head to the target."""
+    tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
+    own = folder.raw.get("paceline_kind") == "medusa"
+    shared = not any(name.startswith("lm_head") for name in tensors)
+    config = _medusa(folder, tensors, shared)
+    if folder.raw.get("original_lm_head") and not shared:
+        head = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
+        tensors |= {f"lm_heads.{i}.weight": head for i in range(config.heads) if head is not None}
+    if "token_map" in tensors:  # vLLM takes whole heads too, and cuts them itself
+        rows = tensors["token_map"].long()
+        heads = [name for name, x in tensors.items() if name.startswith("lm_heads.") and len(x) == config.vocab_size]
+        tensors |= {name: tensors[name][rows] for name in heads if rows.max() < config.vocab_size}
+    return "paceline" if own else "vllm", config, tensors
+
+
+def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
+    found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
+    places = {(int(x[1]), int(x[2])) for x in found if x}
+    heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
+    # Of N blocks that number themselves as far as 10^9, one of the first N + 1 is missing.
+    for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
+        if (head, layer) not in places:
+            raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
+    own = folder.raw.get("paceline") or {}
+    rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
+    vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
+    if vocab is None:
+        raise CorruptModel(f"config.json of the head {folder.path} lacks vocab_size", _AGAIN)
+    return MedusaConfig(
+        hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
+        vocab_size=vocab,
+        heads=heads,
+        layers=layers,
+        shared=shared,
+        draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
+        paths=tuple(tuple(path) for path in own.get("paths", ())),
+    )
+
+
+# --- DFlash, early exit
+
+
+def _read_dflash(folder: _Folder) -> Found:
+    """z-lab's, with what vLLM's `qwen3_dflash.py` reads beside it."""
+    raw, own = folder.raw, folder.raw.get("dflash_config") or {}
+    layer = _block_layer({**raw, "model_type": "qwen3"})
+    _refuse_dflash(folder, {**raw, **own}, any(x.window for x in layer.plan))
+    said = raw.get("is_causal")
+    said = own.get("causal") if said is None else said
+    causal = tuple(x.window is not None if said is None else bool(said) for x in layer.plan)
+    ids = own.get("target_layer_ids")
+    taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
+    size = raw.get("block_size") or own.get("block_size")
+    return "reference", _block(folder, layer, taps, size, own, causal), folder.tensors
+
+
+def _read_speculators_dflash(folder: _Folder) -> Found:
+    raw = folder.raw
+    layer = _block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
+    _refuse_dflash(folder, raw, sliding=False)
+    mutual = raw.get("sliding_window_non_causal", False)
+    causal = tuple(x.window is not None and not mutual for x in layer.plan)
+    taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
+    config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
+    # The target's own, which are never trained; a head over all tokens is the target's too.
+    idle = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
+    return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in idle}
+
+
+def _refuse_dflash(folder: _Folder, raw: Raw, sliding: bool) -> None:
+    """What other projects do with such heads and `BlockNetwork` does not. `sliding`: some layers have a window."""
+    found = {
+        **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
+        "swa_window_size": sliding and raw.get("swa_window_size"),
+        "attention_value_scale": raw.get("attention_value_scale") not in (None, 1),
+        "is_neox_style": raw.get("is_neox_style") is False,
+        "use_aux_hidden_state": raw.get("use_aux_hidden_state") is False,
+        "projector_type": raw.get("projector_type") not in (None, "dflash"),
+        "shift_label": raw.get("shift_label"),
+        "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
+    }
+    if said := [name for name, there in found.items() if there]:
+        raise UnsupportedModel(
+            f"{folder.path} is a DFlash head with {', '.join(said)}, which Paceline does not run", "Use one without"
+        )
+
+
+def _block_layer(raw: Raw) -> ModelConfig:
+    """The layers, with windows even where they are as wide as the head's own context: the target's may be longer."""
+    layer, endless = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
+    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, endless.plan, strict=True))
+    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
+
+
+def _block(
+    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw, causal: tuple[bool, ...]
+) -> BlockConfig:
+    """`own`: the part of the config that names the mask token."""
+    if size is None:
+        raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
+    vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
+    return BlockConfig(
+        layer=layer,
+        taps=taps,
+        size=size,
+        mask_token=folder.number("mask_token_id", own),
+        causal=causal if any(causal) else (),
+        from_anchor=bool(folder.raw.get("sample_from_anchor")),
+        draft_vocab=vocab if vocab != layer.vocab_size else 0,
+    )
+
+
+def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
+    """DFlash's choice where the config names none: layers from the second to the fourth from the end, evenly."""
+    if layers == 1:
+        return (target_layers // 2 + 1,)
+    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))
+
+
+def _read_exit(folder: _Folder) -> Found:
+    config = ExitConfig(folder.number("hidden_size"), folder.number("layers"), folder.number("rank"))
+    return "paceline", config, folder.tensors
+
+
+_SPECULATORS: dict[str, Callable[[_Folder], Found]] = {
+    "eagle3": _read_speculators_eagle3,
+    "dflash": _read_speculators_dflash,
+}
+"""speculators_model_type -> its reader."""

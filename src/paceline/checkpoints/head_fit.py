@@ -1,0 +1,137 @@
+"""Whether a learned drafter and a target belong together, and the ones that come with Paceline."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoints.loader import Loaded
+from paceline.errors import HeadMismatch, UnsupportedModel
+from paceline.files.reading import read_json
+from paceline.models.config import ModelConfig
+from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
+from paceline.protocols import Host
+from paceline.types import Tap
+
+_ROWS, _COLUMNS = 16, 64
+_ALIKE = 0.125
+"""The share of signs that may differ within one model: quantisation and light tuning turn a few per cent, two trainings
+half of them."""
+
+_PADDING = re.compile(r"\[PAD\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a head must agree with: hidden size, vocabulary (rows of the head) and layers of a target."""
+
+    hidden: int
+    vocab: int
+    layers: int
+
+
+def host_of(target: Loaded) -> Host:
+    """The target as what a learned drafter lives beside. Raises `UnsupportedModel` for one that lends nothing."""
+    if not isinstance(target.target, Host):
+        raise UnsupportedModel(
+            f"{target.path} runs as a {type(target.target).__name__}, which lends no embedding and no output head",
+            "Draft with suffix or ngram",
+        )
+    return target.target
+
+
+def sizes_of(target: Loaded | ModelConfig) -> Sizes:
+    if isinstance(target, ModelConfig):
+        return Sizes(target.hidden, target.vocab_size, target.layers)
+    ends = host_of(target)
+    hidden = ends.embed(torch.zeros(1, dtype=torch.long, device=target.target.device)).shape[-1]
+    return Sizes(hidden, target.target.vocab_size, ends.layers)
+
+
+def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
+    """The head as it serves this target: EAGLE-3's default taps, {2, L // 2, L - 3}, are named.
+
+    Raises `HeadMismatch` where the head was made for a target of another hidden size, vocabulary or layer count.
+    """
+    sizes, config = sizes_of(target), head.config
+    hidden, vocab = _expects(config)
+    for what, ours, theirs in (("hidden size", hidden, sizes.hidden), ("vocabulary", vocab, sizes.vocab)):
+        if ours is not None and ours != theirs:
+            raise _misfit(head, f"a {what} of {ours}, and this target has {theirs}")
+    if head.target_layers not in (None, sizes.layers):
+        raise _misfit(head, f"a target of {head.target_layers} layers, and this one has {sizes.layers}")
+    if isinstance(config, EagleConfig) and not config.taps:
+        taps: tuple[Tap, ...] = (2, sizes.layers // 2, sizes.layers - 3)
+        if sizes.layers < 6:
+            raise _misfit(head, f"taps (2, L // 2, L - 3), and this target has {sizes.layers} layers")
+        config = replace(config, taps=taps)
+    beyond = [tap for tap in taps_of(config) if tap != "final" and tap >= sizes.layers]
+    if beyond:
+        raise _misfit(
+            head, f"the stream entering layer {beyond[0]}, and this target has {sizes.layers} layers (from 0)"
+        )
+    return replace(head, config=config)
+
+
+def _expects(config: HeadConfig) -> tuple[int, int | None]:
+    """Hidden size and vocabulary of the target."""
+    if isinstance(config, EagleConfig):
+        return config.target_hidden, config.layer.vocab_size
+    if isinstance(config, BlockConfig):
+        return config.layer.hidden, config.layer.vocab_size
+    return config.hidden, config.vocab_size if isinstance(config, MedusaConfig) else None
+
+
+def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
+    made = f"It was trained for {head.target}; use it with that" if head.target else "Use it with the model it is for"
+    return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
+
+
+def words_of(model: Loaded) -> dict[str, int]:
+    """The vocabulary without the names that GGUF converters give to padding rows, so that padded ones are the same."""
+    return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
+
+
+def fingerprint(target: Loaded) -> str:
+    """What a head stores of the target it was trained for: `<sizes and tokens>:<signs of the embedding>`, in hex.
+
+    The first half is a hash of the vocabulary, the hidden size and the number of layers; the second has the signs of
+    the first 64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
+    """
+    words, sizes = words_of(target), sizes_of(target)
+    text = repr((sizes.hidden, sizes.layers, sorted(words.items())))
+    rows = torch.linspace(0, max(words.values(), default=0), _ROWS, device=target.target.device).long()
+    signs = host_of(target).embed(rows)[:, :_COLUMNS] > 0
+    bits = "".join("01"[int(bit)] for bit in signs.flatten().tolist())
+    return f"{sha256(text.encode()).hexdigest()[:32]}:{int(bits, 2):0{len(bits) // 4}x}"
+
+
+def same_target(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one model, be it in other dtypes, quantised or lightly tuned."""
+    (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
+    if tokens != tokens2 or len(signs) != len(signs2):
+        return False
+    return bin(int(signs, 16) ^ int(signs2, 16)).count("1") <= _ALIKE * 4 * len(signs)
+
+
+TRAINED = Path(__file__).parents[1] / "trained"
+"""Heads that come with Paceline, a folder each."""
+
+
+def shipped(kind: str, target: Loaded) -> Path | None:
+    """The folder of the head of this kind ("eagle3", "medusa", "block", "exit") that comes with Paceline for this
+    target: the one whose `HeadFile.extra["fingerprint"]` is the target's."""
+    if not isinstance(target.target, Host):
+        return None
+    ours = ""
+    for path in sorted(TRAINED.glob("*/config.json")):
+        own = read_json(path).get("paceline") or {}
+        if own.get("kind") == kind and "fingerprint" in own:
+            ours = ours or fingerprint(target)
+            if same_target(ours, own["fingerprint"]):
+                return path.parent
+    return None

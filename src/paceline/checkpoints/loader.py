@@ -1,0 +1,219 @@
+"""From a model reference to a target that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
+from paceline.checkpoints.lazy import Outlines, Quantised
+from paceline.checkpoints.lora import Merged, open_model
+from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
+from paceline.kernels.cuda import has_triton
+from paceline.kernels.linear import fast_bfloat16
+from paceline.kernels.quantize import Mode, check_mode
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder, Progress
+from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
+from paceline.protocols import Target
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run: `eos` are all its end-of-sequence ids, `generation` its generation_config, `quantize` how
+    its weights are held."""
+
+    target: Target
+    tokenizer: Tokenizer
+    eos: tuple[int, ...]
+    generation: dict[str, Any]
+    path: Path
+    quantize: Mode | None = None
+
+
+def load_model(
+    reference: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    quantize: Mode | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: bool = False,
+    exact: bool = False,
+) -> Loaded:
+    """See `paceline.load`. Raises `PacelineError`."""
+    check_mode(quantize)
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    checkpoint = open_model(
+        reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
+    )
+    config = native(checkpoint)
+    if quantize and not config:
+        raise UnsupportedModel(
+            f"{reference} runs through transformers, whose weights are not quantised here",
+            "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
+        )
+    tensors = Quantised(checkpoint.tensors, quantize) if quantize else checkpoint.tensors
+    with _bar(f"loading {reference}", progress) as advance:
+        try:
+            target = (
+                _decoder(exact, where)(config, tensors, kind, where, advance)
+                if config
+                else _through_transformers(checkpoint, kind, where)
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
+            ) from error
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, quantize)
+
+
+def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
+    """What runs a native model. On CUDA exactness takes kernels of our own."""
+    if not exact or device.type != "cuda":
+        return Decoder
+    if not has_triton():
+        raise InvalidOption("exact=True on a CUDA device takes Triton", "Install it: pip install triton")
+    from paceline.models.cuda_decoder import DeviceDecoder
+
+    return partial(DeviceDecoder, exact=True)
+
+
+def native(checkpoint: Checkpoint) -> ModelConfig | None:
+    """How a model runs, for `load` and `info` alike: the native decoder's config, or None for transformers.
+
+    Raises `UnsupportedModel` where neither runs it, with the reason, and `CorruptModel` where the config is wrong or
+    the names and shapes of the tensors do not fit it. No tensor is read.
+    """
+    where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
+    refuse_other_kinds(checkpoint.config, where)
+    try:
+        config = read_config(checkpoint.config, where)
+    except UnsupportedModel as error:
+        if checkpoint.path.is_file():
+            raise
+        if find_spec("transformers") is None:
+            raise UnsupportedModel(
+                error.cause + " by Paceline's own decoder",
+                f"Run it through transformers: {install_line('transformers')}",
+            ) from error
+        _check_other(checkpoint, error)
+        return None
+    Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))
+    return config
+
+
+def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
+    """Raises `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
+    from paceline.models.transformers import check_config
+
+    try:
+        check_config(checkpoint.path)
+    except UnsupportedModel as error:
+        if checkpoint.config["model_type"] not in FAMILIES:
+            raise
+        raise UnsupportedModel(f"{ours.cause}, and {error.cause}", ours.fix) from error
+
+
+def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
+    from paceline.models.transformers import from_pretrained
+
+    if isinstance(checkpoint.tensors, Merged):
+        raise UnsupportedModel(
+            f"{checkpoint.path} runs through transformers, where a LoRA adapter is not merged at load",
+            "Merge it with peft's merge_and_unload, and load the result",
+        )
+    return from_pretrained(checkpoint.path, dtype, device)
+
+
+def wrap(model: Any, tokenizer: Any) -> Loaded:
+    """A model object of transformers that the user holds, with its tokenizer; see `paceline.load`."""
+    from paceline.text.tokenizer import Tokenizer
+
+    if find_spec("transformers") is None or not _is_pretrained(model):
+        raise InvalidOption(
+            f"model is a {type(model).__name__}",
+            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
+            "(of a PEFT model, what merge_and_unload() returns)",
+        )
+    if tokenizer is None:
+        raise InvalidOption(
+            f"{type(model).__name__} comes without a tokenizer",
+            "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...)",
+        )
+    from paceline.models.transformers import CausalLM
+
+    words = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
+    generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
+    eos = eos_token_ids(model.config.to_dict(), generation, words)
+    return Loaded(CausalLM(model), words, eos, generation, Path(model.name_or_path))
+
+
+def _is_pretrained(model: object) -> bool:
+    from transformers import PreTrainedModel
+    from transformers.generation import GenerationMixin
+
+    return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
+
+
+def pick_device(device: Device | str | torch.device) -> torch.device:
+    """`auto`: CUDA, then MPS, then the CPU. Raises `InvalidOption` for one that is not there."""
+    device, _, index = str(device).partition(":")
+    if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
+        raise InvalidOption(f"device {device}:{index} is not available here", "Choose cpu or auto")
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device == "auto":
+        device = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
+    if device not in here:
+        raise InvalidOption(f"device {device!r} is unknown", "Choose auto, cpu, cuda or mps")
+    if not here[device]:
+        raise InvalidOption(f"device {device!r} is not available here", "Choose cpu or auto, or install torch for it")
+    return torch.device(f"{device}:{index}" if index else device)
+
+
+def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the device is fast with it, float16 on MPS, else float32."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
+    if dtype != "auto":
+        if dtype not in known:
+            raise InvalidOption(f"dtype {dtype!r} is unknown", f"Choose auto, {', '.join(known)}")
+        return known[dtype]
+    if device.type == "mps":
+        return torch.float16
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else fast_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+@contextmanager
+def _bar(title: str, shown: bool) -> Iterator[Progress]:
+    """A progress bar on stderr, gone when the work is done."""
+    if not shown:
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,367 @@
+"""PEFT's LoRA adapters, merged into the tensors of their base model as those are read.
+
+W' = W + s B A with s = alpha / r (Hu et al. 2021), alpha / sqrt(r) where rank-stabilised (Kalajdzievski 2023). DoRA
+(Liu et al. 2024) then scales each output of W' to a norm of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
+from paceline.checkpoints.lazy import LazyTensors, own_codes, shape_of
+from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
+from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
+from paceline.files.reading import read_json
+from paceline.files.schema import ADAPTER, check, shown
+from paceline.kernels.quantize import Codes
+from paceline.models.families import ties_head
+from paceline.text.tokenizer import Tokenizer
+
+_PREFIX = "base_model.model."
+_AGAIN = "Fetch the adapter again"
+
+_PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
+"""Module, part, and what follows: an adapter's name ("default") in some files, "weight" or "bias" in most."""
+
+_MOST_COSTS, _LONGEST_PATTERN = 3, 256
+"""Groups and repetitions in a pattern, and its characters: matching takes time that grows with powers of these."""
+
+_WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.[^.]+$)")
+"""What PEFT puts between a module and its own tensors while it is wrapped."""
+
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Entries of adapter_config.json that, when set, make the change another one than W + s B A."""
+
+_REBASED = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""Initialisations that also change the base model's weights, which an adapter alone does not tell."""
+
+
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
+"""What a module's name may match, and the value for it: the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What adapter_config.json says about a merge. `transposed`: weights lie as [in, out] (fan_in_fan_out)."""
+
+    rank: int
+    alpha: float
+    ranks: Patterns
+    alphas: Patterns
+    rank_stabilised: bool
+    transposed: bool
+    dora: bool
+    keeps_tie: bool
+
+    def rank_of(self, module: str) -> int:
+        return int(_matching(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        return _matching(self.alphas, module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
+
+
+def _matching(patterns: Patterns, module: str, otherwise: float) -> float:
+    """The value of the first pattern that matches the end of a module's name, from a dot on."""
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+
+
+def read_rules(path: Path) -> Rules:
+    """The adapter's config. Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged one."""
+    raw = _read_adapter_config(path)
+    _refuse_other_kinds(path, raw)
+    if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
+        raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
+    return Rules(
+        rank=raw["r"],
+        alpha=raw["lora_alpha"],
+        ranks=_patterns(path, raw.get("rank_pattern")),
+        alphas=_patterns(path, raw.get("alpha_pattern")),
+        rank_stabilised=bool(raw.get("use_rslora")),
+        transposed=bool(raw.get("fan_in_fan_out")),
+        dora=bool(raw.get("use_dora")),
+        keeps_tie=bool(raw.get("ensure_weight_tying")),
+    )
+
+
+def _read_adapter_config(path: Path) -> dict[str, Any]:
+    """adapter_config.json in this folder, its fields checked."""
+    raw = read_json(path / ADAPTER_CONFIG)
+    check(path / ADAPTER_CONFIG, raw, ADAPTER)
+    return raw
+
+
+def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
+    """Raises `UnsupportedModel` for expressions that could take exponential time to match, since anyone may have
+    written them, and `CorruptModel` for those that are not regular expressions."""
+    found = []
+    for pattern, value in (given or {}).items():
+        plain = pattern.replace("(?:", "(")
+        costs = len(re.findall(r"[*+?{(]", plain))
+        if costs > _MOST_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
+            raise UnsupportedModel(
+                f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
+                f"Name the modules, or use at most {_MOST_COSTS} groups and repetitions, and no repeated group",
+            )
+        try:
+            found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CorruptModel(
+                f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)} ({error})", _AGAIN
+            ) from error
+    return tuple(found)
+
+
+def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
+    merge = "Merge it with the peft package and load the result, or use a plain LoRA"
+    if raw.get("peft_type") != "LORA":
+        raise UnsupportedModel(f"{path} is an adapter of type {raw.get('peft_type', '?')}, not LORA", merge)
+    if used := [key for key in _VARIANTS if raw.get(key)]:
+        raise UnsupportedModel(f"the adapter {path} uses {', '.join(used)}, which is not merged here", merge)
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_REBASED):
+        raise UnsupportedModel(
+            f"the adapter {path} was initialised with {start}, which changes the base model too",
+            "Save it as a plain LoRA (peft: path_initial_model_for_weight_conversion)",
+        )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's files in the base model's terms.
+
+    `changes`: module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+    "bias") -> tensor in the file. `whole`: tensor of the base -> the one in the file that replaces it.
+    """
+
+    path: Path
+    rules: Rules
+    tensors: Mapping[str, Tensor]
+    changes: Mapping[str, Mapping[str, str]]
+    whole: Mapping[str, str]
+
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
+        parts = self.changes[module]
+        kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
+        if missing := [kind + side for side in "AB" if kind + side not in parts]:
+            raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _AGAIN)
+        if ("lora_magnitude_vector" in parts) != self.rules.dora:
+            said = "holds no" if self.rules.dora else "without use_dora holds a"
+            raise CorruptModel(f"the adapter {self.path} {said} lora_magnitude_vector for {module}", _AGAIN)
+        a, b = self.tensors[parts[kind + "A"]], self.tensors[parts[kind + "B"]]
+        rank = self.rules.rank_of(module)
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
+            raise CorruptModel(
+                f"the adapter {self.path} has A {tuple(a.shape)} and B {tuple(b.shape)} for {module}, "
+                f"where its config means rank {rank}",
+                "Config and weights are of different adapters; fetch it again",
+            )
+        return a, b
+
+
+def open_adapter(path: Path, *, allow_pickle: bool = False) -> Adapter:
+    """A folder in PEFT's layout: adapter_config.json and adapter_model.safetensors.
+
+    Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B.
+    """
+    rules = read_rules(path)
+    tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
+    changes: dict[str, dict[str, str]] = {}
+    whole: dict[str, str] = {}
+    for key in tensors:
+        name = key.removeprefix(_PREFIX)
+        if found := _PART.fullmatch(name):
+            module, part, rest = found.groups()
+            changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
+        elif ".original_module." not in name:  # the tensor that a trained one replaces
+            whole[_WRAPPED.sub("", name)] = key
+    if not changes:
+        raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
+    adapter = Adapter(path, rules, tensors, changes, whole)
+    for module in changes:
+        adapter.factors(module)
+    return adapter
+
+
+class Merged(LazyTensors):
+    """A base model's tensors with an adapter's changes: merged at each access, in float32 or better."""
+
+    def __init__(self, base: Mapping[str, Tensor], adapter: Adapter, *, untied: bool) -> None:
+        """`untied`: the head starts as the embedding, and is a tensor of its own from here on."""
+        self._base, self._adapter, self._untied = base, adapter, untied
+        biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
+        self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        module, _, kind = name.rpartition(".")
+        parts = self._adapter.changes.get(module, {})
+        if kind == "weight" and parts:
+            return self._with_product(module, self._start(name))
+        if kind == "bias" and "bias" in parts:
+            return self._with_bias(module, parts["bias"])
+        return self._start(name)
+
+    def codes(self, name: str) -> Codes | None:
+        """The base's own, of a matrix that the adapter leaves as it is."""
+        changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
+        return None if changed or (name == HEAD and self._untied) else own_codes(self._base, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The base's, except of tensors that the adapter brings whole: products keep the shape."""
+        source = EMBEDDING if name == HEAD and self._untied else name
+        if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
+            return tuple(self[name].shape)
+        return shape_of(self._base, source)
+
+    def _start(self, name: str) -> Tensor:
+        """The tensor before any product is added: the base's, or the one that replaces it."""
+        source = EMBEDDING if name == HEAD and self._untied else name
+        if name not in self._adapter.whole:
+            # A trained embedding leaves a tied head alone, but one that has products of its own was only resized.
+            resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
+            return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
+        tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
+        fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
+        if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
+            raise _misfit(self._adapter, name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
+        return tensor
+
+    def _with_product(self, module: str, weight: Tensor) -> Tensor:
+        parts, rules = self._adapter.changes[module], self._adapter.rules
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        a, b = (factor.to(weight.dtype) for factor in self._adapter.factors(module))
+        transposed = rules.transposed or "lora_embedding_A" in parts
+        change = (b @ a).T if transposed else b @ a
+        if change.shape != weight.shape:
+            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)} for a weight {tuple(weight.shape)}"
+            raise _misfit(self._adapter, module, shapes)
+        merged = weight + rules.scale_of(module) * change
+        if not rules.dora:
+            return merged
+        norm: Tensor = merged.norm(dim=0 if transposed else 1, keepdim=True)
+        magnitude = self._adapter.tensors[parts["lora_magnitude_vector"]].to(weight.dtype)
+        if magnitude.numel() != norm.numel():
+            raise _misfit(self._adapter, module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
+        return merged * (magnitude.reshape(norm.shape) / norm)
+
+    def _with_bias(self, module: str, key: str) -> Tensor:
+        name, change = module + ".bias", self._adapter.tensors[key]
+        change = change.to(torch.promote_types(change.dtype, torch.float32)) * self._adapter.rules.scale_of(module)
+        if name not in self._base and name not in self._adapter.whole:
+            return change
+        bias = self._start(name)
+        if bias.shape != change.shape:
+            raise _misfit(self._adapter, name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
+        return bias + change
+
+
+def _misfit(adapter: Adapter, name: str, shapes: str) -> AdapterMismatch:
+    return AdapterMismatch(
+        f"the adapter {adapter.path} does not fit its base model at {name}: {shapes}",
+        f"It was trained for {_base_name(adapter.path) or 'another model'}; load it with that",
+    )
+
+
+def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """`base` with the adapter in the folder `path`; nothing is computed before the tensors are read.
+
+    An adapter that changes the embedding or the head of a tied model unties them, as in training, unless it was
+    trained with `ensure_weight_tying`. One that brings a tokenizer brings its chat template and its added tokens.
+    Raises `AdapterMismatch`, here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
+    """
+    adapter = open_adapter(path, allow_pickle=allow_pickle)
+    names = set(base.tensors)
+    tied = ties_head(base.config)
+    names |= {HEAD} if tied else set()
+    for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
+        if name not in names:
+            raise _misfit(adapter, name.removesuffix(".weight"), f"{base.path} has no such module")
+    touched = {
+        name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
+    }
+    untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
+    config = base.config | ({"tie_word_embeddings": False} if untied else {})
+    config |= _vocabulary(adapter, base.config.get("vocab_size"), tied)
+    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
+    return replace(base, config=config, tensors=Merged(base.tensors, adapter, untied=untied), tokenizer=tokenizer)
+
+
+def _vocabulary(adapter: Adapter, size: int | None, tied: bool) -> dict[str, int]:
+    """The new `vocab_size` where tokens were added before training: embedding and head then come whole."""
+    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
+    if all(count == size for count in rows.values()):
+        return {}
+    if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
+        held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
+        raise _misfit(adapter, next(iter(rows)), f"{held}, and the vocabulary is {size}")
+    return {"vocab_size": next(iter(rows.values()))}
+
+
+def _base_name(path: Path) -> str:
+    return _read_adapter_config(path).get("base_model_name_or_path") or ""
+
+
+def open_model(
+    reference: str | Path,
+    adapter: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    quiet: bool = False,
+) -> Checkpoint:
+    """The checkpoint that a reference means, an adapter merged: `adapter`, or the reference where it is one itself.
+
+    `revision` is the reference's; the base of an adapter has the one that its config names.
+    """
+    fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle, "quiet": quiet}
+    path = resolve(reference, revision=revision, **fetch)
+    if adapter is not None:
+        folder = resolve(adapter, **fetch)
+        if not (folder / ADAPTER_CONFIG).exists():
+            raise InvalidOption(f"{adapter} is no LoRA adapter", f"Name a folder that holds {ADAPTER_CONFIG}")
+    elif is_adapter(path):
+        folder, path = path, _base_of(path, fetch)
+    else:
+        return open_checkpoint(path, allow_pickle=allow_pickle)
+    return merge(open_checkpoint(path, allow_pickle=allow_pickle), folder, allow_pickle=allow_pickle)
+
+
+def _base_of(folder: Path, fetch: dict[str, Any]) -> Path:
+    name, revision = _base_name(folder), _read_adapter_config(folder).get("revision")
+    give = f"Name the base model, and {folder} as its adapter"
+    if not name:
+        raise ModelNotFound(f"the adapter {folder} does not say which model it belongs to", give)
+    try:
+        return resolve(name, revision=revision or None, **fetch)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"the base model of the adapter {folder}: {error.cause}", give) from error
+
+
+def split_adapter(reference: str) -> tuple[str, str | None]:
+    """`BASE@ADAPTER` as (base, adapter); a path that exists keeps its @."""
+    base, _, adapter = reference.rpartition("@")
+    if not (base and adapter) or Path(reference).expanduser().exists():
+        return reference, None
+    return base, adapter

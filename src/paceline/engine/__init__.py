@@ -1,0 +1,1 @@
+"""The loop: draft, verify, commit, stream."""

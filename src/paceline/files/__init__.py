@@ -1,0 +1,1 @@
+"""Finding and reading a model's files, which may come from anyone."""

@@ -1,0 +1,173 @@
+"""From what a user calls a model to files on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelNotFound, UnsupportedModel
+from paceline.files.reading import open_regular
+from paceline.files.wheels import PACKAGED, packaged
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a folder one of PEFT's adapters."""
+# Folders and consolidated files of a hub model repeat its weights in other layouts.
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def resolve(
+    reference: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = False,
+    allow_pickle: bool = False,
+) -> Path:
+    """A local folder (Hugging Face layout, or PEFT's) or GGUF file for a model reference; fetches what is not here yet.
+
+    `reference`: "demo", a folder, a GGUF file, or a hub id "owner/name" with `revision` (branch, tag or commit) and
+    `token`. A folder called demo is "./demo". `quiet`: no progress bars. `allow_pickle`: where a hub model has no
+    safetensors, fetch its pytorch_model.bin (adapter_model.bin). Raises `ModelNotFound`, `UnsupportedModel` or
+    `CorruptModel`.
+    """
+    name = str(reference)
+    if isinstance(reference, str) and name in PACKAGED:
+        return packaged(name, quiet)
+    try:
+        path = Path(name).expanduser()
+        here = path.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFound(f"{name[:80]!r} is no usable path ({error})") from error
+    if here and name.strip():
+        return _local(path)
+    if isinstance(reference, str) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        return _hub(name, revision, token, quiet, allow_pickle)
+    raise ModelNotFound(
+        f"there is no model {name!r}",
+        "Give 'demo', a folder, a .gguf file, or a hub id like 'owner/name'",
+    )
+
+
+def _local(path: Path) -> Path:
+    if path.is_dir():
+        return _in_folder(path)
+    with open_regular(path) as file:
+        if path.suffix == ".gguf" or file.read(4) == b"GGUF":
+            return path
+    raise UnsupportedModel(
+        f"{path} is neither a folder nor a GGUF file",
+        "For safetensors, name the folder that also holds config.json",
+    )
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself, or the one GGUF file in a folder that holds nothing else to load."""
+    if (folder / "config.json").exists() or is_adapter(folder):
+        return folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelNotFound(f"{folder} holds {len(files)} GGUF files", f"Name one of them, as {files[0]}")
+    return files[0] if files else folder
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether this is an adapter's folder without its base model."""
+    return (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists()
+
+
+def _hub(name: str, revision: str | None, token: str | None, quiet: bool, allow_pickle: bool) -> Path:
+    path = _snapshot(name, revision, token, quiet, _WANTED)
+    if any(path.glob("*.safetensors")):
+        return path
+    if allow_pickle:
+        return _snapshot(name, revision, token, quiet, _WANTED + _PICKLES)
+    raise UnsupportedModel(
+        f"the hub model {name} holds no safetensors",
+        "Use another model, download one of its GGUF files and name that, or say allow_pickle=True",
+    )
+
+
+def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        with _bars(quiet):
+            folder = snapshot_download(
+                name, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_UNWANTED
+            )
+    except (OSError, HFValidationError) as error:
+        raise _not_fetched(name, revision, error) from error
+    except Exception as error:
+        # The hub client's transport (requests, httpx, now httpx2) has errors of its own that are no OSError.
+        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+            raise
+        raise _not_fetched(name, revision, error) from error
+    return Path(folder)
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[None]:
+    """Without the hub client's progress bars while quiet, and as they were afterwards."""
+    # The functions are public by documentation, but not in the module's __all__.
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    silence = quiet and not utils.are_progress_bars_disabled()
+    if silence:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silence:
+            utils.enable_progress_bars()
+
+
+def _not_fetched(name: str, revision: str | None, error: Exception) -> ModelNotFound:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        error = errors.OfflineModeIsEnabled(str(error))
+
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    cases: list[tuple[type[Exception], str, str]] = [
+        (
+            errors.GatedRepoError,
+            f"the hub model {name} is gated",
+            "Accept its terms on huggingface.co, then give token=... or run `hf auth login`",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            f"there is no hub model {name}, or it is private, and no such folder here",
+            "Check the name; a private model needs token=... or `hf auth login`",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            f"the hub model {name} has no revision {revision!r}",
+            "Name a branch, tag or commit of it",
+        ),
+        (errors.HFValidationError, f"{name!r} is no hub id ({reason})", "Write it as 'owner/name'"),
+        (
+            errors.OfflineModeIsEnabled,
+            f"the hub model {name} is not on this machine and offline mode is on",
+            "Unset HF_HUB_OFFLINE, or fetch it on a machine with a network and name the folder",
+        ),
+        (
+            errors.HfHubHTTPError,
+            f"the hub refused {name} ({reason})",
+            "Check the token and the name, or try later",
+        ),
+    ]
+    for kind, cause, fix in cases:
+        if isinstance(error, kind):
+            return ModelNotFound(cause, fix)
+    return ModelNotFound(
+        f"the hub model {name} is not on this machine and cannot be fetched ({reason})",
+        "Check the network and free disk space, or fetch it elsewhere and name the folder",
+    )

@@ -1,0 +1,109 @@
+"""Reading the small files of a model folder, which may come from anyone.
+
+Only regular files (or links to them) are opened, so that a pipe or a device cannot hang the reader; no more than a
+limit is read; and JSON has a bounded depth, so that code that walks the values cannot exhaust the stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.files.schema import CORRECT
+
+MIB = 1 << 20
+_CONFIG_LIMIT = 8 * MIB
+_DEEPEST = 64
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file, open for reading. Raises `ModelNotFound` where it cannot be opened, `CorruptModel` where it is not a
+    regular file."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits until another program writes to it.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"{path} is missing", "The model is incomplete; fetch it again") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFound(f"cannot open {path}: {reason}", "Check the path and its permissions") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptModel(f"{path} is not a regular file", "Replace it with a copy of the model's own file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
+    """The text of a UTF-8 file of at most `limit` bytes.
+
+    Raises `ModelNotFound` (missing or unreadable), `UnsupportedModel` (too large) or `CorruptModel`.
+    """
+    with open_regular(path) as file:
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:
+            raise ModelNotFound(f"cannot read {path}: {error.strerror}", "Check the disk") from error
+    if len(data) > limit:
+        raise UnsupportedModel(f"{path} is larger than {limit // MIB} MiB", "Check that it is the model's own file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", CORRECT) from error
+
+
+def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
+    """The JSON object in a file; see `read_text` for the errors. `CorruptModel` also for JSON that is malformed or
+    nested deeper than 64 levels."""
+    text = read_text(path, limit)
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    except ValueError as error:
+        raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
+    if not isinstance(data, dict):
+        raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
+    if _depth(data) > _DEEPEST:
+        raise _too_deep(path)
+    return data
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """`read_json`, or {} where there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
+@contextmanager
+def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
+    """Turns whatever the tokenizers library raises into a `CorruptModel` with this cause and its reason.
+
+    It raises bare `Exception`, and for a panic in its Rust code a `BaseException` whose class cannot be imported.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptModel(f"{cause} ({error})", fix) from error
+
+
+def _too_deep(path: Path) -> CorruptModel:
+    return CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
+
+
+def _depth(data: Any) -> int:
+    """How deep lists and objects are nested; one that is deeper than `_DEEPEST` is not walked to its end."""
+    depth, level = 0, [data]
+    while level and depth <= _DEEPEST:
+        depth += 1
+        held = (x for one in level for x in (one.values() if isinstance(one, dict) else one))
+        level = [x for x in held if isinstance(x, (dict, list))]
+    return depth

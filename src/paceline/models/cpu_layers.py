@@ -1,0 +1,220 @@
+"""Decoder layers run by one call of `layers.cpp`: their weights as it reads them, and a pass as it sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.cache.attention import LayerAttention, Plan, SlabPass
+from paceline.cache.layout import Layout
+from paceline.errors import OutOfMemory
+from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.models.layers import Dense, Layer, Part, Sandwiched
+from paceline.models.rope import Rope
+from paceline.types import Tap
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+
+
+class _Heads(Structure):
+    _fields_ = (("query", c_int32), ("kv", c_int32), ("size", c_int32), ("scale", c_float), ("softcap", c_float))
+
+
+_NORMS = ("before_mix", "after_mix", "before_mlp", "after_mlp", "query_norm", "key_norm")
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in _NORMS),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("hidden", "ffn", "activation", "view", "index", "rotation")),
+        ("heads", _Heads),
+    )
+
+
+class _Slot(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("place", "length")),
+        *((name, c_int32) for name in ("first", "rows", "columns")),
+        *((name, c_void_p) for name in ("visible", "depth", "below")),
+    )
+
+
+class _View(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("layer_stride", "capacity", "place_lines")),
+        *((name, c_int32) for name in ("window", "stores", "copies")),
+        *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
+        ("slots", POINTER(_Slot)),
+    )
+
+
+class _Rotation(Structure):
+    _fields_ = (("cosines", c_void_p), ("signed_sines", c_void_p), ("rotated", c_int32))
+
+
+class _Pass(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
+        ("lines", c_void_p),
+        ("views", POINTER(_View)),
+        ("rotations", POINTER(_Rotation)),
+    )
+
+
+class NativeStack:
+    """See `models.stack.Stack`."""
+
+    def __init__(self, layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
+        """`how`: the layers' attention, as their cache has it. `rope_of`: which rotary factors each one takes."""
+        self._held: list[Tensor] = []
+        """What the structures point into."""
+        self._layers = layers
+        self._hidden = _linear(layers[0].out).matrix.shape[0]
+        kinds = list(dict.fromkeys(layer.kind for layer in how))
+        counts = [0] * len(kinds)
+        table = []
+        for layer, attention, rope in zip(layers, how, rope_of, strict=True):
+            kind = kinds.index(attention.kind)
+            table.append(self._structure(layer, attention, kind, counts[kind], rope))
+            counts[kind] += 1
+        self._table = (_Layer * len(table))(*table)
+        lib = library()
+        assert lib is not None
+        self._run = lib.paceline_layers
+        self._run.argtypes = (
+            *(c_void_p, c_int32, POINTER(_Pass), c_void_p, c_void_p, c_int32),
+            *(c_void_p, c_int32, c_void_p),
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        first: int,
+        end: int,
+        ropes: Sequence[Rope],
+        attention: SlabPass,
+        entry: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        entering, x = x, x.clone(memory_format=torch.contiguous_format)
+        inner = [tap for tap in taps if first < tap < end]
+        heard = x.new_empty(len(inner), *x.shape)
+        if first < end:
+            seen = _Seen(attention.plans, ropes)
+            entry = None if entry is None else entry.contiguous()
+            if self._run(
+                *(
+                    ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer),
+                    end - first,
+                    byref(seen.c),
+                    x.data_ptr(),
+                ),
+                *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
+                *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), heard.data_ptr()),
+            ):
+                raise OutOfMemory(f"no memory for a pass of {seen.c.rows} rows", SMALLER)
+        found: dict[Tap, Tensor] = dict(zip(inner, heard, strict=True))
+        return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
+
+    def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
+        mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
+        assert isinstance(mlp, Dense)
+        assert isinstance(mlp.gate_up, NativeGated)
+        parts = (layer.attention.qkv, layer.out, mlp.gate_up.both, mlp.down)
+        heads, kv, size = layer.attention.heads, layer.attention.split[1], layer.attention.head_dim
+        head_norm = layer.attention.norm
+        norms = (
+            *(layer.attn_norm and layer.attn_norm.weight, _after(layer.out)),
+            *(layer.mlp_norm.weight, _after(layer.mlp)),
+            *((None, None) if head_norm is None else (head_norm.weight[0], head_norm.weight[-1])),
+        )
+        return _Layer(
+            *(_linear(part).matrix.c for part in parts),
+            *(self._pointer(norm) for norm in norms),
+            *(layer.mlp_norm.eps, self._hidden, mlp.gate_up.out, _ACTIVATIONS[mlp.gate_up.activation]),
+            *(view, index, rope),
+            _Heads(heads, kv, size, how.scale, how.softcap or 0.0),
+        )
+
+    def _pointer(self, norm: Tensor | None) -> int | None:
+        if norm is None:
+            return None
+        self._held.append(norm.float().contiguous())
+        return self._held[-1].data_ptr()
+
+
+def runs(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
+    """Whether `NativeStack` can: a bfloat16 stream, all products native, sizes whole lanes, no mixture of experts."""
+    return dtype == torch.bfloat16 and all(_fits(layer) for layer in layers) and library() is not None
+
+
+def _fits(layer: Layer) -> bool:
+    mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
+    out = layer.out.part if isinstance(layer.out, Sandwiched) else layer.out
+    if not (isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated) and isinstance(mlp.down, NativeLinear)):
+        return False
+    if not (isinstance(out, NativeLinear) and isinstance(layer.attention.qkv, NativeLinear)):
+        return False
+    return layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
+
+
+def _linear(part: Part | object) -> NativeLinear:
+    part = part.part if isinstance(part, Sandwiched) else part
+    assert isinstance(part, NativeLinear)
+    return part
+
+
+def _after(part: Part) -> Tensor | None:
+    return part.norm.weight if isinstance(part, Sandwiched) else None
+
+
+class _Seen:
+    """A pass as the kernels see it."""
+
+    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope]) -> None:
+        self._held: list[object] = []
+        rows = plans[0].rows
+        self.c = _Pass(
+            *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
+            self._longs(rows.lines),
+            (_View * len(plans))(*(self._view(plan) for plan in plans)),
+            (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
+        )
+
+    def _view(self, plan: Plan) -> _View:
+        keys, values = plan.slabs
+        stores = plan.stores
+        counts = plan.rows.counts
+        firsts = accumulate(counts[:-1], initial=0)
+        slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
+        return _View(
+            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
+            *(plan.window or 0, len(stores.columns), len(stores.copies)),
+            *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
+            (_Slot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
+        )
+
+    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _Slot:
+        self._held.append(x)
+        pointers = (t.data_ptr() for t in (x.visible, x.deep, x.below))
+        return _Slot(place, length, first, rows, len(x.sources), *pointers)
+
+    def _rotation(self, rope: Rope) -> _Rotation:
+        if rope is None:
+            return _Rotation(None, None, 0)
+        cos, sin = (x.contiguous() for x in rope)
+        self._held += [cos, sin]
+        return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+
+    def _longs(self, values: Sequence[int]) -> int:
+        self._held.append(array := (c_int64 * len(values))(*values))
+        return ctypes.addressof(array)

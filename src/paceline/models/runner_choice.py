@@ -1,0 +1,59 @@
+"""What runs a model's layers: the CPU kernels, or torch and why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.kernels.cpu.build import built_for, library, obstacle
+from paceline.kernels.cpu.matrix import LANES
+from paceline.kernels.linear import fast_bfloat16
+from paceline.kernels.quantize import Mode
+
+if TYPE_CHECKING:
+    from paceline.models.config import ModelConfig
+
+_CODES = "Quantised weights (int8 or int4) run on the CPU kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """`name`: in words. `remedy`: what would make it faster, if anything does."""
+
+    name: str
+    remedy: str = ""
+
+
+def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, quantize: Mode | None = None) -> Runner:
+    """What runs the layers of such a model here. Compiles the kernels if they are needed and not there yet."""
+    if device.type != "cpu":
+        return Runner(f"torch, on {device.type}")
+    kind = str(dtype).removeprefix("torch.")
+    if not quantize and dtype != torch.bfloat16:
+        return Runner(f"torch, in {kind}", "" if fast_bfloat16() else f"This processor is slow in bfloat16. {_CODES}")
+    kernels, reason = library(), obstacle()
+    if kernels is None:
+        assert reason is not None
+        return Runner(f"torch, since {reason.cause}", reason.fix)
+    name = f"the CPU kernels ({built_for(kernels)})"
+    if not quantize and "BF16" not in built_for(kernels):
+        return Runner(f"torch, since the CPU kernels ({built_for(kernels)}) have no product of bfloat16 here", _CODES)
+    if dtype != torch.bfloat16:
+        return Runner(f"torch in {kind}, with products by {name}")
+    if any(layer.sparse for layer in config.plan):
+        return Runner("torch, since it is a mixture of experts")
+    if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
+        return Runner(f"torch, since its sizes are not multiples of {LANES}")
+    return Runner(name)
+
+
+@cache
+def warn_of(runner: Runner) -> None:
+    """Say once that a model runs slower than it could, and how to change that."""
+    if runner.remedy:
+        line = "warning: slow: the layers run on %s. %s"
+        logging.getLogger("paceline").warning(line, " ".join(runner.name.split()), runner.remedy)

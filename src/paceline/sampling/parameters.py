@@ -1,0 +1,295 @@
+"""What the user may ask of a reply."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from paceline.errors import InvalidOption
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.noise import Noise
+from paceline.sampling.processors import (
+    BadWords,
+    CountPenalty,
+    LogitBias,
+    MinNewTokens,
+    NoRepeatNGram,
+    RepetitionPenalty,
+    spellings,
+)
+from paceline.sampling.sampler import LogitsProcessor, RuleName, Sampler
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
+
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+"""Parameters that a model's generation_config may recommend."""
+
+
+def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling that a generation_config recommends; empty if it does not sample."""
+    own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
+    if not generation.get("do_sample", bool(own.get("temperature"))):
+        return {}
+    if own.get("top_k") == -1:  # vLLM's way to say "all"
+        own["top_k"] = 0
+    # transformers leaves its own default out of the file.
+    return {"temperature": 1.0, **own}
+
+
+StopWhen = Callable[[Sequence[int], str], bool]
+"""(token ids of the reply so far, its text so far) -> whether it ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What some parameters must know of the model. `size`: its tokens. `eos`: those that end a text. `encode`: text ->
+    token ids, without BOS or EOS."""
+
+    size: int
+    eos: Sequence[int] = ()
+    encode: Callable[[str], list[int]] | None = None
+    tokenizer: Tokenizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters of one reply. The default is greedy.
+
+    max_new_tokens: the reply's length at most, EOS included (>= 1).
+    temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
+
+    Applied to the logits before temperature, in this order, at every drafted token as at every other:
+    repetition_penalty: > 1 makes tokens of prompt and reply less likely (0.01 to 1000; 1: off), as in transformers.
+    frequency_penalty, presence_penalty: -2 to 2, subtracted per occurrence in the reply and once, as in OpenAI's API.
+    logit_bias: token id -> what is added to its logit; -inf bans it.
+    bad_words: what must not be written: strings (with and without a space before them) or sequences of token ids.
+    no_repeat_ngram_size: no n-gram of this size comes twice, the prompt's included (0: off).
+    min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
+    processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
+    grammar: the form that the reply must have (`Grammar`). Where only EOS is left, it comes before min_new_tokens too.
+
+    Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
+    reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest
+    (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their mass reaches p
+    (1: all).
+
+    rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
+    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.
+    seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
+    stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
+    stop_when: functions of (token ids of the reply so far, its text so far) that return True where it ends; each is
+    asked after every token, drafted or not, in order and once.
+    ignore_eos: go on after the model's own end-of-sequence tokens.
+    logprobs: None, or report each token's log-probability before all of the above, and so many of the likeliest tokens.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: Sequence[str | Sequence[int]] = ()
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    processors: Sequence[LogitsProcessor] = ()
+    grammar: Grammar | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    rule: RuleName = "match"
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    stop_when: StopWhen | Sequence[StopWhen] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (kind, low, high) in _RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in ("seed", "logprobs"):
+                (_whole if kind is int else _real)(name, value, low, high)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", self.seed % 2**63)
+        if self.typical_p == 0.0:
+            raise InvalidOption("typical_p must be > 0, got 0", "Give a number up to 1; 1 is off")
+        if 0.0 < self.temperature < 1e-3:
+            raise InvalidOption(f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text")
+        if self.rule not in get_args(RuleName):
+            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidOption(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidOption(
+                f"grammar={self.grammar!r} is no grammar", "Give Grammar.json_schema(...), for instance"
+            )
+        if self.grammar and self.ignore_eos:
+            raise InvalidOption("a grammar ends with EOS, which ignore_eos would ignore", "Leave out one of them")
+        for name, value in (
+            ("stop", _strings(self.stop)),
+            ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
+            ("stop_when", _functions("stop_when", self.stop_when)),
+            ("processors", _functions("processors", self.processors)),
+            ("bad_words", _words(self.bad_words)),
+            ("logit_bias", _bias(self.logit_bias)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def seeded(self) -> Sampling:
+        """The same with a seed: a fresh one where there is none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
+    def sampler(self, prompt: Sequence[int] = (), sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
+        """The sampler of one reply to a prompt; draws the seed if there is none. `sample` tells several replies to one
+        prompt apart. Raises `InvalidOption` for what the `vocabulary` does not have; None: nothing is known of it."""
+        seed = self.seeded().seed
+        assert seed is not None
+        return Sampler(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            noise=Noise(seed, sample),
+            processors=self._processors(vocabulary),
+            rule=self.rule,
+            text=list(prompt),
+            prompt=len(prompt),
+        )
+
+    def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:
+        """Fresh ones, in their order."""
+        words = self._sequences(vocabulary)
+        ends = {*self.stop_token_ids, *(vocabulary.eos if vocabulary and not self.ignore_eos else ())}
+        if vocabulary:
+            self._check(vocabulary, words)
+        own: list[tuple[object, Callable[[], LogitsProcessor]]] = [
+            (self.repetition_penalty != 1.0, lambda: RepetitionPenalty(self.repetition_penalty)),
+            (
+                self.frequency_penalty or self.presence_penalty,
+                lambda: CountPenalty(self.frequency_penalty, self.presence_penalty),
+            ),
+            (self.logit_bias, lambda: LogitBias(self.logit_bias)),
+            (words, lambda: BadWords(words)),
+            (self.no_repeat_ngram_size, lambda: NoRepeatNGram(self.no_repeat_ngram_size)),
+            (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
+        ]
+        # The grammar has the last word: nothing may allow again what it forbids.
+        last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
+        return (*(make() for wanted, make in own if wanted), *self.processors, *last)
+
+    def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
+        if vocabulary is None or vocabulary.tokenizer is None:
+            raise InvalidOption("there is a grammar and no tokenizer", "Generate with an LLM, which has one")
+        tokenizer = vocabulary.tokenizer
+        # A stop token that is text may stand inside the grammar's text.
+        over = {token for token in self.stop_token_ids if token not in tokenizer.surfaces}
+        return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
+
+    def _sequences(self, vocabulary: Vocabulary | None) -> set[tuple[int, ...]]:
+        """Bad words as token ids."""
+        found: set[tuple[int, ...]] = set()
+        for word in self.bad_words:
+            if not isinstance(word, str):
+                found.add(tuple(word))
+                continue
+            if vocabulary is None or vocabulary.encode is None:
+                raise InvalidOption(f"bad_words holds {word!r} and there is no tokenizer", "Give token ids")
+            spelled = spellings(word, vocabulary.encode)
+            if not spelled:
+                raise InvalidOption(f"bad_words holds {word!r}, of which the tokenizer makes nothing")
+            found |= spelled
+        return found
+
+    def _check(self, vocabulary: Vocabulary, words: set[tuple[int, ...]]) -> None:
+        named = {
+            "logit_bias": self.logit_bias,
+            "bad_words": {token for word in words for token in word},
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, tokens in named.items():
+            if wrong := [token for token in tokens if token >= vocabulary.size]:
+                raise InvalidOption(
+                    f"{name} holds {wrong[0]}, which is no token of the model", f"Ids go to {vocabulary.size - 1}"
+                )
+        if (self.logprobs or 0) > vocabulary.size:
+            raise InvalidOption(f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens")
+
+
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "max_new_tokens": (int, 1, 2**31),
+    "temperature": (float, 0.0, 1000.0),
+    "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
+    "frequency_penalty": (float, -2.0, 2.0),
+    "presence_penalty": (float, -2.0, 2.0),
+    "no_repeat_ngram_size": (int, 0, 2**31),
+    "min_new_tokens": (int, 0, 2**31),
+    "top_k": (int, 0, 2**31),
+    "top_p": (float, 0.0, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "typical_p": (float, 0.0, 1.0),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "logprobs": (int, 0, 2**31),
+}
+
+
+def _whole(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(f"{name} must be a whole number, got {value!r}", f"Give one from {low} to {high}")
+    if not low <= value <= high:
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a whole number from {low} to {high}")
+
+
+def _real(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidOption(f"{name} must be a number, got {value!r}", f"Give one from {low:g} to {high:g}")
+    if not low <= value <= high:
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a number from {low:g} to {high:g}")
+
+
+def _strings(stop: Any) -> tuple[str, ...]:
+    found = (stop,) if isinstance(stop, str) else _listed("stop", stop)
+    if any(not isinstance(s, str) or not s for s in found):
+        raise InvalidOption(f"stop={stop!r} holds something that is not a non-empty string")
+    return found
+
+
+def _ids(name: str, tokens: Any) -> tuple[int, ...]:
+    found = _listed(name, tokens)
+    for token in found:
+        _whole(name, token, 0, 2**31)
+    return found
+
+
+def _functions(name: str, given: Any) -> tuple[Any, ...]:
+    found = (given,) if callable(given) else _listed(name, given)
+    if wrong := [one for one in found if not callable(one)]:
+        raise InvalidOption(f"{name} holds {wrong[0]!r}, which is no function", "Give functions")
+    return found
+
+
+def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    found = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in _listed("bad_words", words))
+    if not all(found):
+        raise InvalidOption("bad_words holds an empty word", "Leave it out")
+    return found
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidOption(f"logit_bias={bias!r} is no mapping", "Give {token id: what to add to its logit}")
+    for token, by in bias.items():
+        _whole("logit_bias", token, 0, 2**31)
+        _real(f"logit_bias[{token}]", by, -math.inf, 1e6)
+    return dict(bias)
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidOption(f"{name}={values!r} is no list", "Give a list")
+    return tuple(values)

@@ -1,0 +1,179 @@
+"""What bends the logits before temperature and cuts: penalties, biases, bans.
+
+Each is a `LogitsProcessor` made for one reply. What it has counted in the text it keeps, since the text only grows;
+the drafted path of a row is added for that row alone. So a row's cost does not depend on how long the text is. Target
+and draft model share them, so rows may come from two devices, in two dtypes, and a draft model's may be narrower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from paceline.sampling.sampler import Prefix
+
+
+class _Counts:
+    """How often each token stands in the text, per device."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.device, tuple[int, Tensor]] = {}
+
+    def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
+        """Counts [V] of the prefix from position `first` on for a row [V], in its dtype; not to be changed."""
+        done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
+        if done < len(prefix.text) or len(counts) < len(row):
+            counts = _add(counts, prefix.text[done:], len(row))
+            self._known[row.device] = len(prefix.text), counts
+        if prefix.path:
+            counts = _add(counts.clone(), prefix.path, len(row))
+        return counts[: len(row)].to(row.dtype)
+
+
+def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
+    """The counts after these tokens as well, at least `width` wide."""
+    width = max(width, len(counts), 1 + max(tokens, default=0))
+    if width > len(counts):
+        counts = torch.cat([counts, counts.new_zeros(width - len(counts))])
+    ids = torch.tensor(tokens, dtype=torch.long, device=counts.device)
+    return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+
+
+class _Seen:
+    """Which tokens stand in the text, each once, per device."""
+
+    def __init__(self) -> None:
+        self._read = self._highest = 0
+        self._order: dict[int, None] = {}
+        self._known: dict[torch.device, Tensor] = {}
+
+    def at(self, prefix: Prefix, row: Tensor) -> Tensor:
+        """Ids of the prefix that a row [V] has; those of the path may come twice."""
+        for token in prefix.text[self._read :]:
+            self._order[token] = None
+            self._highest = max(self._highest, token)
+        self._read = len(prefix.text)
+        known = self._known.get(row.device, torch.empty(0, dtype=torch.long, device=row.device))
+        if len(known) < len(self._order):
+            known = torch.cat([known, known.new_tensor(list(islice(self._order, len(known), None)))])
+            self._known[row.device] = known
+        ids = torch.cat([known, known.new_tensor(prefix.path)]) if prefix.path else known
+        return ids if max([self._highest, *prefix.path]) < len(row) else ids[ids < len(row)]
+
+
+class RepetitionPenalty:
+    """Divides positive logits of tokens in prompt or reply by `penalty` and multiplies negative ones (CTRL, arXiv
+    1909.05858), as transformers does."""
+
+    def __init__(self, penalty: float) -> None:
+        self._penalty = penalty
+        self._seen = _Seen()
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        ids = self._seen.at(prefix, logits)
+        scores = logits[ids]
+        logits[ids] = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return logits
+
+
+class CountPenalty:
+    """Subtracts `frequency` times a token's count in the reply, and `presence` once if it is there, as OpenAI does."""
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        self._frequency, self._presence = frequency, presence
+        self._counts = _Counts()
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        if len(prefix) == prefix.prompt:
+            return logits
+        counts = self._counts.at(prefix, logits, prefix.prompt)
+        return logits.sub_(self._frequency * counts + self._presence * (counts > 0))
+
+
+class LogitBias:
+    """Adds a number to the logits of some tokens."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._bias = sorted(bias.items())
+        self._ready: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        key = logits.device, logits.dtype, len(logits)
+        if key not in self._ready:
+            fitting = [(token, by) for token, by in self._bias if token < len(logits)]
+            ids = torch.tensor([token for token, _ in fitting], dtype=torch.long, device=logits.device)
+            values = torch.tensor([by for _, by in fitting], dtype=logits.dtype, device=logits.device)
+            self._ready[key] = ids, values
+        return logits.index_add_(0, *self._ready[key])
+
+
+class BadWords:
+    """Bans the last token of each sequence where the rest of it stands already."""
+
+    def __init__(self, words: Collection[Sequence[int]]) -> None:
+        self._always = sorted({word[0] for word in words if len(word) == 1})
+        self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for *before, last in words:
+            if before:
+                self._after.setdefault(before[-1], []).append((tuple(before), last))
+        self._reach = max(map(len, words), default=0) - 1
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        tail = prefix.tail(self._reach)
+        begun = self._after.get(tail[-1], ()) if tail else ()
+        ends = [last for before, last in begun if tail[-len(before) :] == before]
+        return ban(logits, [*self._always, *ends])
+
+
+class NoRepeatNGram:
+    """Bans every token that would complete an n-gram that stands in prompt or reply already."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._next: dict[tuple[int, ...], set[int]] = {}
+        self._read = 0
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        before = self._size - 1
+        for end in range(max(self._read, before), len(prefix.text)):
+            self._next.setdefault(tuple(prefix.text[end - before : end]), set()).add(prefix.text[end])
+        self._read = len(prefix.text)
+        if len(prefix) < before:
+            return logits
+        tail = prefix.tail(before + len(prefix.path))
+        now = tail[len(tail) - before :]
+        drafted = (tail[end - before : end + 1] for end in range(before, len(tail)))
+        return ban(logits, [*self._next.get(now, ()), *(gram[-1] for gram in drafted if gram[:-1] == now)])
+
+
+class MinNewTokens:
+    """Bans the tokens that end a reply while it is shorter than `count`."""
+
+    def __init__(self, count: int, ends: Collection[int]) -> None:
+        self._count, self._ends = count, sorted(ends)
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        return ban(logits, self._ends) if len(prefix) - prefix.prompt < self._count else logits
+
+
+def ban(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The row [V], changed in place: these tokens cannot come next."""
+    if fitting := [token for token in tokens if token < len(logits)]:
+        logits[fitting] = -torch.inf
+    return logits
+
+
+def spellings(text: str, encode: Callable[[str], list[int]]) -> set[tuple[int, ...]]:
+    """The token sequences that a tokenizer makes of `text`: at the start of a text, within one, after a space.
+
+    What is left out: the same letters cut otherwise, which a model may write too, if seldom.
+    """
+    found = {tuple(encode(text))}
+    for lead in ("",) if text[:1].isspace() else ("", " "):
+        # The line break keeps a tokenizer from treating the word as the start of a text; it goes again.
+        line, whole = encode("\n"), encode("\n" + lead + text)
+        found.add(tuple(whole[len(line) :] if whole[: len(line)] == line else encode(lead + text)))
+    return found - {()}

@@ -1,0 +1,294 @@
+"""How a row of logits becomes a token: processors, temperature, cuts, noise."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft, PacelineError
+from paceline.sampling.noise import DRAFT, Noise
+from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors
+
+RuleName = Literal["match", "rejection", "block", "typical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What stands before a row's next token: the committed `text`, of which the first `prompt` tokens are the prompt's,
+    and then the `path` of drafted tokens that leads to the row.
+
+    `text` only grows, so what was counted in it once stays true; `path` may be gone with the next round.
+    """
+
+    text: Sequence[int]
+    path: Sequence[int]
+    prompt: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of it."""
+        return [*self.text, *self.path]
+
+    @property
+    def reply(self) -> list[int]:
+        """All of it but the prompt."""
+        return [*self.text[self.prompt :], *self.path]
+
+    def tail(self, count: int) -> tuple[int, ...]:
+        """Its last `count` tokens, fewer if there are no more; costs no more than they do."""
+        old = count - len(self.path)
+        if old <= 0:
+            return tuple(self.path[len(self.path) - count :])
+        return (*self.text[max(0, len(self.text) - old) :], *self.path)
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.path)
+
+
+LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
+"""(prefix, logits [V]) -> the logits to use instead. The row is a copy, which may be changed in place."""
+
+
+class Forcing(ABC):
+    """A `LogitsProcessor` that knows, at times, what must come next."""
+
+    @abstractmethod
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def forced(self, prefix: Prefix, most: int) -> list[int]:
+        """The tokens that it leaves no choice about, at most so many; none where several may come next."""
+
+
+_SPARSE = 8
+"""Where processors leave fewer than one token in so many, the others are dropped before anything is computed."""
+
+_COMPARED = 16
+"""Where text is sampled, so many of the best candidates share a row's probability."""
+
+
+@dataclass(slots=True)
+class Ranked:
+    """Candidates for one row, best first. `scores`: the log of how likely each is to be the choice, as far as the
+    logits know: among all tokens where the text is greedy, given the noise and among the best few where it is sampled.
+
+    `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
+    """
+
+    tokens: list[int]
+    scores: list[float]
+    q: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """What the columns of a drafter stand for that knows few of the target's tokens: `ids` [C], int64 on the host,
+    ascending, out of `size`."""
+
+    ids: Tensor
+    size: int
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """One row [C] as a row [V]: nothing but the subset can be chosen."""
+        return logits.new_full((self.size,), -math.inf).index_copy_(0, self.ids, logits)
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Turns logits into tokens for one reply. Target and drafters use the same one, so that they see the same noise.
+
+    `text`: prompt and reply so far, the pending token last; it grows with every round. `prompt`: how many of its tokens
+    are the prompt's. Rows are shaped on the host, whatever device they come from: a visited row costs one transfer,
+    and then the same steps give the same token everywhere.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    noise: Noise = field(default_factory=lambda: Noise(0))
+    processors: tuple[LogitsProcessor, ...] = ()
+    rule: RuleName = "match"
+    text: list[int] = field(default_factory=list)
+    prompt: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether the rule wants candidates drawn from the drafter's own distribution, in a shape fixed beforehand.
+
+        What is drafted where may then depend on the text and the budget, never on what was drawn.
+        """
+        return self.rule in ("rejection", "block") and not self.greedy
+
+    def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
+        """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id.
+
+        Raises `NonFiniteLogits`, and `NoTokenLeft` where the processors ban every token.
+        """
+        row = self.process(logits, path)
+        position = len(self.text) + len(path)
+        if self.greedy:
+            value, token = _highest(row)
+            self._check(value, logits, position)
+            return token
+        tokens, scores = self._shaped(row, logits, position)
+        return int(self.noise.best(position, scores, tokens)[0][0])
+
+    def rank(
+        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
+    ) -> list[Ranked]:
+        """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
+
+        Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
+        Fewer where cuts and bans leave fewer, none where a row is not finite. `subset`: the tokens that the columns
+        of logits [R, C] stand for; what comes back names the target's tokens, and is what rows [R, V] would give that
+        are -inf elsewhere.
+        """
+        # One transfer for all rows. Without processors they are only read.
+        return [self._rank(row, path, count, subset) for row, path in zip(logits.cpu(), paths, strict=True)]
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must follow the text, as far as a processor knows: a draft that costs nothing.
+
+        At most so many; none where the next one is open. They follow from the text and the parameters alone.
+        """
+        prefix = Prefix(self.text, (), self.prompt)
+        for processor in self.processors:
+            if isinstance(processor, Forcing):
+                try:
+                    return processor.forced(prefix, most)
+                except Exception:
+                    # The target says so, and this request ends alone.
+                    return []
+        return []
+
+    def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+        """One row of logits [V] after all processors; itself where there are none."""
+        if not self.processors:
+            return logits
+        prefix = Prefix(self.text, path, self.prompt)
+        row = logits.clone()
+        for processor in self.processors:
+            row = processor(prefix, row)
+            if not isinstance(row, Tensor) or row.shape != logits.shape or row.dtype != logits.dtype:
+                raise InvalidOption(
+                    f"the logits processor {processor!r} returned no row of logits",
+                    f"Return a tensor of shape {list(logits.shape)} and {logits.dtype}, as it was given",
+                )
+        return row
+
+    def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
+        """The probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
+        row = self.process(logits, path)
+        return _spread(row, *self._shaped(row, logits, len(self.text) + len(path)), len(row))
+
+    def _rank(self, logits: Tensor, path: Sequence[int], count: int, subset: Subset | None) -> Ranked:
+        position = len(self.text) + len(path)
+        if subset and self.processors:
+            # They speak of the target's tokens, and may allow one that the subset lacks.
+            logits, subset = subset.widen(logits), None
+        try:
+            tokens, scores = self._shaped(self.process(logits, path), logits, position)
+        except Exception:
+            # A row without a candidate, or a processor that fails on it: the target says so if it gets there.
+            return Ranked([], [])
+        if subset:
+            ids = subset.ids.numpy()
+            tokens = ids if tokens is None else ids[tokens]
+        if self.draws:
+            # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by
+            # the round and by the node, so that no two rows of any two drafts share a number.
+            noise = self.noise.stream(DRAFT, len(self.text), *path)
+            best, sums = noise.best(0, scores, tokens, count)
+            size = subset.size if subset else len(logits)
+            return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
+        if self.greedy or self.rule == "typical":
+            best = _best(scores, count)
+            return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
+        best, sums = self.noise.best(position, scores, tokens, max(count, _COMPARED))
+        return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
+
+    def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
+        """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
+        scores: Floats = row.detach().cpu().numpy()
+        self._check(float(scores.max()), raw, position)
+        open_ = None
+        if self.processors and np.count_nonzero(scores > -np.inf) * _SPARSE < len(scores):
+            open_ = finite(scores)
+            scores = scores[open_]
+        if self.greedy:
+            return open_, scores
+        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        tokens, scores = survivors(scores / self.temperature, *cuts)
+        return tokens if open_ is None else open_ if tokens is None else open_[tokens], scores
+
+    def _check(self, best: float, raw: Tensor, position: int) -> None:
+        """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
+        if not math.isfinite(best):
+            raise _unusable(float(raw.max()), best, position)
+
+
+def _highest(row: Tensor) -> tuple[float, int]:
+    """The highest logit of a row [V] and the lowest id that has it. NumPy takes a tenth of torch's time on a CPU."""
+    if row.device.type == "cpu":
+        scores = row.detach().numpy()
+        at = int(scores.argmax())
+        return float(scores[at]), at
+    value, token = row.max(-1)
+    return float(value), int(token)
+
+
+def _best(scores: Floats, count: int) -> Ids:
+    """The `count` highest columns, highest first, ties to the lowest; fewer where fewer are finite."""
+    if count == 1:
+        return np.array([scores.argmax()])
+    best = highest(scores, count)
+    return best[np.argsort(-scores[best], kind="stable")[:count]]
+
+
+def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
+    """log softmax over all scores, of the chosen ones. The first of these is the highest of all."""
+    total = np.exp(all_scores - chosen[0]).sum(dtype=np.float64)
+    chances: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
+    return chances
+
+
+def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
+    """softmax(scores) over the `tokens` out of `size`, 0 elsewhere; `row` gives dtype and device."""
+    kept = torch.from_numpy(scores).softmax(-1).to(row)
+    if tokens is None:
+        return kept
+    return row.new_zeros(size).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
+
+
+def not_finite(position: int) -> NonFiniteLogits:
+    """The error for a row of logits that holds no usable maximum."""
+    return NonFiniteLogits(
+        f"the model's logits near position {position} are not finite",
+        "Try dtype float32; if it stays, the weights are damaged",
+    )
+
+
+def _unusable(raw: float, best: float, position: int) -> PacelineError:
+    if not math.isfinite(raw):
+        return not_finite(position)
+    if best == -math.inf:
+        return NoTokenLeft(
+            f"every token is banned at position {position}",
+            "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, grammar, processors of your own",
+        )
+    return NonFiniteLogits(
+        f"a logits processor made the logits at position {position} infinite or NaN", "Let it return -inf or numbers"
+    )

@@ -1,0 +1,108 @@
+"""Chat messages -> the text a model was trained on, by the jinja template that the model brings.
+
+A template is code from the model's author: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and a
+few helpers, changes nothing, and has limits of time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from paceline.errors import InvalidPrompt, TimedOut
+from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
+
+_SECONDS, _MEMORY = 5.0, 512 * 2**20
+"""Limits of a template: processor time, and bytes beyond those of the helper process."""
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages as templates expect them: dicts whose content is a string.
+
+    Content may come as a list of {"type": "text", "text": str}, whose texts become lines, or be null beside
+    `tool_calls`; the arguments of those may come as JSON text. Raises `InvalidPrompt` for whatever is no message.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidPrompt(
+            "chat messages must be a list with at least one message",
+            'As in [{"role": "user", "content": "Hi"}]',
+        )
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidPrompt(
+            f"message {index} is a {type(message).__name__}", 'A message is {"role": ..., "content": ...}'
+        )
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    elif isinstance(content, list):
+        content = "\n".join(_part(index, part) for part in content)
+    for key, value in (("role", message.get("role")), ("content", content)):
+        if not isinstance(value, str):
+            what = f"has {key} {message[key]!r:.60}" if key in message else f"lacks {key!r}"
+            raise InvalidPrompt(f"message {index} {what}", f"Its {key} must be a string")
+    checked = {**message, "content": content}
+    return {**checked, "tool_calls": _calls(index, calls)} if calls else checked
+
+
+def _part(index: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"message {index} holds something that is no text", "Its parts must be of type text")
+    return text
+
+
+def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    """Templates write arguments as JSON themselves, so they want them as objects."""
+    try:
+        return [{**call, "function": _function(call["function"])} for call in calls]
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        raise InvalidPrompt(
+            f"message {index} has a tool call that is none",
+            'A call is {"function": {"name": ..., "arguments": a JSON object}}',
+        ) from error
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function["arguments"]
+    given = json.loads(given or "{}") if isinstance(given, str) else given
+    if not isinstance(given, Mapping) or not isinstance(function["name"], str):
+        raise ValueError("no call")
+    return {**function, "arguments": given}
+
+
+def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
+    """Return the prompt text. `values`: what the template may use besides the messages, special tokens for instance.
+
+    The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
+    `InvalidPrompt` for malformed messages, for whatever the template itself objects to, and beyond those limits, and
+    `TimedOut` where the machine was too busy.
+    """
+    checked = check_messages(messages)
+    try:
+        code = _compiled(template)
+        given = {"tools": None, "documents": None, **values, "messages": checked}
+        return str(SANDBOX.run("paceline.text.template:render", (code, given), _SECONDS, _MEMORY))
+    except JobFailed as error:
+        raise InvalidPrompt(
+            f"the model's chat template refuses these messages ({error})",
+            "Check roles and their order, or skip the template with raw=True (--raw)",
+        ) from error
+    except OverLimit as error:
+        raise InvalidPrompt(
+            f"the model's chat template needs more than {_SECONDS:g} s or {_MEMORY >> 20} MiB for these messages",
+            "Send fewer messages, or skip the template with raw=True (--raw)",
+        ) from error
+    except Unfinished as error:
+        raise TimedOut("the machine was too busy to apply the chat template", "Try again") from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> str:
+    return str(SANDBOX.run("paceline.text.template:compile_template", template, _SECONDS, _MEMORY))

@@ -1,0 +1,189 @@
+"""A `tokenizers` backend from a GGUF's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `gguf_splitters` says what the
+words mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.reading import library_errors
+from paceline.text.gguf_splitters import SPLITTERS, Splitter
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Fields = Mapping[str, Any]
+
+_LONGEST_TOKEN = 1024
+"""In characters: finding the ways to cut a token into two others takes time that grows with its length squared."""
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+# Phi-3's other added tokens take the white space that follows them.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
+    """The tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
+
+    Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
+    missing or contradicts itself.
+    """
+    model = fields.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModel(
+            f"the GGUF tokenizer {model!r} is not supported",
+            "Supported: gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
+        )
+    tokens, kinds = _vocabulary(fields)
+    splitter = _splitter(fields) if model == "gpt2" else None
+    if splitter:
+        backend = _byte_level(fields, tokens, splitter)
+    else:
+        tokens = _original_spelling(tokens, kinds)
+        backend = _sentencepiece(fields, tokens, kinds)
+    _add_tokens(backend, fields, tokens, kinds)
+    defaults = (splitter.bos if splitter else True, False)
+    _frame(backend, fields, tokens, defaults)
+    return backend
+
+
+def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise CorruptModel("the GGUF file holds no vocabulary", "Fetch the file again")
+    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:
+        raise CorruptModel(
+            f"the GGUF vocabulary holds a token of {longest} characters; at most {_LONGEST_TOKEN} are read",
+            "Convert the model again",
+        )
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    if len(set(tokens)) != len(tokens):
+        raise CorruptModel("the GGUF vocabulary holds a token twice", "Convert the model again")
+    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(kinds)} token types")
+    return tokens, kinds
+
+
+def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
+    """SentencePiece spells a space "▁"; converters write it as a space in user-defined tokens."""
+    taken = set(tokens)
+    spelled = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        new = token.replace(" ", "▁") if kind == _USER_DEFINED else token
+        spelled.append(token if new in taken else new)
+    return spelled
+
+
+def _splitter(fields: Fields) -> Splitter:
+    name = fields.get("tokenizer.ggml.pre") or "default"
+    if name not in SPLITTERS:
+        raise UnsupportedModel(
+            f"the GGUF pre-tokenizer {name!r} is not supported",
+            f"Use the model's Hugging Face folder instead; supported: {', '.join(sorted(SPLITTERS))}",
+        )
+    return SPLITTERS[name]
+
+
+def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
+    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = splitter.build()
+    backend.decoder = decoders.ByteLevel()
+    if splitter.nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = fields.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    merges = merges_from_scores(tokens, kinds, scores)
+    name = tokens[unknown] if unknown < len(tokens) else None
+    backend = Tokenizer(_bpe(models.BPE, tokens, merges, unk_token=name, fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = space
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any:
+    with library_errors("the GGUF vocabulary and merges do not fit", "Convert the model again"):
+        return make(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
+
+
+def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE, best first: it joins whichever neighbours make the token of highest score.
+
+    Every way to cut a token into two others is a merge of that token's score; among equals the longer token and then
+    the longer left part is first, so that runs grow from the left. User-defined runs of spaces come before all others:
+    SentencePiece takes those out of the text beforehand.
+    """
+    known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
+    order = sorted(
+        (-score if kind == 1 else -math.inf, -len(token), token)
+        for token, kind, score in zip(tokens, kinds, scores, strict=True)
+        if kind == 1 or (kind == _USER_DEFINED and not token.strip("▁"))
+    )
+    return [
+        (token[:cut], token[cut:])
+        for _, size, token in order
+        for cut in range(-size - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
+    """Control tokens are found in text and vanish in decoded text; user-defined ones are found, and stay."""
+    from tokenizers import AddedToken
+
+    added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    # A GGUF does not say so; llama.cpp goes by the name of the model.
+    swallows = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
+    found = [
+        AddedToken(token, special=added[kind], normalized=False, rstrip=swallows and token not in _PHI3_KEEPS_SPACE)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in added
+    ]
+    backend.add_tokens(found)
+    backend.add_special_tokens([token for token in found if token.special])
+
+
+def _frame(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], defaults: tuple[bool, bool]) -> None:
+    """The BOS and EOS that go around a text."""
+    parts: list[tuple[str, int] | None] = []
+    for name, default in zip(("bos", "eos"), defaults, strict=True):
+        wanted = fields.get(f"tokenizer.ggml.add_{name}_token", default)
+        index = fields.get(f"tokenizer.ggml.{name}_token_id")
+        parts.append((tokens[index], index) if wanted and index is not None and index < len(tokens) else None)
+    frame(backend, *parts)
+
+
+def frame(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
+    """Make `backend` put these tokens (text, id) before and after a text; neither: no post-processor at all."""
+    from tokenizers import processors
+
+    special = [token for token in (bos, eos) if token]
+    if not special:
+        # Assigning None is not possible, a template of the text alone does the same.
+        backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
+        return
+    single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(special)))

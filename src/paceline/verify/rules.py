@@ -1,0 +1,124 @@
+"""Which drafted tokens stand. Pure functions: no I/O, no state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.engine.stats import Exact
+from paceline.sampling.sampler import RuleName, Sampler, not_finite
+from paceline.types import Draft, Verdict
+from paceline.verify.rejection import RoundChance, block_walk, rejection_walk
+
+Rule = Callable[[Draft, Tensor, Sampler], Verdict]
+"""(draft, logits [T, V] of the pending token and the draft, sampler) -> what stands."""
+
+Choose = Callable[[int, Sequence[int]], int]
+"""(row, drafted tokens that lead to it) -> the target's own next token."""
+
+
+def match(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+    """At each visited row the target chooses as it would alone; the walk goes on into the child that has the token.
+
+    Only visited rows are shaped and checked. The tokens are those that plain decoding with the same `sampler` yields,
+    whatever was drafted. Raises `NonFiniteLogits`.
+    """
+    if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
+        return walk(draft, _greedy(logits, len(sampler.text)))
+    return walk(draft, lambda row, path: sampler.choose(logits[row], path))
+
+
+def rejection(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+    """Keeps the target's distribution, not its text: see `rejection_walk`. At temperature 0 it is `match`.
+
+    Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
+    drafter must not use that noise itself, except as `Sampler.rank` does. Raises `NonFiniteLogits`, `InvalidOption`.
+    """
+    return match(draft, logits, sampler) if sampler.greedy else rejection_walk(draft, *_round(logits, sampler))
+
+
+def block(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+    """As `rejection`, but chains are judged as a whole, which keeps more: see `block_walk`."""
+    return match(draft, logits, sampler) if sampler.greedy else block_walk(draft, *_round(logits, sampler))
+
+
+def _round(logits: Tensor, sampler: Sampler) -> tuple[Callable[[int, Sequence[int]], Tensor], RoundChance]:
+    """The target's distributions and the draws of this round."""
+    return lambda row, path: sampler.distribution(logits[row], path), RoundChance(sampler.noise, len(sampler.text))
+
+
+def typical(draft: Draft, logits: Tensor, sampler: Sampler, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+    """Lossy: keeps the longest drafted path whose tokens are all plausible, p > min(epsilon, delta * exp(-entropy)).
+
+    p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
+    token that follows is the likeliest, so that a round always gives one. At temperature 0 it is `match`. The defaults
+    are the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
+    """
+    if sampler.greedy:
+        return match(draft, logits, sampler)
+    kept = {0: _Kept((), (), 0.0, sampler.distribution(logits[0]))}
+    for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
+        above = kept.get(parent)
+        if above and above.plausible(token, epsilon, delta):
+            path = (*above.tokens, token)
+            score = above.score + math.log(float(above.p[token]))
+            kept[row] = _Kept((*above.path, row), path, score, sampler.distribution(logits[row], path))
+    best = max(kept.values(), key=lambda k: (len(k.path), k.score))
+    return Verdict(best.path, (*best.tokens, int(best.p.argmax())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A row that `typical` may keep: how it is reached, the path's log-probability, and the distribution after it."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    score: float
+    p: Tensor
+
+    def plausible(self, token: int, epsilon: float, delta: float) -> bool:
+        entropy = float(torch.special.entr(self.p).sum())
+        return float(self.p[token]) > min(epsilon, delta * math.exp(-entropy))
+
+
+RULES: dict[RuleName, Rule] = {"match": match, "rejection": rejection, "block": block, "typical": typical}
+
+
+def promise(sampler: Sampler, exact: Exact) -> Exact:
+    """What the text of a reply keeps of plain decoding, where `exact` is what the machine's arithmetic allows."""
+    if sampler.greedy or sampler.rule == "match":
+        return exact
+    return "lossy" if sampler.rule == "typical" else "distribution"
+
+
+def walk(draft: Draft, choose: Choose) -> Verdict:
+    """Follow the target's choices down the tree until one is not there."""
+    children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
+    path: list[int] = []
+    tokens: list[int] = []
+    row: int | None = 0
+    while row is not None:
+        tokens.append(choose(row, tokens))
+        row = children.get((row, tokens[-1]))
+        if row is not None:
+            path.append(row)
+    return Verdict(tuple(path), tuple(tokens))
+
+
+def _greedy(logits: Tensor, position: int) -> Choose:
+    """All rows at once: one reduction and one transfer cost less than one for each visited row. Ties go to the lowest
+    id."""
+    best = logits.max(-1)
+    # One tensor, so that a device is waited for once. Ids are whole numbers below 2^24, which float32 holds.
+    values, tokens = torch.stack([best.values, best.indices.to(logits.dtype)]).tolist()
+
+    def choose(row: int, path: Sequence[int]) -> int:
+        if not math.isfinite(values[row]):
+            raise not_finite(position + len(path))
+        return int(tokens[row])
+
+    return choose

@@ -1,0 +1,383 @@
+"""What `paceline doctor` counts, times and concludes. No test depends on how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import paceline.llm
+from paceline.bench.doctor import advice
+from paceline.bench.doctor import run as examination
+from paceline.bench.doctor.acceptance import Acceptance, Kind, name_of, stored, stored_drafters, watched
+from paceline.bench.doctor.codes import quantised_bytes
+from paceline.bench.doctor.machine import PREFIX, Machine, Probe, bandwidth, by_threads, lengthen, passes, weight_bytes
+from paceline.bench.doctor.predict import Drafting, forecast, overall
+from paceline.bench.doctor.watch import Gain, Onlooker, Outcome
+from paceline.cli import app
+from paceline.drafters.suffix import Suffix
+from paceline.drafters.wrapper import Around
+from paceline.engine.engine import Engine
+from paceline.models.decoder import Decoder
+from paceline.protocols import Ask, KVCache
+from paceline.sampling.parameters import Sampling
+from paceline.testing import Oracle, run, tiny_target
+from paceline.types import Draft, Forward, Rows, Tree, Want
+from paceline.verify.tree import CHUNK
+from tests.toys import toy_llm, toy_model
+
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+SIZES = {"chains": [Tree.chain(n) for n in (1, 2, 4, 6)], "trees": [Tree(1, 1, 3), Tree(4, 4, 3), Tree(9, 4, 3)]}
+
+
+class Hours:
+    """A clock that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- what drafts would have given ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_looking_on_counts_the_rounds_that_every_size_would_take(kind: str) -> None:
+    target, sizes, sampling = tiny_target(), SIZES[kind], Sampling(max_new_tokens=45)
+    onlooker = Onlooker(Suffix(floor=0.0), sizes)
+    text, _, plain = run(target, PROMPT, sampling, onlooker, sizes[-1])
+    assert text == run(target, PROMPT, sampling)[0]
+    assert (plain.rounds, plain.drafted) == (45, 0), "looking on uses no draft"
+    for size, outcome in zip(sizes, onlooker.outcome([*PROMPT, *text]), strict=True):
+        stats = run(target, PROMPT, sampling, Suffix(floor=0.0), size)[2]
+        assert outcome.rounds()[:3] == (stats.rounds, 45, stats.drafted)
+    assert stats.accepted > 5
+
+
+def test_a_drafter_that_errs_is_seen_to_err() -> None:
+    target, sampling = tiny_target(), Sampling(max_new_tokens=40)
+    text = run(target, PROMPT, sampling)[0]
+    rounds = []
+    for accuracy in (0.0, 0.6, 1.0):
+        onlooker = Onlooker(Oracle([*PROMPT, *text], accuracy, 37), [Tree.chain(4)])
+        run(target, PROMPT, sampling, onlooker, Tree.chain(4))
+        rounds.append(onlooker.outcome([*PROMPT, *text])[0].rounds()[0])
+    assert rounds[0] == 40
+    assert rounds[2] == 8
+    assert rounds[2] < rounds[1] < rounds[0]
+
+
+def test_a_pass_has_four_rows_at_least() -> None:
+    fates = {10: (0, 0), 11: (1, 2), 12: (9, 9), 13: (5, 7)}
+    assert Outcome(fates, 19).rounds() == (3, 9, 9, 4 + 4 + 8)
+
+
+def test_a_reply_in_which_nothing_was_asked_has_no_rounds() -> None:
+    assert Outcome({}, 12).rounds() == (0, 0, 0, 0)
+
+
+def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None:
+    clock = Hours()
+
+    class Slow(Around):
+        """A second to catch up with each token, and one for each level."""
+
+        known = 0
+
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            length = len(asks[0].sampler.text)
+            clock.now += length - max(self.known, length - 1) + asks[0].budget.depth
+            self.known = length
+            return super().propose(asks)
+
+    sizes = [Tree.chain(1), Tree.chain(3)]
+    onlooker = Onlooker(Slow(Oracle([], 0.0, 37)), sizes, clock)
+    run(tiny_target(), PROMPT, Sampling(max_new_tokens=11), onlooker, sizes[-1])
+    assert [len(taken) for taken in onlooker.seconds] == [5, 5], "ten rounds: the last one has room for no draft"
+    assert onlooker.seconds[0] == [2.0] * 5
+    assert onlooker.seconds[1][:4] == [4.0] * 4
+
+
+def test_acceptance_is_counted_over_all_replies_of_a_kind() -> None:
+    model, sizes = toy_model(), SIZES["chains"]
+    prompts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
+    found = watched(model, Onlooker(Suffix(), sizes), sizes, prompts, 24)
+    assert list(found.kinds) == ["a", "b"]
+    llm = toy_llm(Suffix(), Tree.chain(4))
+    done = [llm.generate(text, Sampling(max_new_tokens=24)) for text in prompts["b"]]
+    tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
+    assert found.kinds["b"].gains[Tree.chain(4)].tokens == pytest.approx(tokens / rounds)
+    assert found.kinds["b"].prompt == sum(len(llm.prompt_ids(text)) for text in prompts["b"]) / 2
+    assert "3 short replies" in found.source
+
+
+# --- what is stored -----------------------------------------------------------------------------------------------
+
+
+def demo() -> Any:
+    model = toy_model()
+    return type(model)(model.target, model.tokenizer, model.eos, {}, Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
+
+
+def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
+    assert {"eagle3", "suffix", "ngram", "medusa"} <= set(stored_drafters(demo()))
+    assert stored_drafters(toy_model()) == []
+    assert stored(toy_model(), "suffix", [Tree(15, 15, 3)]) is None
+    assert examination.choose_drafters(toy_model(), None) == examination.choose_drafters(demo(), "auto") == ["suffix"]
+    assert examination.choose_drafters(demo(), "none") == []
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sizes"),
+    [
+        ("eagle3", [Tree.chain(n) for n in (1, 2, 3, 4, 5)]),
+        ("ngram", [Tree.chain(n) for n in (1, 2, 4, 6, 10, 15)]),
+        ("suffix", [Tree(n, n, 3) for n in (1, 3, 7, 15)]),
+        ("medusa", [Tree(1, 1, 10), Tree(3, 3, 10), Tree(7, 4, 10)]),
+    ],
+)
+def test_what_is_stored_is_possible(drafter: str, sizes: list[Tree]) -> None:
+    found = stored(demo(), drafter, sizes)
+    assert found is not None
+    assert len(found.kinds) == 13
+    for kind in found.kinds.values():
+        tokens = [kind.gains[size].tokens for size in sizes]
+        assert all(1 <= n <= 1 + size.depth for n, size in zip(tokens, sizes, strict=True))
+        assert all(b > 0.97 * a for a, b in pairwise(tokens)), "a longer draft gives no less"
+        assert all(4 <= kind.gains[size].rows <= max(4, 1 + size.nodes) for size in sizes)
+
+
+def test_a_size_that_is_not_stored_is_not_made_up() -> None:
+    assert stored(demo(), "eagle3", [Tree.chain(3), Tree(24, 6, 4)]) is None
+    assert stored(demo(), "block", [Tree.chain(3)]) is None
+    assert [name_of(Tree.chain(3)), name_of(Tree(24, 6, 4))] == ["3", "24x6x4"]
+
+
+# --- what is timed ------------------------------------------------------------------------------------------------
+
+
+def slow(clock: Hours, **changes: int) -> Decoder:
+    """A target whose pass takes 10 seconds, one more for each row, and one for each 100 tokens before it."""
+
+    class Slow(Decoder):
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            clock.now += 10 + rows.tokens.shape[1] + rows.lengths[0] / 100
+            return super().forward(rows, cache, want)
+
+    target = tiny_target(context_length=2048, **changes)
+    target.__class__ = Slow
+    return target
+
+
+def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
+    clock = Hours()
+    probe = Probe(slow(clock), clock=clock)
+    probe.feed(PREFIX)
+    assert passes(probe, (1, 4, 8), repeats=3) == {1: 16.0, 4: 16.0, 8: 20.0}
+    assert probe.length == PREFIX, "what was verified is not kept"
+
+
+def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
+    clock = Hours()
+    probe = Probe(slow(clock), clock=clock)
+    probe.feed(PREFIX)
+    prefill, growth = lengthen(probe, 2048)
+    assert growth == pytest.approx(0.01)
+    assert prefill == pytest.approx((10 + CHUNK + (PREFIX + CHUNK) / 100) / CHUNK)
+
+
+def test_bandwidth_is_the_best_of_a_few_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 21.0, 30.0, 34.0, 40.0, 42.0])
+    assert bandwidth(torch.device("cpu"), lambda: next(times), size=4000) == pytest.approx(4000.0)
+
+
+def test_the_number_of_threads_stays_what_it_was() -> None:
+    own, probe = torch.get_num_threads(), Probe(tiny_target())
+    assert set(by_threads(probe, [1, 2])) == {1, 2}
+    assert torch.get_num_threads() == own
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> None:
+    target = tiny_target(tied=tied)
+    c = target.config
+    attention = 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
+    matrices = c.layers * (attention + 3 * c.hidden * c.ffn) + c.vocab_size * c.hidden
+    found = weight_bytes(target)
+    assert found is not None
+    # Beside the matrices there are only norms, and small tables of the rotary embedding.
+    assert 8 * matrices <= found < 8 * matrices * 1.05
+
+
+# --- what follows -------------------------------------------------------------------------------------------------
+
+MACHINE = Machine(
+    passes={1: 0.010, 4: 0.010, 8: 0.016, 16: 0.032},
+    growth=0.0,
+    prefill=0.001,
+    host=0.002,
+    bandwidth=20e9,
+    weights=100_000_000,
+    threads={1: 0.018, 2: 0.010, 4: 0.008},
+)
+
+
+def drafting(seconds: Mapping[Tree, float], **gains: Mapping[Tree, Gain]) -> Drafting:
+    return Drafting("d", seconds, Acceptance({name: Kind(96, each) for name, each in gains.items()}, "made up"))
+
+
+THREE, SEVEN = Tree.chain(3), Tree.chain(7)
+COSTS = {THREE: 0.003, SEVEN: 0.007}
+
+
+def test_speeds_follow_from_what_things_cost() -> None:
+    good = {THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)}
+    (f,) = forecast(MACHINE, drafting(COSTS, good=good))
+    assert f.plain.seconds == pytest.approx(0.012)
+    assert f.best.size == THREE, "2.5 tokens in 15 ms beat 4 in 25"
+    assert f.best.seconds == pytest.approx(0.015)
+    assert f.decode_ratio == pytest.approx(2.5 / 0.015 * 0.012)
+    assert f.first == pytest.approx(0.096 + 0.015)
+    assert f.ratio == pytest.approx((0.096 + 96 * 0.012) / (0.096 + 96 * 0.015 / 2.5))
+
+
+def test_a_draft_that_does_not_pay_is_not_made() -> None:
+    bad, good = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.1, 8.0)}, {THREE: Gain(2.5, 4.0), SEVEN: Gain(5.0, 8.0)}
+    both = forecast(MACHINE, drafting(COSTS, bad=bad, good=good))
+    assert [f.best.size for f in both] == [Tree.chain(0), SEVEN]
+    assert both[0].ratio == 1.0
+    plain = 2 * (0.096 + 96 * 0.012)
+    assert overall(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
+
+
+def test_a_longer_text_makes_every_pass_dearer() -> None:
+    machine = Machine(MACHINE.passes, 1e-5, 0.001, 0.0, 20e9, None, {})
+    assert machine.verify(4, PREFIX + 1000) == pytest.approx(0.020)
+    assert machine.verify(4, 10) == pytest.approx(0.010)
+    assert machine.verify(6, 10) == pytest.approx(0.013)
+    assert machine.floor is None
+
+
+def test_it_says_why_a_draft_does_not_pay() -> None:
+    gains = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.2, 8.0)}
+    (line,) = advice.reasons(MACHINE, forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
+    assert line == (
+        "writing: eagle3 keeps 1.10 tokens a round with drafts of 3, but drafting takes 0.25 of a plain round and a "
+        "pass of 4.0 rows 1.00: 0.88 of plain speed; nothing will be drafted"
+    )
+    assert advice.reasons(MACHINE, forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
+
+
+def test_it_recommends_in_three_lines() -> None:
+    good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
+    found = {"good": (good, forecast(MACHINE, good))}
+    lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
+    assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
+    assert "int8 53 MB or int4 40 MB in place of 100 MB" in lines[2]
+    own = advice.settings(MACHINE, found, {"int8": 40_000_000, "int4": 40_000_000}, threads=4)
+    assert own[1:] == [
+        "--threads 4: as now",
+        "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes that the file holds anyway",
+    ]
+    bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
+    lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, {}, threads=4)
+    assert lines == ["--drafter none: bad would not be faster here", "--threads 4: as now", "--quantize: as now"]
+
+
+def test_measurements_that_contradict_each_other_are_told() -> None:
+    assert advice.warnings(MACHINE, threads=4) == []
+    odd = replace(MACHINE, passes={1: 0.020, 4: 0.0201, 16: 0.015})
+    (line,) = advice.warnings(odd, threads=4)
+    assert "a pass of 4 rows took 20.1 ms, one of 16 rows 15.0 ms. Do not rely on the advice above" in line
+
+
+def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() -> None:
+    """Two threads that another program disturbs take 48 ms for a pass of any size, one of them 12 ms."""
+    passes = {1: 0.0482, 2: 0.0439, 16: 0.0455}
+    busy = replace(MACHINE, passes=passes, threads={1: 0.012, 2: 0.048})
+    (line,) = advice.warnings(busy, threads=2)
+    assert "4.0 times as fast with 1 thread as with 2" in line
+    assert "another program held a core. Do not rely on the advice above" in line
+    sizes = {"int8": 53_000_000, "int4": 40_000_000}
+    assert "int8 53 MB" in advice.settings(busy, {}, sizes, threads=2)[2], "5 ms of reading are 42 % of 12 ms"
+    assert advice.warnings(replace(busy, threads={1: 0.040, 2: 0.048}), threads=2) == []
+    assert advice.warnings(replace(busy, threads={2: 0.048, 4: 0.012}), threads=2) == []
+
+
+@pytest.mark.model
+def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
+    from paceline.checkpoints.loader import load_model
+
+    said = quantised_bytes(load_model("demo", dtype="bfloat16"))
+    for mode in ("int8", "int4"):
+        coded = load_model("demo", dtype="bfloat16", quantize=mode)
+        assert said[mode] == pytest.approx(weight_bytes(coded.target), rel=0.002)
+        assert quantised_bytes(coded) == {}
+
+
+def test_it_says_what_a_pass_spends_its_time_on() -> None:
+    first, second = advice.limits(MACHINE)
+    assert first == "in passes of one row, a pass costs: 8 rows 1.60, 16 rows 3.20"
+    assert "takes 10.0 ms" in second
+    assert "100 MB of weights at 20.0 GB/s takes 5.0 of them (50%)" in second
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline.llm, "load", lambda *args, **options: toy_llm(context_length=700))
+    monkeypatch.setattr("paceline.bench.doctor.machine._BUFFER", 1 << 20)
+    monkeypatch.setattr(examination, "_WATCHED", 16)
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_command_gives_json() -> None:
+    result = CliRunner().invoke(app, ["doctor", "toy", "--drafter", "suffix", "--json", "-q"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert list(found["machine"]["pass_ms"]) == ["1", "2", "4", "8", "16", "32"]
+    (part,) = found["drafters"]
+    assert part["acceptance"] == "seen here, over 6 short replies"
+    assert set(part["draft_ms"]) == {"1x1x3", "3x3x3", "7x7x3", "15x15x3"}
+    assert all(kind["ratio"] >= 1 for kind in part["kinds"].values())
+    assert found["settings"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_command_recommends_first_and_explains_when_asked() -> None:
+    short = CliRunner().invoke(app, ["doctor", "toy"])
+    assert short.exit_code == 0, short.output
+    assert [line.split()[0].rstrip(":") for line in short.stdout.splitlines()[:3]] == [
+        "--drafter",
+        "--threads",
+        "--quantize",
+    ]
+    assert "tokens per second" not in short.stdout
+    assert "--details" in short.stderr
+    result = CliRunner().invoke(app, ["doctor", "toy", "-q", "--details"])
+    assert result.stdout.startswith("--drafter")
+    for words in ("a pass, by rows", "tokens per second", "writing", "What limits it"):
+        assert words in result.stdout
+
+
+def test_a_drafter_that_is_none_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline.llm, "load", None)
+    result = CliRunner().invoke(app, ["doctor", "demo", "--drafter", "clairvoyant"])
+    assert result.exit_code == 1
+    assert "clairvoyant" in result.stderr
+
+
+def test_an_engine_with_an_onlooker_knows_how_much_to_ask_for() -> None:
+    (pilot,) = Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).pilots
+    assert pilot.draft == Tree(9, 4, 3)

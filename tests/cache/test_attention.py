@@ -1,0 +1,192 @@
+"""The cache's attention against the plain formula over everything that was ever written."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cache.attention import BLOCK, LayerAttention
+from paceline.cache.slab import SlabCache
+from paceline.types import Draft, Rows, Tree
+from paceline.verify.tree import depths, pack, pack_prefix
+
+CPU = torch.device("cpu")
+HEADS, KV, D = 4, 2, 8
+LAYERS = [
+    LayerAttention(scale=0.3),
+    LayerAttention(scale=0.5, window=20),
+    LayerAttention(scale=0.4, window=700, softcap=5.0),
+    LayerAttention(scale=0.2, window=20, softcap=2.0),
+]
+
+
+class Witness:
+    """Feeds a cache and remembers every committed key and value."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        self.cache = SlabCache(LAYERS, KV, D, 4096, dtype, CPU)
+        self.random = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def acquire(self) -> int:
+        slot = self.cache.acquire()
+        empty = torch.zeros(0, KV, D, dtype=self.dtype)
+        self.history[slot] = [(empty, empty)] * len(LAYERS)
+        return slot
+
+    @torch.inference_mode()
+    def feed(self, rows: Rows, paths: list[list[int]]) -> None:
+        """One pass, checked row by row, then committed along one path per slot."""
+        b, t = rows.tokens.shape
+        attention = self.cache.begin(rows)
+        for layer, how in enumerate(LAYERS):
+            q, k, v = (self.draw(b, t, heads) for heads in (HEADS, KV, KV))
+            mixed = attention.attend(layer, q, k, v)
+            for line, slot in enumerate(rows.slots):
+                real = rows.counts[line]
+                for row in range(real) if real < 32 else range(5, real, 40):
+                    expected = self.expected(how, slot, layer, rows.parents[line], row, q[line], k[line], v[line])
+                    torch.testing.assert_close(mixed[line, row], expected, rtol=0, atol=1e-9)
+                kept = [0, *paths[line]]
+                keys, values = self.history[slot][layer]
+                new = (torch.cat([keys, k[line, kept]]), torch.cat([values, v[line, kept]]))
+                self.history[slot] = [*self.history[slot][:layer], new, *self.history[slot][layer + 1 :]]
+        for slot, path in zip(rows.slots, paths, strict=True):
+            self.cache.commit(slot, path)
+
+    def draw(self, b: int, t: int, heads: int) -> Tensor:
+        return torch.randn(b, t, heads, D, generator=self.random, dtype=self.dtype)
+
+    def expected(self, how, slot, layer, parents, row, q, k, v) -> Tensor:  # type: ignore[no-untyped-def]
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        old_keys, old_values = self.history[slot][layer]
+        keys, values = torch.cat([old_keys, k[path]]), torch.cat([old_values, v[path]])
+        if how.window:
+            keys, values = keys[-how.window :], values[-how.window :]
+        keys, values = (x.repeat_interleave(HEADS // KV, 1) for x in (keys, values))
+        scores = torch.einsum("hd,lhd->hl", q[row], keys) * how.scale
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        return torch.einsum("hl,lhd->hd", scores.softmax(-1), values).flatten()
+
+
+def random_tree(rng: random.Random, most: int) -> Draft:
+    count = rng.randint(0, most)
+    return Draft(tuple(range(count)), tuple(rng.randint(0, node) for node in range(count)))
+
+
+def some_path(rng: random.Random, draft: Draft) -> list[int]:
+    row = rng.randint(0, len(draft.tokens))
+    path: list[int] = []
+    while row:
+        path.insert(0, row)
+        row = draft.parents[row - 1]
+    return path
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_see_what_they_should_however_far_the_text_has_come(seed: int) -> None:
+    """Prefill, trees and commits at lengths around windows, blocks and the wrap of both rings (1024 and 1536)."""
+    rng, witness = random.Random(seed), Witness(seed)
+    slot = witness.acquire()
+    length = 0
+    for goal in (15, 40, 500, 520, 1015, 1040, 1500, 1545, 2060, 3080):
+        while length < goal:
+            count = min(256, goal - length)
+            witness.feed(pack_prefix([0] * count, slot, length, CPU), [list(range(1, count))])
+            length += count
+        for _ in range(3):
+            fits = witness.cache.fit(slot, Tree(9, 9, 3))
+            draft = random_tree(rng, fits.nodes)
+            path = some_path(rng, draft)
+            witness.feed(pack([0], [draft], [slot], [length], CPU), [path])
+            length += 1 + len(path)
+    assert witness.cache.lengths[slot] == length
+    capacities = sorted(slab.capacity for slab in witness.cache.slabs)
+    assert capacities[:2] == [1024, 1536], "rings do not grow"
+
+
+def test_slots_of_any_length_share_a_pass_and_leave_in_any_order() -> None:
+    rng, witness = random.Random(1), Witness(1)
+    slots = [witness.acquire() for _ in range(5)]
+    for slot, length in zip(slots, (3, 30, 700, 1030, 8), strict=True):
+        done = 0
+        while done < length:
+            count = min(256, length - done)
+            witness.feed(pack_prefix([0] * count, slot, done, CPU), [list(range(1, count))])
+            done += count
+    for leaving in (1, 4, 0, None):
+        rng.shuffle(slots)
+        drafts = [random_tree(rng, 5) for _ in slots]
+        lengths = [witness.cache.lengths[s] for s in slots]
+        paths = [some_path(rng, draft) for draft in drafts]
+        witness.feed(pack([0] * len(slots), drafts, slots, lengths, CPU), paths)
+        if leaving is not None:
+            witness.cache.release(slots.pop(min(leaving, len(slots) - 1)))
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    rng, witness = random.Random(2), Witness(2)
+    slot = witness.acquire()
+    for done in range(0, 1280, 256):
+        witness.feed(pack_prefix([0] * 256, slot, done, CPU), [list(range(1, 256))])
+    twin = witness.cache.fork(slot)
+    witness.history[twin] = witness.history[slot]
+    for _ in range(4):
+        for one in (slot, twin):
+            draft = random_tree(rng, 6)
+            rows = pack([0], [draft], [one], [witness.cache.lengths[one]], CPU)
+            witness.feed(rows, [some_path(rng, draft)])
+    witness.cache.release(slot)
+    witness.feed(pack([0], [Draft()], [twin], [witness.cache.lengths[twin]], CPU), [[]])
+
+
+def test_going_back_in_a_ring_keeps_what_is_there_and_forgets_what_is_not() -> None:
+    witness = Witness(3)
+    slot = witness.acquire()
+    for done in range(0, 1280, 256):
+        witness.feed(pack_prefix([0] * 256, slot, done, CPU), [list(range(1, 256))])
+    witness.cache.truncate(slot, 1270)
+    assert witness.cache.lengths[slot] == 1270
+    witness.history[slot] = [(k[:1270], v[:1270]) for k, v in witness.history[slot]]
+    witness.feed(pack([0], [Draft.chain([1, 2, 3])], [slot], [1270], CPU), [[1, 2]])
+    least = 1280 - 1024 + 19
+    witness.cache.truncate(slot, least)
+    assert witness.cache.lengths[slot] == least
+    witness.history[slot] = [(k[:least], v[:least]) for k, v in witness.history[slot]]
+    witness.feed(pack([0], [Draft.chain([1, 2, 3])], [slot], [least], CPU), [[1, 2]])
+    witness.cache.truncate(slot, least - 1)
+    assert witness.cache.lengths[slot] == 0, "row 274 would see position 255, which 1279 has overwritten"
+    witness.history[slot] = [(k[:0], v[:0]) for k, v in witness.history[slot]]
+    witness.feed(pack_prefix([0] * 30, slot, 0, CPU), [list(range(1, 30))])
+
+
+def test_depths_and_positions_agree() -> None:
+    draft = Draft((1, 2, 3), (0, 0, 2))
+    rows = pack([0], [draft], [0], [7], CPU)
+    assert rows.positions[0, :4].tolist() == [7 + d for d in depths(draft.parents)]
+    assert BLOCK % 2 == 0, "pairs never straddle a block"
+
+
+def test_nothing_of_a_failed_request_reaches_its_neighbours() -> None:
+    """A masked column still meets a weight of 0, and 0 times NaN is NaN."""
+    witness = Witness(4)
+    first, second = witness.acquire(), witness.acquire()
+    witness.feed(pack_prefix([0] * 40, second, 0, CPU), [list(range(1, 40))])
+    witness.draw = lambda b, t, heads: torch.full((b, t, heads, D), torch.nan, dtype=torch.float64)  # type: ignore[method-assign]
+    with torch.inference_mode():
+        attention = witness.cache.begin(pack_prefix([0] * 60, first, 0, CPU))
+        for layer in range(len(LAYERS)):
+            attention.attend(layer, *(witness.draw(1, 60, h) for h in (HEADS, KV, KV)))
+    witness.cache.release(first)
+    del witness.draw  # type: ignore[attr-defined]
+    third = witness.acquire()
+    witness.feed(pack_prefix([0] * 4, third, 0, CPU), [[1, 2, 3]])
+    lengths = [witness.cache.lengths[s] for s in (third, second)]
+    witness.feed(pack([0, 0], [Draft(), Draft()], [third, second], lengths, CPU), [[], []])

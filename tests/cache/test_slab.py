@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
+from paceline.errors import OutOfMemory
+from paceline.models.decoder import Decoder
+from paceline.testing import tiny_target
+from paceline.types import Draft, Want
+from paceline.verify.tree import pack, pack_prefix
+from tests.cache.test_attention import Witness
+from tests.verify.test_tree import drafts, path_to
+
+CPU = torch.device("cpu")
+TOY = tiny_target(context_length=2048)
+
+
+def fed(tokens: list[int], target: Decoder = TOY) -> tuple[SlabCache, int]:
+    """A cache that holds the tokens, fed in one chunk."""
+    cache = target.new_cache()
+    slot = cache.acquire()
+    target.forward(pack_prefix(tokens, slot, 0, CPU), cache, Want("none"))
+    cache.commit(slot, range(1, len(tokens)))
+    return cache, slot  # type: ignore[return-value]
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """[V] after the last of the tokens, fed plainly."""
+    cache, slot = fed(tokens[:-1])
+    rows = pack([tokens[-1]], [Draft()], [slot], [len(tokens) - 1], CPU)
+    return TOY.forward(rows, cache, Want()).logits[0, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(drafts(most=9), st.integers(1, 20), st.data())
+def test_a_nodes_logits_are_those_of_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
+    prefix = [(3 * i + 1) % 37 for i in range(length)]
+    cache, slot = fed(prefix)
+    logits = TOY.forward(pack([5], [draft], [slot], [length], CPU), cache, Want()).logits[0]
+    row = data.draw(st.integers(0, len(draft.tokens)))
+    path = path_to(draft, row)[::-1]
+    plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:])])
+    torch.testing.assert_close(logits[row], plain, rtol=0, atol=1e-10)
+
+    cache.commit(slot, path[1:])
+    assert cache.lengths[slot] == length + len(path)
+    after = TOY.forward(pack([7], [Draft()], [slot], [cache.lengths[slot]], CPU), cache, Want()).logits[0, 0]
+    plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:]), 7])
+    torch.testing.assert_close(after, plain, rtol=0, atol=1e-10)
+
+
+def test_slots_of_different_lengths_share_a_pass() -> None:
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11, 12]]
+    tree = Draft((1, 2, 3), (0, 0, 1))
+    batch = [Draft.chain([9, 9]), Draft(), tree]
+    cache = TOY.new_cache()
+    slots = [cache.acquire() for _ in texts]
+    for slot, text in zip(slots, texts, strict=True):
+        TOY.forward(pack_prefix(text, slot, 0, CPU), cache, Want("none"))
+        cache.commit(slot, range(1, len(text)))
+    for order in ([0, 1, 2], [2, 0]):
+        rows = pack(
+            [30] * len(order), [batch[i] for i in order], [slots[i] for i in order], [len(texts[i]) for i in order], CPU
+        )
+        together = TOY.forward(rows, cache, Want()).logits
+        for line, i in enumerate(order):
+            own, slot = fed(texts[i])
+            alone = TOY.forward(pack([30], [batch[i]], [slot], [len(texts[i])], CPU), own, Want()).logits[0]
+            real = len(batch[i].tokens) + 1
+            torch.testing.assert_close(together[line, :real], alone[:real], rtol=0, atol=1e-10)
+
+
+def test_memory_follows_the_length_reached() -> None:
+    cache, slot = fed([1, 2, 3])
+    assert cache.capacity == 256
+    TOY.forward(pack_prefix([1] * 400, slot, 3, CPU), cache, Want("none"))
+    cache.commit(slot, range(1, 400))
+    assert 403 <= cache.capacity <= 512
+    assert TOY.new_cache().capacity == 0, "nothing is held before a request comes"
+
+
+def test_growth_keeps_what_was_written() -> None:
+    text = [(5 * i) % 37 for i in range(300)]
+    cache, slot = fed(text[:200])
+    rest = TOY.forward(pack_prefix(text[200:], slot, 200, CPU), cache, Want()).logits[0, -1]
+    torch.testing.assert_close(rest, logits_after(text), rtol=0, atol=1e-10)
+
+
+def test_a_released_slot_is_used_again_and_starts_empty() -> None:
+    cache, slot = fed([1, 2, 3])
+    cache.release(slot)
+    cache.release(slot)
+    assert cache.acquire() == slot
+    assert cache.lengths[slot] == 0
+    assert cache.acquire() != slot
+
+
+def test_room_that_no_text_has_reached_costs_nothing() -> None:
+    """Pages of 4 KiB, or 2 MiB where the system gives large ones; zeros would be written to all 512 MiB."""
+    resource = pytest.importorskip("resource")
+    cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cache.first = 2**14  # type: ignore[misc]
+    slot = cache.acquire()
+    assert cache.nbytes == 2**29
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
+    assert not any(x[:, slot, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
+
+
+@pytest.mark.parametrize("length", [3, 700, 1030, 1700])
+@pytest.mark.parametrize("back", [0, 1, 150, 600])
+def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> None:
+    """By layers that see all, 20 and 700 positions, whose rings (1024 and 1536) have wrapped or not, and wrap later."""
+    witness = Witness()
+    cache, slot = witness.cache, witness.acquire()
+    grow(witness, slot, length)
+    tree = Draft((1, 2, 3), (0, 0, 1))
+    witness.feed(pack([0], [tree], [slot], [length], CPU), [[1, 3]])
+    saved, goal = cache.save(slot), max(1, cache.lengths[slot] - back)
+    other = witness.acquire()
+    history = {slot: witness.history[slot], other: witness.history[slot]}
+    # Another slot, one that is alone in a cache as new, and what had already been loaded once.
+    for _ in range(3):
+        kept = cache.load(other, saved, goal)
+        assert kept == (goal if saved.holds(goal, 0) else 0)
+        assert saved.holds(goal, 0) or back > 150, "a ring goes back by a block at least"
+        witness.history[other] = [(keys[:kept], values[:kept]) for keys, values in history[other]]
+        for draft in (tree, Draft.chain([1] * 5), tree):
+            kept = cache.lengths[other]
+            witness.feed(pack([0], [draft], [other], [kept], CPU), [[1, 2] if draft is not tree else [2]])
+        grow(witness, other, 700)
+        for used in (slot, other):
+            cache.release(used)
+        other = witness.acquire()
+        if goal <= saved.length and saved.holds(goal, 0):
+            cache.load(other, saved, goal)
+            saved = cache.save(other)
+            assert (saved.length, saved.holds(goal, 0)) == (goal, True)
+            cache.release(other)
+            other = witness.acquire()
+
+
+def grow(witness: Witness, slot: int, count: int) -> None:
+    """A slot's text, prefilled by so many more tokens."""
+    for done in range(0, count, 200):
+        chunk = [0] * min(200, count - done)
+        rows = pack_prefix(chunk, slot, witness.cache.lengths[slot], CPU)
+        witness.feed(rows, [[*range(1, len(chunk))]])
+
+
+def test_what_is_saved_is_a_copy_that_holds_no_more_than_it_needs() -> None:
+    cache, slot = fed([1, 2, 3, 4, 5])
+    saved = cache.save(slot)
+    before = [x.clone() for x in saved.tensors]
+    assert saved.nbytes == TOY.config.cache_bytes(5, 8)
+    cache.truncate(slot, 2)
+    TOY.forward(pack_prefix([7, 8, 9], slot, 2, CPU), cache, Want("none"))
+    cache.release(slot)
+    assert all(map(torch.equal, saved.tensors, before))
+
+
+def test_no_memory_is_a_typed_error() -> None:
+    cache = SlabCache([LayerAttention(1.0)] * 2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
+    with pytest.raises(OutOfMemory, match="KV cache"):
+        cache.acquire()

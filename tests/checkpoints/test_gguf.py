@@ -1,0 +1,320 @@
+"""GGUF files: the container, dequantisation, and the translation to Hugging Face's terms."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
+from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.gguf_file import read_gguf
+from paceline.checkpoints.gguf_tensors import unpair
+from paceline.checkpoints.lazy import Quantised
+from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.files.locate import resolve
+from paceline.kernels.quantize import Codes, Mode
+from paceline.models.weights import Weights
+
+Q = gguf.GGMLQuantizationType
+HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
+
+
+def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any) -> dict[str, np.ndarray]:
+    """A model of one layer; returns its tensors by GGUF name as float32. `extra`: metadata of the architecture."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(extra.pop("layers", 1))
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in extra.pop("fields", {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(extra.pop("tokens", ["a", "b", "ab", "<s>", "</s>"]))
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1, 1, 1, 3, 3])
+    writer.add_bos_token_id(3)
+    writer.add_eos_token_id(4)
+    shapes = {
+        "token_embd.weight": (VOCAB, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_gate.weight": (FFN, HIDDEN),
+        "blk.0.ffn_up.weight": (FFN, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, FFN),
+        **({} if tied else {"output.weight": (VOCAB, HIDDEN)}),
+        **extra.pop("tensors", {}),
+    }
+    tensors = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        stored = kind if len(shape) > 1 else Q.F32
+        raw = values if stored in (Q.F32, Q.F16) else gguf.quantize(values, stored)
+        raw = raw.astype(np.float16) if stored == Q.F16 else raw
+        tensors[name] = gguf.dequantize(raw, stored)
+        writer.add_tensor(name, raw, raw_dtype=None if stored in (Q.F32, Q.F16) else stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0])
+def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
+    expected = write(tmp_path / "m.gguf", "qwen2", kind=kind)
+    tensors = open_gguf(tmp_path / "m.gguf")[1]
+    assert len(tensors) == len(expected)
+    for hf, theirs in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+        "model.layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+        "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+    }.items():
+        assert np.array_equal(tensors[hf].float().numpy(), expected[theirs])
+
+
+def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", kind=Q.Q8_0)
+    data = (tmp_path / "m.gguf").read_bytes()
+    entry = (
+        b"token_embd.weight" + (2).to_bytes(4, "little") + HIDDEN.to_bytes(8, "little") + VOCAB.to_bytes(8, "little")
+    )
+    for kind, name in ((9, "Q8_1"), (77, "77")):
+        damaged = data.replace(entry + bytes([8, 0, 0, 0]), entry + bytes([kind, 0, 0, 0]))
+        assert damaged != data
+        (tmp_path / "x.gguf").write_bytes(damaged)
+        with pytest.raises(UnsupportedModel, match=name):
+            open_gguf(tmp_path / "x.gguf")
+
+
+def test_config_of_a_tied_llama(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", fields={"llama.rope.freq_base": 5e5, "tokenizer.ggml.eot_token_id": 2})
+    opened = open_checkpoint(tmp_path / "m.gguf")
+    assert opened.config == {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 16,
+        "intermediate_size": FFN,
+        "rms_norm_eps": pytest.approx(1e-5),
+        "rope_theta": 5e5,
+        "max_position_embeddings": 256,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "bos_token_id": 3,
+        "eos_token_id": [4, 2],
+    }
+    assert opened.generation == {}
+    assert eos_token_ids(opened.config, opened.generation, opened.tokenizer) == (4, 2)
+    assert opened.tokenizer.encode("abb") == [2, 1]
+
+
+def test_tokens_spelled_as_an_end_end_a_reply(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", tokens=["a", "<end_of_turn>", "ab", "<|eot_id|>", "</s>"])
+    assert open_gguf(tmp_path / "m.gguf")[0]["eos_token_id"] == [4, 1, 3]
+
+
+def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
+    for window, expected in ((0, ("llama", None)), (8, ("mistral", 8))):
+        write(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
+        config = open_gguf(tmp_path / "m.gguf")[0]
+        assert (config["model_type"], config.get("sliding_window")) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "windowed"),
+    [
+        ({}, "fff"),
+        ({"gemma3.attention.sliding_window": 8}, "sss"),
+        ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": 2}, "sfs"),
+        (
+            {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True, False, False]},
+            "sff",
+        ),
+    ],
+)
+def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
+    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
+
+
+def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen2", tied=False, tensors={"blk.0.attn_q.bias": (HIDDEN,)})
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    assert config["model_type"] == "qwen2"
+    assert config["attention_bias"] is True
+    assert config["tie_word_embeddings"] is False
+    assert {"lm_head.weight", "model.layers.0.self_attn.q_proj.bias"} <= set(tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"llama.rope.scaling.type": "none"}, None),
+        ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 8.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any] | None) -> None:
+    write(tmp_path / "m.gguf", fields=fields)
+    assert open_gguf(tmp_path / "m.gguf")[0].get("rope_scaling") == scaling
+
+
+def test_llama3_factors(tmp_path: Path) -> None:
+    expected = write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": (8,)})
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    assert config["rope_freqs"] == expected["rope_freqs.weight"].astype(float).tolist()
+    assert not any("rope" in name for name in tensors)
+
+
+def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
+    """llama.cpp stores rows 0, D/2, 1, D/2 + 1, ... of each head; here: which original row stands where."""
+    rows = torch.arange(2 * 8)
+    paired = torch.stack([rows.view(2, 2, 4)[:, 0], rows.view(2, 2, 4)[:, 1]], dim=-1).flatten()
+    assert paired[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert unpair(paired, heads=2).tolist() == rows.tolist()
+    expected = write(tmp_path / "m.gguf")
+    tensors = open_gguf(tmp_path / "m.gguf")[1]
+    for part, heads in (("q", HEADS), ("k", KV_HEADS)):
+        stored = torch.from_numpy(expected[f"blk.0.attn_{part}.weight"].copy())
+        assert torch.equal(tensors[f"model.layers.0.self_attn.{part}_proj.weight"], unpair(stored, heads))
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q4_1, Q.Q8_0])
+def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
+    write(tmp_path / "m.gguf", kind=kind)
+    tensors = open_gguf(tmp_path / "m.gguf")[1]
+    for name in tensors:
+        codes = tensors.codes(name)
+        assert (codes is None) == (kind == Q.F32 or "norm" in name)
+        if codes:
+            assert torch.equal(codes.dequantised(), tensors[name])
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q4_1, 4), (Q.Q5_0, 8), (Q.Q8_0, 8), (Q.F16, None)])
+def test_a_quantised_file_keeps_its_own_codes(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
+    """Whatever the mode: codes of codes would lose twice."""
+    write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    opened = open_checkpoint(tmp_path / "m.gguf")
+    weights = Weights(Quantised(opened.tensors, mode), torch.float32, torch.device("cpu"))
+    for name, tensor in opened.tensors.items():
+        if "norm" in name or "embed" in name:
+            continue
+        head = name == "lm_head.weight"
+        codes = weights.head(name, tensor.shape) if head else weights.matrix(name, tensor.shape)
+        assert isinstance(codes, Codes)
+        assert codes.bits == (bits or (8 if mode == "int8" or head else 4))
+        assert torch.equal(codes.dequantised(), tensor) == (bits is not None)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "message"),
+    [
+        ("command-r", {}, "'command-r'.*gemma2, gemma3, llama"),
+        ("mamba", {}, "recurrent"),
+        ("rwkv6", {}, "recurrent"),
+        ("falcon-h1", {}, "recurrent"),
+        ("gemma3n", {}, "multimodal"),
+        ("qwen2vl", {}, "multimodal"),
+        ("clip", {}, "multimodal"),
+        ("nomic-bert", {}, "encoder"),
+        ("llama", {"fields": {"general.type": "adapter"}}, "'adapter'"),
+        ("clip", {"fields": {"general.type": "mmproj"}}, "'mmproj'"),
+        ("llama", {"fields": {"split.count": 3}}, "merge"),
+        ("llama", {"fields": {"llama.feed_forward_length": [96]}}, "different widths"),
+        ("llama", {"fields": {"llama.attention.value_length": 8}}, "another size"),
+        ("llama", {"fields": {"llama.rope.dimension_count": 8}}, "part of each head"),
+        ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
+    ],
+)
+def test_what_is_not_supported(tmp_path: Path, arch: str, options: dict[str, Any], message: str) -> None:
+    write(tmp_path / "m.gguf", arch, **options)
+    with pytest.raises(UnsupportedModel, match=message):
+        open_gguf(tmp_path / "m.gguf")
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    for size in [*range(0, 1200, 7), len(data) // 2, len(data) - 32]:
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        with pytest.raises(CorruptModel, match=r"cut\.gguf"):
+            open_checkpoint(tmp_path / "cut.gguf")
+
+
+def test_damaged_headers_raise_nothing_but_our_errors(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[int(random.integers(4, 1200))] = int(random.integers(0, 256))
+        (tmp_path / "x.gguf").write_bytes(damaged)
+        with contextlib.suppress(PacelineError):
+            dict(open_checkpoint(tmp_path / "x.gguf").tensors)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"PK\3\4" + bytes(40), CorruptModel),
+        (b"GGUF" + bytes([0, 0, 0, 3]) + bytes(40), UnsupportedModel),
+        (b"GGUF" + bytes([9, 0, 0, 0]) + bytes(40), UnsupportedModel),
+    ],
+)
+def test_other_files(tmp_path: Path, content: bytes, error: type[Exception]) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(error, match=r"x\.gguf"):
+        read_gguf(tmp_path / "x.gguf")
+    with pytest.raises(ModelNotFound):
+        read_gguf(tmp_path / "none.gguf")
+
+
+@pytest.mark.model
+def test_the_demo_model_equals_the_gguf_library() -> None:
+    """The library's reader is slow because of the vocabulary; its tensors alone are compared here, bit for bit."""
+    try:
+        path = resolve("demo", quiet=True)
+    except PacelineError as error:
+        pytest.skip(f"the demo model cannot be had: {error}")
+    config, tensors, fields = open_gguf(path)
+    assert (config["num_hidden_layers"], config["vocab_size"], config["head_dim"]) == (30, 49152, 64)
+    assert len(tensors) == 272
+    reader = gguf.GGUFReader(path)
+    theirs = {tensor.name: tensor for tensor in reader.tensors}
+    for mine, name in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.layers.29.mlp.up_proj.weight": "blk.29.ffn_up.weight",
+        "model.layers.7.input_layernorm.weight": "blk.7.attn_norm.weight",
+    }.items():
+        values = gguf.dequantize(theirs[name].data, theirs[name].tensor_type)
+        assert np.array_equal(tensors[mine].numpy(), values)
+    assert fields["tokenizer.ggml.pre"] == "smollm"

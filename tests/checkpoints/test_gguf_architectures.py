@@ -1,0 +1,276 @@
+"""Every GGUF architecture: a random model, stored as llama.cpp's converter lays it out, comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from paceline.checkpoints.gguf import open_gguf
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 9.5],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+GLOBAL_8 = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
+    "llama with its rope": ("llama", "LlamaConfig", {"rope_parameters": LLAMA3, "head_dim": 8}),
+    "mistral": ("llama", "MistralConfig", {"sliding_window": 8, "head_dim": 8}),
+    "mixtral": ("llama", "MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
+    "smollm3": ("smollm3", "SmolLM3Config", {"num_hidden_layers": 5}),
+    "qwen2": ("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", "Qwen3Config", {"head_dim": 128}),
+    "qwen3 with yarn": ("qwen3", "Qwen3Config", {"head_dim": 8, "rope_parameters": YARN}),
+    "qwen3moe": (
+        "qwen3moe",
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 768,
+            "head_dim": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+    "phi3": ("phi3", "Phi3Config", {"sliding_window": 8, "original_max_position_embeddings": 64}),
+    "phi4-mini": (
+        "phi3",
+        "Phi3Config",
+        {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE, "tie_word_embeddings": True},
+    ),
+    "gemma2": ("gemma2", "Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "gemma2 27B": (
+        "gemma2",
+        "Gemma2Config",
+        {"num_hidden_layers": 46, "head_dim": 16, "query_pre_attn_scalar": 8, "final_logit_softcapping": 25.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    ),
+    "gemma3 4B": (
+        "gemma3",
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "rope_parameters": GLOBAL_8},
+    ),
+}
+# What transformers' own GGUF code loads as the same model. (It reads Mistral as Llama, rope scaling nowhere,
+# and knows no Mixtral or SmolLM3.)
+WITNESSED = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe")
+
+
+def random_model(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Norms and biases are random too: at their usual start, all ones or zeros, an exchange would go unseen."""
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**SMALL, **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            torch.nn.init.uniform_(weight, -0.5, 0.5) if "bias" in name else torch.nn.init.normal_(weight, 1.0, 0.3)
+    return model
+
+
+def convert(path: Path, arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> None:
+    """As convert_hf_to_gguf.py lays a model out."""
+    writer = gguf.GGUFWriter(path, arch)
+    metadata(writer, arch, config)
+    for name, tensor in gguf_tensors(arch, config, tensors):
+        writer.add_tensor(name, tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch in ("llama", "smollm3"):
+        writer.add_rope_dimension_count(head_dim or config.hidden_size // config.num_attention_heads)
+    if arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        share = rope["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
+        writer.add_sliding_window(config.sliding_window or 0)
+    elif "gemma" in arch or config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if experts := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def gguf_tensors(arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Names by the gguf library's own table; query and key rows interleaved, experts stacked, norms plus 1."""
+    number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])]):
+        if re.search(r"experts\.\d+\.", name):
+            stacks.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
+            continue
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if arch in ("llama", "smollm3") and heads:
+            halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        if "gemma" in arch and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        yield table.get_name(name, (".weight", ".bias")), tensor
+    for name, parts in stacks.items():
+        yield table.get_name(name, (".weight",)), torch.stack(parts)
+    yield from rope_tensors(config)
+
+
+def rope_tensors(config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+    if rope.get("rope_type") == "llama3":
+        plain = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        yield "rope_freqs.weight", plain / scaled
+
+
+Store = Callable[[str], tuple[PreTrainedModel, Path]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Case -> its model and its folder, in which the GGUF lies as model.gguf."""
+
+    @cache
+    def stored(case: str) -> tuple[PreTrainedModel, Path]:
+        arch, kind, options = CASES[case]
+        folder = tmp_path_factory.mktemp(case.replace(" ", "_"))
+        model = random_model(kind, options)
+        model.save_pretrained(folder)
+        convert(folder / "model.gguf", arch, model.config, load_file(folder / "model.safetensors"))
+        return model, folder
+
+    return stored
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        # Gemma's norms come back as (w + 1) - 1, which rounds.
+        assert torch.allclose(ours[name], tensor, rtol=0, atol=3e-7 if "norm" in name else 0), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_comes_back(store: Store, case: str) -> None:
+    _, folder = store(case)
+    assert_same(dict(open_gguf(folder / "model.gguf")[1]), load_file(folder / "model.safetensors"))
+
+
+# No part of the model, or not told apart by a GGUF.
+NOT_COMPARED = {
+    *("architectures", "dtype", "pad_token_id", "initializer_range", "transformers_version", "eos_token_id"),
+    *("_name_or_path", "router_aux_loss_coef", "router_jitter_noise", "use_bidirectional_attention"),
+    *("attention_bias", "hidden_act", "rope_freqs", "max_window_layers", "head_dim"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_means_the_same_to_transformers(store: Store, case: str) -> None:
+    model, folder = store(case)
+    raw = dict(open_gguf(folder / "model.gguf")[0])
+    assert raw["eos_token_id"] == [2]
+    assert raw["head_dim"] == (model.config.to_dict().get("head_dim") or 8)
+    ours = AutoConfig.for_model(**raw).to_dict()
+    theirs = model.config.to_dict()
+    if case == "llama with its rope":  # comes as divisors per frequency
+        assert raw["rope_freqs"] == pytest.approx(dict(rope_tensors(model.config))["rope_freqs.weight"].tolist())
+        ours["rope_parameters"] = theirs["rope_parameters"]
+    different = {key for key in theirs if ours.get(key) != theirs[key]} - NOT_COMPARED
+    assert not different, {key: (ours.get(key), theirs[key]) for key in different}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_made_of_it_is_the_same_model(store: Store, case: str, tmp_path: Path) -> None:
+    model, folder = store(case)
+    config, tensors, _ = open_gguf(folder / "model.gguf")
+    if case == "llama with its rope":
+        config["rope_scaling"] = LLAMA3
+    # Families have defaults for it, beyond this vocabulary.
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = torch.randint(0, 48, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", WITNESSED)
+def test_transformers_reads_the_same_tensors_from_the_file(store: Store, case: str) -> None:
+    """So the file is laid out as others expect, and not just as both halves of this test agree."""
+    model, folder = store(case)
+    witness = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
+    assert_same(witness.state_dict(), model.state_dict())

@@ -1,0 +1,136 @@
+"""DFlash heads as z-lab, vLLM and speculators spell them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.head_write import write_head
+from paceline.errors import UnsupportedModel
+from paceline.models.heads import BlockConfig
+
+from .random_heads import BLOCK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
+
+
+def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:
+    own = {"mask_token_id": 63, "target_layer_ids": [1, 4]}
+    config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": own}
+    config |= {"num_target_layers": 8, "layer_types": ["full_attention"] * 2, "use_sliding_window": False}
+    read = open_head(folder_of(tmp_path / "a", config, dict(head_of(BLOCK).tensors)))
+    assert (read.layout, read.target_layers) == ("reference", 8)
+    assert read.config == BLOCK
+    del own["target_layer_ids"]
+    default = open_head(folder_of(tmp_path / "b", config, dict(head_of(BLOCK).tensors))).config
+    assert default.taps == (2, 6)  # type: ignore[union-attr]  # DFlash: the outputs of layers 1 and L - 3 = 5
+
+
+def test_dflash_may_have_rows_for_fewer_tokens(tmp_path: Path) -> None:
+    few = replace(BLOCK, draft_vocab=16)
+    config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "draft_vocab_size": 16}
+    config |= {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 4]}}
+    read = open_head(folder_of(tmp_path / "a", config, dict(head_of(few).tensors)))
+    assert read.config == few
+    assert torch.equal(read.tensors["d2t"], head_of(few).tensors["d2t"])
+
+
+def test_dflash_of_speculators_numbers_the_layers_it_enters(tmp_path: Path) -> None:
+    config = speculators("dflash", block_size=4, mask_token_id=63, draft_vocab_size=64)
+    config |= {"transformer_layer_config": QWEN3, "aux_hidden_state_layer_ids": [2, 5]}
+    tensors = dict(head_of(BLOCK).tensors) | {n: torch.ones(64, 32) for n in ("embed_tokens.weight", "lm_head.weight")}
+    read = open_head(folder_of(tmp_path / "a", config, tensors))
+    assert read.config.taps == (2, 5)  # type: ignore[union-attr]
+    assert set(read.tensors) == set(head_of(BLOCK).tensors)
+    tensors = dict(head_of(REDUCED).tensors) | {"embed_tokens.weight": torch.ones(64, 32)}
+    read = open_head(folder_of(tmp_path / "b", config | {"draft_vocab_size": 16, "sample_from_anchor": True}, tensors))
+    assert read.config == REDUCED
+    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in head_of(REDUCED).tensors.items())
+    assert "embed_tokens.weight" not in read.tensors
+
+
+SLIDING = QWEN3 | {"use_sliding_window": True, "sliding_window": 7}
+SLIDING |= {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "own", "causal"),
+    [
+        ({}, {}, (True, False)),
+        ({}, {"causal": True}, (True, True)),
+        ({}, {"causal": False}, ()),
+        ({"is_causal": True}, {"causal": False}, (True, True)),
+        ({"is_causal": False}, {"causal": True}, ()),
+    ],
+)
+def test_dflash_is_causal_where_it_says_so_or_has_a_window(
+    keys: dict[str, Any], own: dict[str, Any], causal: tuple[bool, ...], tmp_path: Path
+) -> None:
+    config = SLIDING | {"architectures": ["DFlashDraftModel"], "block_size": 4, **keys}
+    config |= {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 4]} | own}
+    read = open_head(folder_of(tmp_path / "a", config, dict(head_of(WINDOWED).tensors)))
+    assert read.config == replace(WINDOWED, causal=causal)
+
+
+@pytest.mark.parametrize(("mutual", "config"), [({}, WINDOWED), ({"sliding_window_non_causal": True}, MUTUAL)])
+def test_windows_of_speculators_are_causal_unless_it_says_otherwise(
+    mutual: dict[str, Any], config: BlockConfig, tmp_path: Path
+) -> None:
+    raw = speculators("dflash", block_size=4, mask_token_id=63, aux_hidden_state_layer_ids=[2, 5], **mutual)
+    raw["transformer_layer_config"] = SLIDING
+    assert open_head(folder_of(tmp_path / "a", raw, dict(head_of(config).tensors))).config == config
+
+
+def test_a_window_as_wide_as_the_context_of_its_head_bounds_longer_texts(tmp_path: Path) -> None:
+    raw = speculators("dflash", block_size=4, mask_token_id=63, aux_hidden_state_layer_ids=[2, 5])
+    raw["transformer_layer_config"] = SLIDING | {"sliding_window": 256}
+    read: Any = open_head(folder_of(tmp_path / "a", raw, dict(head_of(WINDOWED).tensors))).config
+    assert [x.window for x in read.layer.plan] == [256, None]
+    assert (read.causal, read.layer.context_length) == ((True, False), 256)
+
+
+@pytest.mark.parametrize(
+    ("keys", "own", "name"),
+    [
+        ({}, {"use_swa": True, "swa_window_size": 0}, "with use_swa, which"),
+        (SLIDING, {"swa_window_size": 9}, "swa_window_size"),
+        ({}, {"attention_sink_bias": True}, "attention_sink_bias"),
+        ({"add_swa_attention_sink_bias": True}, {}, "add_swa_attention_sink_bias"),
+        ({"attention_value_scale": 0.7}, {}, "attention_value_scale"),
+        ({"is_neox_style": False}, {}, "is_neox_style"),
+        ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state"),
+    ],
+)
+def test_what_only_others_do_in_a_dflash_head_is_refused_by_name(
+    keys: dict[str, Any], own: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, **keys}
+    config |= {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 4]} | own}
+    with pytest.raises(UnsupportedModel, match=name):
+        open_head(folder_of(tmp_path / "a", config, dict(head_of(BLOCK).tensors)))
+
+
+def test_what_is_switched_off_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "attention_value_scale": 1.0}
+    own = {"mask_token_id": 63, "target_layer_ids": [1, 4], "use_swa": False, "swa_window_size": 9}
+    config |= {"dflash_config": own | {"attention_sink_bias": False, "causal": None}}
+    assert open_head(folder_of(tmp_path / "b", config, dict(head_of(BLOCK).tensors))).config == BLOCK
+
+
+def test_a_separate_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "a", head_of(BLOCK))
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=r"mask_embedding\.pt"):
+        open_head(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("projector_type", "domino"), ("shift_label", True)])
+def test_variants_of_dflash_in_speculators_are_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "a", head_of(BLOCK), "speculators")
+    raw = json.loads((folder / "config.json").read_text()) | {key: value}
+    with pytest.raises(UnsupportedModel, match=key):
+        open_head(folder_of(folder, raw, dict(head_of(BLOCK).tensors)))

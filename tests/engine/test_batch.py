@@ -1,0 +1,260 @@
+"""Many replies at once are the replies that each prompt gets alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.drafters.model import DraftModel
+from paceline.drafters.suffix import Suffix
+from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits
+from paceline.llm import LLM
+from paceline.protocols import Drafter
+from paceline.sampling.parameters import Sampling
+from paceline.testing import tiny_target
+from paceline.types import Forward, Tree
+from tests.toys import toy_llm, toy_model
+
+PROMPTS = [
+    "hello, world",
+    [1, 2, 3],
+    [{"role": "user", "content": "abcabcabcabc"}],
+    "a",
+    list(range(30)),
+    "the cat, the dog, the cat, the",
+    [7] * 12,
+]
+DRAFTERS: dict[str, tuple[Drafter | None, Tree | None]] = {
+    "none": (None, None),
+    "suffix": (Suffix(), Tree(9, 5, 2)),
+    "another model": (DraftModel(tiny_target(seed=9), 37), Tree.chain(4)),
+    "the model itself": (DraftModel(tiny_target(), 37), Tree(7, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("width", [1, 3, 32])
+def test_a_batch_writes_what_each_would_alone(name: str, temperature: float, width: int) -> None:
+    samplings = [
+        Sampling(max_new_tokens=5 + 9 * (i % 4), temperature=temperature, seed=i, stop_token_ids=[i])
+        for i in range(len(PROMPTS))
+    ]
+    alone = [toy_llm().generate(prompt, how) for prompt, how in zip(PROMPTS, samplings, strict=True)]  # type: ignore[arg-type]
+    together = toy_llm(*DRAFTERS[name]).generate(PROMPTS, samplings, width=width)  # type: ignore[arg-type]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.text for c in together] == [c.text for c in alone]
+    assert [c.finish_reason for c in together] == [c.finish_reason for c in alone]
+    assert [c.prompt_tokens for c in together] == [c.prompt_tokens for c in alone]
+
+
+def test_samples_of_one_prompt_differ_and_repeat() -> None:
+    llm, how = toy_llm(Suffix()), Sampling(max_new_tokens=20, temperature=1.0, seed=5)
+    several = llm.generate("hello, world", how, n=4)
+    assert len({c.text for c in several}) == 4
+    assert several[0].token_ids == llm.generate("hello, world", how).token_ids, "sample 0 is the reply alone"
+    assert [c.token_ids for c in llm.generate("hello, world", how, n=4, width=3)] == [c.token_ids for c in several]
+    both = llm.generate(["abc", "hello, world"], how, n=4)
+    assert [c.token_ids for c in both[4:]] == [c.token_ids for c in several]
+
+
+def test_samples_without_a_seed_share_one_and_differ() -> None:
+    several = toy_llm().generate("hello", Sampling(max_new_tokens=12, temperature=1.0), n=3)
+    assert len({c.stats.seed for c in several}) == 1
+    assert len({tuple(c.token_ids) for c in several}) == 3
+
+
+def test_samples_share_the_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm()
+    assert llm.exact
+    fed: list[bool] = []
+    honest = llm.model.target.forward
+    monkeypatch.setattr(
+        llm.model.target,
+        "forward",
+        lambda rows, cache, want: (fed.append(rows.prefill), honest(rows, cache, want))[1],
+    )
+    llm.generate(["hello, world", "abc"], Sampling(max_new_tokens=3, temperature=1.0), n=4)
+    assert sum(fed) == 2
+    assert len(fed) == 2 + 3, "and all eight share each round"
+
+
+def test_chunks_come_as_they_are_written() -> None:
+    llm = toy_llm(Suffix())
+    batch = llm.batch(["hello", "abc", "x"], Sampling(max_new_tokens=6))
+    seen = list(batch)
+    texts = ["".join(chunk.text for i, chunk in seen if i == index) for index in range(3)]
+    assert texts == [c.text for c in batch.completions]
+    assert [i for i, _ in seen[:3]] == [0, 1, 2], "all move in every round"
+
+
+def test_leaving_early_gives_every_slot_back() -> None:
+    llm = toy_llm(Suffix())
+    with llm.batch(["hello", "abc", "x"], Sampling(max_new_tokens=60), width=2) as batch:
+        for _ in itertools.islice(batch, 7):
+            pass
+    assert [c.finish_reason for c in batch.completions] == ["cancelled"] * 2
+    assert llm.engine.cache.acquire() in (0, 1)
+    assert sum(len(c.token_ids) for c in batch.completions) == 7
+
+
+def test_replies_leave_in_any_order_and_pass_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leaves, the slots in use lie side by side, in the order in which they are asked for."""
+    from paceline.cache import attention
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("slots were copied together")
+
+    monkeypatch.setattr(attention, "_Gathered", refuse)
+    rng = random.Random(3)
+    how = [Sampling(max_new_tokens=rng.randint(1, 30)) for _ in range(20)]
+    prompts = [[rng.randrange(36) for _ in range(rng.randint(1, 9))] for _ in how]
+    done = toy_llm(Suffix()).generate(prompts, how, width=6)
+    assert [len(c.token_ids) for c in done if c.finish_reason == "length"] == [
+        h.max_new_tokens for c, h in zip(done, how, strict=True) if c.finish_reason == "length"
+    ]
+
+
+def test_a_request_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm()
+    alone = [toy_llm().generate(p, Sampling(max_new_tokens=9)).token_ids for p in ("hello", "abc", "x")]
+    honest = llm.model.target.forward
+
+    def failing(rows, cache, want) -> Forward:  # type: ignore[no-untyped-def]
+        logits = honest(rows, cache, want).logits.clone()
+        if not rows.prefill and len(rows.slots) == 3:
+            logits[1] = torch.nan
+        return Forward(logits)
+
+    monkeypatch.setattr(llm.model.target, "forward", failing)
+    with pytest.raises(NonFiniteLogits) as caught:
+        llm.generate(["hello", "abc", "x"], Sampling(max_new_tokens=9))
+    partial = caught.value.partial
+    assert isinstance(partial, list)
+    assert [c.token_ids for c in partial] == [alone[0], [], alone[2]]
+    assert [c.finish_reason for c in partial] == ["length", "error", "length"]
+
+
+@pytest.mark.parametrize("wrong", [{"n": 0}, {"width": 0}, {"sampling": [Sampling()]}])
+def test_a_batch_that_makes_no_sense_is_refused_before_any_work(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption):
+        toy_llm().generate(["a", "b"], **wrong)  # type: ignore[call-overload]
+
+
+def test_one_bad_prompt_is_refused_before_any_work() -> None:
+    llm = toy_llm()
+    with pytest.raises(InvalidPrompt):
+        llm.generate(["a", [99]])  # type: ignore[list-item]
+    assert llm.engine.cache.lengths == []
+
+
+def test_several_share_a_model() -> None:
+    """A stream that is open while a batch runs has a slot among the batch's own."""
+    model = toy_model()
+    llm = LLM(model)
+    stream = llm.stream("hello", Sampling(max_new_tokens=12))
+    head = [next(stream).token_id for _ in range(3)]
+    batch = llm.generate(["abc", "x"], Sampling(max_new_tokens=8))
+    assert [c.token_ids for c in batch] == [
+        LLM(model).generate(p, Sampling(max_new_tokens=8)).token_ids for p in ("abc", "x")
+    ]
+    rest = [chunk.token_id for chunk in stream]
+    assert head + rest == LLM(model).generate("hello", Sampling(max_new_tokens=12)).token_ids
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_company_decides_nothing_under_rules_that_follow_the_draft_either(rule: str) -> None:
+    how = Sampling(max_new_tokens=20, temperature=0.9, seed=4, rule=rule)  # type: ignore[arg-type]
+    make = lambda: toy_llm(DraftModel(tiny_target(seed=9), 37))  # noqa: E731
+    alone = [make().generate(prompt, how).token_ids for prompt in PROMPTS]  # type: ignore[call-overload]
+    assert [c.token_ids for c in make().generate(PROMPTS, how)] == alone  # type: ignore[call-overload]
+
+
+def test_threads_that_share_a_model_take_turns() -> None:
+    llm = toy_llm(Suffix())
+    how = [Sampling(max_new_tokens=40, temperature=0.9, seed=i) for i in range(6)]
+    alone = [llm.generate(PROMPTS[i], how[i]).token_ids for i in range(6)]  # type: ignore[call-overload]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda i: llm.generate(PROMPTS[i], how[i]).token_ids, range(6)))  # type: ignore[call-overload]
+    assert together == alone
+
+
+def test_a_stream_dropped_in_the_middle_of_a_pass_keeps_its_slot_until_the_end() -> None:
+    llm = toy_llm()
+    other = llm.stream("abc", Sampling(max_new_tokens=9))
+    next(other)
+
+    def drop(prefix, logits):  # type: ignore[no-untyped-def]
+        other.close()
+        return logits
+
+    plain = toy_llm().generate("hello", Sampling(max_new_tokens=9)).token_ids
+    assert llm.generate("hello", Sampling(max_new_tokens=9, processors=[drop])).token_ids == plain
+    assert llm.engine.cache.nbytes == 0, "and is given back then"  # type: ignore[attr-defined]
+
+
+def test_a_processor_or_criterion_that_fails_ends_its_own_reply_alone() -> None:
+    def fails(prefix, logits):  # type: ignore[no-untyped-def]
+        if len(prefix.reply) == 3:
+            raise ZeroDivisionError
+        return logits
+
+    fine = Sampling(max_new_tokens=9)
+    alone = toy_llm().generate("abc", fine).token_ids
+    for drafter in (None, DraftModel(tiny_target(seed=9), 37)):
+        for bad in (Sampling(processors=[fails]), Sampling(stop_when=lambda ids, text: 1 / (3 - len(ids)) < 0)):
+            batch = toy_llm(drafter).batch(["hello", "abc"], [bad, fine])
+            with pytest.raises(ZeroDivisionError):
+                list(batch)
+            assert list(batch.errors) == [0]
+            assert batch.completions[1].token_ids == alone
+
+
+def test_memory_of_a_wide_batch_or_a_long_text_is_not_held_for_the_next() -> None:
+    llm = toy_llm(context_length=2048)
+    cache: Any = llm.engine.cache
+    llm.generate(["a"] * 8, Sampling(max_new_tokens=2))
+    assert cache.nbytes == 0
+    with llm.batch(["a"] * 8 + [[1] * 900], Sampling(max_new_tokens=400)) as batch:
+        next(batch)
+        wide = cache.nbytes
+    with llm.stream([1] * 900, Sampling(max_new_tokens=4)) as stream:
+        next(stream)
+        assert cache.nbytes * 8 <= wide
+        assert cache.nbytes == llm.model.target.config.cache_bytes(cache.capacity, 8)  # type: ignore[attr-defined]
+
+
+def test_samples_that_wait_begin_like_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm(Suffix())
+    assert llm.exact
+    fed = 0
+    honest = llm.model.target.forward
+
+    def count(rows, cache, want) -> Forward:  # type: ignore[no-untyped-def]
+        nonlocal fed
+        fed += rows.prefill
+        return honest(rows, cache, want)
+
+    how = Sampling(max_new_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
+    whole = llm.generate("hello, world", how, n=6)
+    monkeypatch.setattr(llm.model.target, "forward", count)
+    assert [c.token_ids for c in llm.generate("hello, world", how, n=6, width=2)] == [c.token_ids for c in whole]
+    assert fed <= 3
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"hi", {"role": "user"}, {1, 2}])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(InvalidPrompt, match=r"a prompt cannot be (None|an int|bytes|a (bytes|dict|set))\."):
+        toy_llm().generate(prompt)
+    with pytest.raises(InvalidPrompt, match="prompt 1 of the batch"):
+        toy_llm().generate(["a", prompt])
+
+
+def test_tensors_are_prompts() -> None:
+    llm = toy_llm()
+    assert llm.generate(torch.tensor([1, 2, 3])).token_ids == llm.generate([1, 2, 3]).token_ids  # type: ignore[call-overload]

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paceline.drafters.model import DraftModel
+from paceline.drafters.wrapper import Around
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.draft_length import Controller
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import exactness
+from paceline.engine.stats import Stats
+from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
+from paceline.models.decoder import Decoder
+from paceline.protocols import Ask, KVCache
+from paceline.sampling.parameters import Sampling
+from paceline.testing import Oracle, run, tiny_target
+from paceline.types import Draft, Forward, Rows, Tree, Want
+from paceline.verify.tree import CHUNK, MIN_ROWS
+
+
+class Watched(Decoder):
+    """Notes the shape of every pass."""
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        self.passes = [*getattr(self, "passes", []), (tuple(rows.tokens.shape), want.logits)]
+        return super().forward(rows, cache, want)
+
+
+def watched(**changes: int) -> Watched:
+    target = tiny_target(context_length=2048, **changes)
+    target.__class__ = Watched
+    return target  # type: ignore[return-value]
+
+
+def test_one_pass_per_round_and_none_below_two_rows() -> None:
+    target = watched()
+    plain, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20))
+    assert [want for _, want in target.passes] == ["none"] + ["all"] * 20
+    assert {shape for shape, _ in target.passes} == {(1, MIN_ROWS)}
+    target.passes = []
+    _, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20), Oracle([1, 2, 3, *plain], 0.5, 37), Tree.chain(4))
+    assert len(target.passes) == 1 + stats.rounds
+    assert all(shape[1] >= MIN_ROWS >= 2 for shape, _ in target.passes)
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_its_last_token_in_the_first_round() -> None:
+    target = watched()
+    run(target, [i % 37 for i in range(2 * CHUNK + 2)], Sampling(max_new_tokens=1))
+    assert target.passes == [
+        ((1, CHUNK), "none"),
+        ((1, CHUNK), "none"),
+        ((1, MIN_ROWS), "none"),
+        ((1, MIN_ROWS), "all"),
+    ]
+
+
+def test_a_prompt_of_one_token_needs_no_prefill() -> None:
+    target = watched()
+    tokens, _, stats = run(target, [4], Sampling(max_new_tokens=3))
+    assert len(tokens) == 3
+    assert [want for _, want in target.passes] == ["all"] * 3
+    assert stats.seconds["prefill"] < 1e-3
+
+
+def test_cost_follows_the_text_and_not_the_limit() -> None:
+    """Same text, other `max_new_tokens`: the same passes and the same memory."""
+    shapes, sizes = [], []
+    for limit in (16, 1500):
+        target = watched()
+        engine = Engine(target)
+        how = Sampling(max_new_tokens=limit)
+        request = engine.start(how.sampler([1, 2, 3]), TextStream(how, (), str, 1500), Stats(0, "rounding"))
+        engine.prefill(request)
+        engine.step([request])
+        shapes.append(target.passes)
+        sizes.append(engine.cache.capacity)  # type: ignore[attr-defined]
+    assert shapes[0] == shapes[1]
+    assert sizes[0] == sizes[1] == 256
+
+
+def test_the_parts_of_the_time_sum_to_the_whole() -> None:
+    stats = run(tiny_target(), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), Tree.chain(3))[2]
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "other"}
+    assert all(seconds >= 0 for seconds in stats.seconds.values())
+    before = sum(stats.seconds.values())
+    stats.close()
+    assert sum(stats.seconds.values()) > before, "closing later means more wall time, all of it in `other`"
+
+
+def test_an_error_in_the_middle_leaves_the_engine_ready() -> None:
+    target = tiny_target()
+    engine = Engine(target, Oracle([], 0.0, 37), Tree.chain(3))
+    sampling = Sampling(max_new_tokens=12)
+    plain = run(target, [1, 2, 3], sampling, engine=engine)[0]
+    honest, calls = target.forward, 0
+
+    def broken(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        nonlocal calls
+        calls += 1
+        out = honest(rows, cache, want)
+        return Forward(out.logits * torch.nan) if calls == 5 else out
+
+    target.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLogits):
+        run(target, [1, 2, 3], sampling, engine=engine)
+    assert run(target, [1, 2, 3], sampling, engine=engine)[0] == plain
+    assert len(engine.cache.lengths) == 1, "no slot was leaked"
+
+
+def test_an_allocation_that_fails_is_a_typed_error() -> None:
+    target = tiny_target()
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    target.forward = full  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemory, match="rows"):
+        run(target, [1, 2, 3], Sampling())
+
+
+def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
+    class Leaky(Decoder):
+        """As with activation scales per tensor: each row shifts a little with the largest in the pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            out = super().forward(rows, cache, want)
+            return Forward(out.logits * (1 + 1e-12 * rows.tokens.max()), out.taps)
+
+    class Rounded(Decoder):
+        """Rows that agree to the last bit, whatever the shape of the pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            return Forward(super().forward(rows, cache, want).logits.mul(1e6).round())
+
+    target = tiny_target()
+    target.__class__ = Rounded
+    assert exactness(target) == "bits"
+    target = tiny_target()
+    target.__class__ = Leaky
+    assert exactness(target) == "rounding"
+
+
+def test_stats_for_json() -> None:
+    stats = Stats(5, "bits")
+    assert list(stats.as_dict()) == [
+        "rounds",
+        "drafted",
+        "accepted",
+        "tokens_per_round",
+        "accepted_at",
+        "cached",
+        "seed",
+        "exact",
+        "drafter",
+        "seconds",
+    ]
+    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "")
+
+
+@pytest.mark.parametrize(
+    "draft", [Draft((99,), (0,)), Draft((1, 2), (0,)), Draft((1,), (1,)), Draft.chain([1] * 9), Draft((1, 1), (0, 0))]
+)
+def test_a_draft_that_is_none_names_the_drafter_and_leaves_the_engine_ready(draft: Draft) -> None:
+    class Odd(Oracle):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            return [draft for _ in asks]
+
+    target = tiny_target()
+    engine = Engine(target, Odd([], 1.0, 37), Tree.chain(3))
+    with pytest.raises(InvalidOption):
+        run(target, [1, 2, 3], Sampling(), engine=engine)
+    assert len(engine.cache.lengths) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: float) -> None:
+    broken, target = tiny_target(seed=3), tiny_target()
+    honest = broken.forward
+    broken.forward = lambda *args: Forward(honest(*args).logits * torch.nan)  # type: ignore[method-assign]
+    how = Sampling(max_new_tokens=12, temperature=temperature, seed=1)
+    plain = run(target, [1, 2, 3], how)[0]
+    for shape in (Tree.chain(3), Tree(8, 3, 3)):
+        assert run(target, [1, 2, 3], how, DraftModel(broken, 37), shape)[0] == plain
+
+
+class Sized(Around):
+    """Notes what is asked for, and likes trees."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__(Oracle(text, 0.7, 37))
+        self.draft = Tree(10, 4, 3)
+        self.budgets: list[Tree] = []
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        self.budgets += [ask.budget for ask in asks]
+        return super().propose(asks)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rolls = tiny_target(), random.Random(1)
+    sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=5)
+    plain = run(target, [1, 2, 3], sampling)[0]
+    monkeypatch.setattr(Controller, "choose", lambda self, *state: rolls.choice(self.sizes))
+    sized = Sized([1, 2, 3, *plain])
+    tokens, _, stats = run(target, [1, 2, 3], sampling, sized)
+    assert tokens == plain
+    assert len(set(sized.budgets)) > 3
+    assert stats.accepted > 10
+    assert stats.rounds > len(sized.budgets), "rounds that draft nothing do not ask"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_drafted(rule: str) -> None:
+    target, sized = tiny_target(), Sized([])
+    engine = Engine(target, sized)
+    sampling = Sampling(max_new_tokens=60, temperature=0.9, seed=5, rule=rule)  # type: ignore[arg-type]
+    first = run(target, [1, 2, 3], sampling, engine=engine)[0]
+    assert set(sized.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}
+    run(target, [1, 2, 3], Sampling(max_new_tokens=60), engine=engine)
+    assert Tree(1, 1, 3) in sized.budgets, "a rule that does not leaves it to the controller, who learns it is no good"
+    (pilot,) = engine.pilots
+    pilot.drafter = again = Sized([])
+    assert run(target, [1, 2, 3], sampling, engine=engine)[0] == first
+    assert set(again.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}

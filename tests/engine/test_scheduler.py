@@ -1,0 +1,352 @@
+"""Whatever comes when, beside whom and drafted for how: each reply is the one its prompt gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.medusa import Medusa
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.suffix import Suffix
+from paceline.drafters.wrapper import Around
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.engine import Engine, Request
+from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.scheduler import Scheduler, Task
+from paceline.engine.stats import Stats
+from paceline.errors import NonFiniteLogits, OutOfMemory, TimedOut
+from paceline.models.heads import ExitConfig
+from paceline.protocols import Ask, Drafter, KVCache
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
+from paceline.testing import (
+    TINY_MEDUSA,
+    Oracle,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    run,
+    tiny_target,
+)
+from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
+from paceline.verify.tree import CHUNK
+
+TOY = tiny_target(context_length=2048)
+
+
+def drafters() -> dict[str, Drafter]:
+    """One of every kind."""
+    eagle = eagle_config()
+    return {
+        "suffix": Suffix(),
+        "ngram": NGram(),
+        "model": DraftModel(tiny_target(seed=1, context_length=2048), 37),
+        "eagle": Eagle(eagle, eagle_tensors(eagle), TOY),
+        "medusa": Medusa(TINY_MEDUSA, medusa_tensors(TINY_MEDUSA), TOY),
+        "exit": EarlyExit(ExitConfig(16, 1), {}, TOY),
+    }
+
+
+NAMES = tuple(drafters())
+
+
+def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation, like: Request | None) -> Request:
+    stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
+    return engine.start(sampling.sampler(prompt), stream, Stats(0, "rounding"), like, how)
+
+
+def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation = OFF, **more: object) -> Task:
+    return Task(partial(begin, engine, prompt, sampling, how), len(prompt), **more)  # type: ignore[arg-type]
+
+
+def finish(scheduler: Scheduler) -> dict[Task, list[int]]:
+    """All that each task shows from here on."""
+    shown: dict[Task, list[int]] = {}
+    while scheduler.busy:
+        for one, chunks in scheduler.turn():
+            shown.setdefault(one, []).extend(chunk.token_id for chunk in chunks)
+    return shown
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    max_new_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.7, 1.2]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    top_k=st.sampled_from([0, 5]),
+    presence_penalty=st.sampled_from([0.0, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    stop_token_ids=st.sampled_from([(), (3, 9, 20)]),
+    seed=st.integers(0, 99),
+)
+SIZES = st.sampled_from([None, Tree.chain(0), Tree.chain(2), Tree(9, 3, 3)])
+SPECULATIONS = st.builds(Speculation, st.sampled_from([None, *NAMES]), SIZES)
+PROMPTS = st.lists(st.integers(0, 36), min_size=1, max_size=40)
+COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.sampled_from([None, None, None, 3, 9]))
+
+
+@settings(max_examples=60)
+@given(
+    coming=st.lists(COMING, min_size=1, max_size=9),
+    width=st.integers(1, 6),
+    quota=st.sampled_from([1, 7, CHUNK]),
+    room=st.sampled_from([40, 150, 10_000]),
+)
+def test_a_reply_is_the_one_its_prompt_gets_alone(
+    coming: list[tuple[int, list[int], Sampling, Speculation, int | None]], width: int, quota: int, room: int
+) -> None:
+    """Arrivals, samplings, drafters, seats, memory and clients that leave: nothing of it is in a text."""
+    engine = Engine(TOY, drafters())
+    scheduler = Scheduler(engine, width, quota, lambda count, longest: count * longest <= room)
+    due = sorted(coming, key=lambda one: one[0])
+    tasks = [task(engine, prompt, sampling, how) for _, prompt, sampling, how, _ in due]
+    shown: dict[Task, list[int]] = {one: [] for one in tasks}
+    turn = 0
+    while scheduler.busy or turn <= due[-1][0]:
+        for (when, *_, leaves), one in zip(due, tasks, strict=True):
+            if when == turn:
+                scheduler.add(one)
+            if leaves is not None and when + leaves == turn:
+                one.cancelled = True
+        for one, chunks in scheduler.turn():
+            shown[one] += [chunk.token_id for chunk in chunks]
+        turn += 1
+    for (_, prompt, sampling, _, leaves), one in zip(due, tasks, strict=True):
+        plain = run(TOY, prompt, sampling)[0]
+        assert one.done
+        assert one.error is None
+        assert shown[one] == (plain if leaves is None else plain[: len(shown[one])])
+    assert [engine.cache.lengths[slot] for slot in range(len(engine.cache.lengths))] == [0] * len(engine.cache.lengths)
+
+
+def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
+    texts = [run(TOY, [1, 2, 3], Sampling(max_new_tokens=12, temperature=1.0, seed=seed))[0] for seed in range(4)]
+    assert len(set(map(tuple, texts))) == 4
+
+
+def test_a_long_prompt_does_not_stall_those_who_run() -> None:
+    engine = Engine(TOY)
+    engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
+    scheduler = Scheduler(engine, 4, quota=10)
+    first, long = task(engine, [1, 2], Sampling(max_new_tokens=90)), task(engine, [5] * 300, Sampling(max_new_tokens=2))
+    scheduler.add(first)
+    scheduler.turn()
+    scheduler.add(long)
+    written = 0
+    while long is not scheduler.running[-1]:
+        events = scheduler.turn()
+        written += sum(len(chunks) for one, chunks in events if one is first)
+    assert written >= 29, "a round for each ten tokens of the prompt"
+
+
+def test_the_oldest_comes_first_and_samples_share_a_prefill() -> None:
+    fed: list[int] = []
+
+    class Watched(type(TOY)):  # type: ignore[misc]
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            if rows.prefill:
+                fed.append(rows.tokens.shape[1])
+            return super().forward(rows, cache, want)
+
+    target = tiny_target(context_length=2048)
+    target.__class__ = Watched
+    engine = Engine(target)
+    scheduler = Scheduler(engine, 2)
+    prompt, how = [7] * 60, Sampling(max_new_tokens=4, temperature=1.0, seed=3)
+    tasks = [task(engine, prompt, how, group="a") for _ in range(3)]
+    for one in tasks:
+        scheduler.add(one)
+    scheduler.turn()
+    assert scheduler.running == tasks[:2]
+    assert list(scheduler.waiting) == tasks[2:]
+    finish(scheduler)
+    assert len(fed) <= 2, "the second sample began with the first one's prompt"
+
+
+def test_seats_go_round_the_clients_and_not_to_who_asks_most() -> None:
+    engine = Engine(TOY)
+    scheduler = Scheduler(engine, 3)
+    many = [task(engine, [1, 2, i], Sampling(max_new_tokens=9), client="greedy") for i in range(6)]
+    few = [task(engine, [3, 4, i], Sampling(max_new_tokens=9), client="modest") for i in range(2)]
+    for one in (*many, *few):
+        scheduler.add(one)
+    scheduler.turn()
+    assert scheduler.running == [many[0], few[0], many[1]]
+    finish(scheduler)
+    assert all(one.done and not one.error for one in (*many, *few))
+
+
+def test_what_may_come_again_gives_way_to_what_is_being_written() -> None:
+    target, short = tiny_target(context_length=2048), [False]
+    honest = target.forward
+    engine = Engine(target)
+    engine.prefixes = PrefixCache(1 << 20, seamless=True)
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        if short[0] and engine.prefixes and engine.prefixes.nbytes:
+            raise OutOfMemory("no memory", "Use less")
+        return honest(rows, cache, want)
+
+    target.forward = full  # type: ignore[method-assign]
+    scheduler = Scheduler(engine, 2)
+    how = Sampling(max_new_tokens=9)
+    for _ in range(2):
+        one = task(engine, [5, 6, 7, 8], how)
+        scheduler.add(one)
+        assert finish(scheduler)[one] == run(TOY, [5, 6, 7, 8], how)[0]
+        assert one.error is None
+        short[0] = True
+
+
+def test_who_takes_too_long_is_told_so_and_the_others_go_on() -> None:
+    engine, now = Engine(TOY), 0.0
+    scheduler = Scheduler(engine, 2, clock=lambda: now)
+    slow = task(engine, [1, 2], Sampling(max_new_tokens=50), deadline=5.0)
+    other = task(engine, [3, 4], Sampling(max_new_tokens=8))
+    waits = task(engine, [3, 4], Sampling(max_new_tokens=8), deadline=4.0)
+    for one in (slow, other, waits):
+        scheduler.add(one)
+    scheduler.turn()
+    now = 6.0
+    assert {one for one, _ in scheduler.turn() if one.done} == {slow, waits}
+    assert isinstance(slow.error, TimedOut)
+    assert isinstance(waits.error, TimedOut)
+    assert len(finish(scheduler)[other]) + 2 == 8
+
+
+def test_a_request_that_fails_ends_alone() -> None:
+    def broken(prefix: Prefix, logits: Tensor) -> Tensor:
+        return logits * torch.nan if len(prefix) > 6 else logits
+
+    engine = Engine(TOY)
+    scheduler = Scheduler(engine, 4)
+    how = Sampling(max_new_tokens=12)
+    good = [task(engine, prompt, how) for prompt in ([1, 2, 3], [9, 8])]
+    bad = task(engine, [4, 5], Sampling(max_new_tokens=12, processors=[broken]))
+    never = task(engine, [4, 5], how, Speculation("nobody"))
+    for one in (good[0], bad, never, good[1]):
+        scheduler.add(one)
+    shown = finish(scheduler)
+    assert isinstance(bad.error, NonFiniteLogits)
+    assert "no drafter 'nobody'" in str(never.error)
+    assert [shown[one] for one in good] == [run(TOY, [1, 2, 3], how)[0], run(TOY, [9, 8], how)[0]]
+    assert not any(engine.cache.lengths)
+
+
+class Bad(Around):
+    """Fails for one request, at its third draft."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        if any(len(ask.sampler.text) > 5 and ask.sampler.text[0] == 4 for ask in asks):
+            raise ValueError("a drafter of somebody's own")
+        return super().propose(asks)
+
+
+def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
+    engine = Engine(TOY, Bad(Oracle([], 0.3, 37)), Tree.chain(2))
+    scheduler = Scheduler(engine, 4)
+    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
+    good, bad = task(engine, [1, 2, 3], how, drafted), task(engine, [4, 5], how, drafted)
+    scheduler.add(good)
+    scheduler.add(bad)
+    shown = finish(scheduler)
+    assert isinstance(bad.error, ValueError)
+    assert shown[good] == run(TOY, [1, 2, 3], how)[0]
+
+
+@pytest.mark.parametrize("often", [1, 3])
+def test_where_memory_runs_out_the_last_one_waits_and_loses_nothing(often: int) -> None:
+    """No pass of more than two texts succeeds every so often."""
+    target, rounds = tiny_target(context_length=2048), 0
+    honest = target.forward
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        nonlocal rounds
+        rounds += 1
+        if len(rows.slots) > 2 and rounds % often == 0:
+            raise OutOfMemory("no memory", "Use less")
+        return honest(rows, cache, want)
+
+    target.forward = full  # type: ignore[method-assign]
+    engine = Engine(target, Suffix())
+    scheduler = Scheduler(engine, 5)
+    how = Sampling(max_new_tokens=15, temperature=0.8, seed=5)
+    prompts = [random.Random(i).choices(range(37), k=4 + i) for i in range(5)]
+    tasks = [task(engine, prompt, how, engine.pilots.default) for prompt in prompts]
+    for one in tasks:
+        scheduler.add(one)
+    shown = finish(scheduler)
+    assert [shown[one] for one in tasks] == [run(TOY, prompt, how)[0] for prompt in prompts]
+    assert all(one.error is None for one in tasks)
+
+
+def test_one_text_alone_that_has_no_room_fails_with_the_cause() -> None:
+    target = tiny_target()
+
+    def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        raise OutOfMemory("no memory", "Use less")
+
+    target.forward = full  # type: ignore[method-assign]
+    engine = Engine(target)
+    scheduler = Scheduler(engine, 5)
+    alone = task(engine, [1], Sampling(max_new_tokens=15))
+    scheduler.add(alone)
+    assert scheduler.turn() == [(alone, [])]
+    assert isinstance(alone.error, OutOfMemory)
+    assert not scheduler.busy
+
+
+def test_nothing_is_kept_of_prompts_whose_samples_are_over() -> None:
+    engine = Engine(TOY)
+    scheduler = Scheduler(engine, 2)
+    how = Sampling(max_new_tokens=3)
+    for group in range(5):
+        for cancelled in (False, group == 4):
+            scheduler.add(task(engine, [1, 2, group], how, group=group, cancelled=cancelled))
+    finish(scheduler)
+    assert not scheduler._prefilled
+
+
+class Forgets(Around):
+    """Fails for one request after its round was judged."""
+
+    def __init__(self, inner: Drafter, error: Exception) -> None:
+        super().__init__(inner)
+        self._error, self._bad = error, -1
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        if prompt[0] == 4:
+            self._bad = slot
+        super().admit(slot, prompt)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        if slot == self._bad:
+            raise self._error
+        super().observe(slot, verdict, out)
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("no memory", "Use less"), ValueError("somebody's own")])
+def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exception) -> None:
+    engine = Engine(TOY, Forgets(Suffix(), error), Tree.chain(2))
+    scheduler = Scheduler(engine, 4)
+    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
+    good = [task(engine, prompt, how, drafted) for prompt in ([1, 2, 3], [9, 8])]
+    bad = task(engine, [4, 5], how, drafted)
+    for one in (good[0], bad, good[1]):
+        scheduler.add(one)
+    shown = finish(scheduler)
+    assert bad.error is error
+    assert [shown[one] for one in good] == [run(TOY, [1, 2, 3], how)[0], run(TOY, [9, 8], how)[0]]
+    assert shown[bad] == run(TOY, [4, 5], how)[0][: len(shown[bad])]
+    assert not any(engine.cache.lengths)

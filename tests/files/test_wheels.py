@@ -1,0 +1,143 @@
+"""The demo model itself: real weights, real text, every drafter, bit for bit where this machine can."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.bench.perplexity import score, windows
+from paceline.checkpoints.loader import Loaded, load_model
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.factory import make_drafter
+from paceline.engine.self_check import exactness
+from paceline.llm import LLM
+from paceline.models.heads import ExitConfig
+from paceline.sampling.parameters import Sampling
+from paceline.types import Tree
+from tests.conftest import packaged_model
+
+pytestmark = pytest.mark.model
+
+PROMPTS = (
+    "List five fruits, one per line, then list them again in reverse order.",
+    "Write a Python function that reverses a string, then the same function with type hints.",
+)
+GREEDY = Sampling(max_new_tokens=56)
+WARM = Sampling(max_new_tokens=56, temperature=0.8, top_p=0.95, seed=11)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Loaded]:
+    with packaged_model("demo") as model:
+        yield model
+
+
+def drafted(demo: Loaded, spec: str, draft: Tree | None) -> LLM:
+    return LLM(demo, make_drafter(spec, demo, lambda reference: demo), draft)
+
+
+@pytest.fixture(scope="module")
+def plain(demo: Loaded) -> dict[tuple[str, Sampling], list[int]]:
+    llm = LLM(demo)
+    return {(p, how): llm.generate(p, how).token_ids for p in PROMPTS for how in (GREEDY, WARM)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "draft"),
+    [
+        ("ngram", None),
+        ("suffix", Tree.chain(7)),
+        ("suffix", Tree(12, 6, 3)),
+        ("model:itself", Tree.chain(4)),
+        ("model:itself", Tree(9, 3, 3)),
+        ("suffix+model:itself", Tree.chain(3)),
+    ],
+)
+@pytest.mark.parametrize("how", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_every_drafter_writes_the_plain_text(
+    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], spec: str, draft: Tree | None, how: Sampling
+) -> None:
+    llm = drafted(demo, spec, draft)
+    if llm.exact != "bits":
+        pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")
+    accepted = 0
+    for prompt in PROMPTS:
+        out = llm.generate(prompt, how)
+        assert out.token_ids == plain[prompt, how]
+        accepted += out.stats.accepted
+    assert accepted > 0 or how is WARM, "speculation that never helps is no test"
+
+
+@pytest.mark.parametrize("draft", [Tree.chain(4), Tree(9, 3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("how", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_layers_that_drafted_are_not_run_again_and_the_text_is_plain(
+    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], draft: Tree, how: Sampling
+) -> None:
+    llm = LLM(demo, EarlyExit(ExitConfig(hidden=576, layers=28), {}, demo.target, threshold=0.3), draft)
+    if llm.exact != "bits":
+        pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")
+    out = llm.generate(PROMPTS[0], how)
+    assert out.token_ids == plain[PROMPTS[0], how]
+    assert out.stats.acceptance > 0.1
+
+
+def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> None:
+    how = Sampling(max_new_tokens=40, ignore_eos=True)
+    stats = drafted(demo, "model:itself", Tree.chain(4)).generate(PROMPTS[0], how).stats
+    assert stats.acceptance > 0.9
+
+
+def test_its_own_codes_write_one_text_and_predict_nearly_as_well(demo: Loaded) -> None:
+    coded = load_model("demo", quantize="int8")
+    short = replace(GREEDY, max_new_tokens=10)
+    plain_text = LLM(coded).generate(PROMPTS[0], short).token_ids
+    assert drafted(coded, "model:float", None).generate(PROMPTS[0], short).token_ids == plain_text
+    text = "The sky is blue because air scatters short waves of light more than long ones. " * 2
+    ids = demo.tokenizer.encode(text)
+    plain, ours = (score(model.target, windows(ids, 64, 8)) for model in (demo, coded))
+    assert abs(ours.perplexity / plain.perplexity - 1) < 0.1
+    assert ours.agreement(plain) > 0.85
+
+
+def test_it_speaks_english_and_stops_at_its_own_eos(demo: Loaded) -> None:
+    out = LLM(demo).generate("What is 2 + 2?", Sampling(max_new_tokens=60))
+    assert "4" in out.text
+    assert out.finish_reason == "eos"
+    assert out.token_ids[-1] in demo.eos
+    assert "<|im_end|>" not in out.text
+
+
+def test_rows_agree_bit_for_bit_in_bfloat16(demo: Loaded) -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 products")
+    assert exactness(demo.target) == "bits"
+
+
+def test_a_second_load_needs_no_network(monkeypatch: pytest.MonkeyPatch, demo: Loaded) -> None:
+    import subprocess
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a second load must fetch nothing")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    began = time.perf_counter()
+    llm = paceline.load("demo", drafter=None)
+    print(f"loaded in {time.perf_counter() - began:.2f} s")
+    assert llm.model.path == demo.path
+
+
+def test_the_first_questions_of_spec_bench(demo: Loaded, shared_prompts: Path) -> None:
+    rows = [json.loads(line) for line in shared_prompts.read_text().splitlines()[::80]]
+    speculative, plain = drafted(demo, "auto", None), LLM(demo)
+    for row in rows:
+        how = Sampling(max_new_tokens=32)
+        a, b = (llm.generate(row["turns"][0], how) for llm in (speculative, plain))
+        assert a.token_ids == b.token_ids or plain.exact == "rounding"

@@ -1,0 +1,132 @@
+"""Passes by recorded graphs, on the CPU: a tape does again what was recorded, on the memory of then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import exactness
+from paceline.kernels.cuda.cache import DeviceCache
+from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
+from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder
+from paceline.models.decoder import Decoder
+from paceline.sampling.parameters import Sampling
+from paceline.testing import TINY, Oracle, check_target, random_tensors, run, run_together, tiny_target
+from paceline.types import Draft, Tree, Want
+from paceline.verify.tree import pack, pack_prefix
+from tests.kernels.cuda.tape import tape
+
+CPU = torch.device("cpu")
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+
+
+def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecoder:  # type: ignore[no-untyped-def]
+    return DeviceDecoder(config, random_tensors(config), dtype, CPU, capture=capture)
+
+
+@pytest.fixture(autouse=True)
+def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are made anew as slabs grow, and the reference reads all of a slab."""
+    monkeypatch.setattr(DeviceCache, "first", 64)
+
+
+@pytest.mark.parametrize("capture", [None, tape])
+def test_it_is_a_target_like_any_other(capture) -> None:  # type: ignore[no-untyped-def]
+    config = replace(TINY, context_length=48)
+    check_target(lambda: device_target(capture, config=config), tolerance=1e-9, taps=(0, "final"))
+
+
+SLIDING = replace(
+    TINY,
+    layers=3,
+    special=(LayerConfig(RopeConfig(), window=7), LayerConfig(None), LayerConfig(RopeConfig(theta=500.0), window=20)),
+    softcap=4.0,
+    context_length=48,
+)
+
+
+def test_windows_and_layers_without_positions_too() -> None:
+    check_target(lambda: device_target(None, config=SLIDING), tolerance=1e-9, taps=(1,))
+
+
+@pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
+def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
+    """Whatever stood in the tables when it was recorded: other tokens, trees, lengths and slots."""
+    targets = [device_target(capture, torch.float32, config) for capture in (tape, None)]
+    caches = [target.new_cache() for target in targets]
+    slots = [[cache.acquire() for _ in range(3)] for cache in caches]
+    for target, cache, own in zip(targets, caches, slots, strict=True):
+        for n, slot in enumerate(own):
+            target.forward(pack_prefix(PROMPT[: 4 + 2 * n], slot, 0, CPU), cache, Want("none"))
+            cache.commit(slot, range(1, 4 + 2 * n))
+    drafts = [Draft.chain((3, 4, 5)), Draft((6, 7, 8), (0, 0, 2)), Draft((1, 2, 3, 4, 5, 6, 7), (0, 1, 1, 0, 4, 5, 5))]
+    for turn in range(PATIENCE + 4):
+        for group, kinds in (([turn % 3], [turn % 2]), ([0, 1], [0, 1]), ([2, 1], [2, 2]), ([1], [2])):
+            outs = []
+            for target, cache, own in zip(targets, caches, slots, strict=True):
+                taken = [own[i] for i in group]
+                lengths = [cache.lengths[slot] for slot in taken]
+                rows = pack([turn + 1] * len(group), [drafts[i] for i in kinds], taken, lengths, CPU)
+                outs.append(target.forward(rows, cache, Want(taps=(1,))))
+                cache.commit(taken[0], (1,))
+            assert torch.equal(outs[0].logits, outs[1].logits)
+            assert torch.equal(outs[0].taps[1], outs[1].taps[1])
+    assert {size for size, _ in caches[0].graphs} == {(1, 4), (1, 8), (2, 4), (2, 8)}
+    assert not caches[1].graphs
+
+
+def test_a_graph_is_made_when_its_size_has_come_up_often_enough() -> None:
+    made = []
+    target = device_target(lambda run: made.append(1) or tape(run))  # type: ignore[func-returns-value]
+    cache = target.new_cache()
+    slot = cache.acquire()
+    for turn in range(PATIENCE + 3):
+        target.forward(pack([1], [Draft()], [slot], [0], CPU), cache, Want())
+        assert len(made) == (turn >= PATIENCE)
+    target.forward(pack([1], [Draft()], [slot], [0], CPU), cache, Want("last"))
+    target.forward(pack([1], [Draft.chain([1] * 200)], [slot], [0], CPU), cache, Want())
+    assert len(made) == 1, "a pass that no graph holds runs without one"
+
+
+def test_what_left_a_graph_outlasts_its_next_run() -> None:
+    found = []
+    for capture in (tape, None):
+        target = device_target(capture)
+        cache = target.new_cache()
+        slot = cache.acquire()
+        rows = [pack([token], [Draft()], [slot], [0], CPU) for token in range(2 * PATIENCE + 3)]
+        outs = [target.forward(x, cache, Want(taps=(1,))) for x in rows]
+        found.append(torch.stack([torch.cat([out.logits[0, 0], out.taps[1][0, 0]]) for out in outs]))
+        assert bool(cache.graphs) == (capture is tape)
+    assert torch.equal(*found)
+
+
+def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
+    scaling = (("factor", 2.0), ("original_max_position_embeddings", 16.0))
+    config = replace(TINY, rope=RopeConfig(kind="dynamic", scaling=scaling))
+    engine = Engine(device_target(config=config))
+    for prompt in (PROMPT, PROMPT * 3):
+        plain = run(Decoder(config, random_tensors(config), torch.float64, CPU), prompt, Sampling(max_new_tokens=9))[0]
+        assert run(engine.target, prompt, Sampling(max_new_tokens=9), engine=engine)[0] == plain
+    assert not engine.cache.graphs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [Tree.chain(5), Tree(9, 4, 3)])
+def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: Tree, temperature: float) -> None:
+    sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=3)
+    plain = run(tiny_target(), PROMPT, sampling)[0]
+    target = device_target()
+    engine = Engine(target, Oracle(PROMPT + plain, 0.7, 37), shape)
+    assert run(target, PROMPT, sampling, engine=engine)[0] == plain
+    assert engine.cache.graphs  # type: ignore[attr-defined]
+    others = [PROMPT[2:], PROMPT]
+    together = run_together(engine, others, [sampling] * 2)
+    assert [text for text, _, _ in together] == [run(tiny_target(), p, sampling)[0] for p in others]
+
+
+def test_the_self_check_runs_on_it() -> None:
+    assert exactness(device_target()) in ("bits", "rounding")

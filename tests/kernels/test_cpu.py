@@ -1,0 +1,332 @@
+"""The C++ kernels: products and norms by every build of them, and how they are built."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
+from paceline.kernels.cpu import build, matrix, norm
+from paceline.kernels.cpu.build import compiled, cpu_flags, library
+from paceline.kernels.cpu.matrix import NativeGated, NativeLinear
+from paceline.kernels.cpu.norm import NativeNorm
+from paceline.kernels.linear import ACTIVATIONS, _Coded
+from paceline.kernels.quantize import Codes, quantize, round_activations
+from paceline.models import cpu_layers as layers
+from paceline.models.layers import RMSNorm
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+FOLDER = Path(build.__file__).parent
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")
+BUILDS: dict[str, tuple[str, ...] | None] = {
+    "this processor's": None,
+    "generic, one thread": ("-march=x86-64-v2",) if platform.machine() == "x86_64" else (),
+}
+if "avx2" in cpu_flags():
+    BUILDS["AVX2"] = ("-march=x86-64-v3", "-fopenmp")
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    """The library, and the same without the instructions that most processors lack."""
+    chosen = BUILDS[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        lib = library()
+        if chosen is not None:
+            place = tmp_path_factory.mktemp("kernels") / "generic.so"
+            flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", *WARNINGS, *chosen]
+            subprocess.run([*build._compiler(), *flags, str(FOLDER / "layers.cpp"), "-o", str(place)], check=True)
+            lib = ctypes.CDLL(str(place))
+            for module in (matrix, norm, layers):
+                patch.setattr(module, "library", lambda: lib)
+        assert lib is not None
+        yield lib
+
+
+def with_floors(weight: Tensor) -> Codes:
+    codes = quantize(weight, 8)
+    noise = torch.randn(codes.scale.shape, generator=torch.Generator().manual_seed(9))
+    return replace(codes, floor=(noise * 0.05).half())
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
+    "bfloat16": lambda w: w.bfloat16(),
+    "4 bits": lambda w: quantize(w, 4),
+    "8 bits": lambda w: quantize(w, 8),
+    "8 bits with floors": with_floors,
+}
+SHAPES = [(16, 32), (130, 208), (5, 48), (33, 16), (96, 64), (1, 512)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(kind: str, out: int, width: int, bias: bool = True) -> tuple[NativeLinear, Tensor | Codes, Tensor | None]:
+    weight = KINDS[kind](random(out, width) / width**0.5)
+    b = random(out, seed=1).bfloat16() if bias else None
+    return NativeLinear(weight, b), weight, b
+
+
+def values(weight: Tensor | Codes) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised()
+
+
+def expected(weight: Tensor | Codes, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The product in float64, and how far float32 sums may be from it."""
+    rows = x.bfloat16() if isinstance(weight, Tensor) else round_activations(x).values(x.shape[-1])
+    w, rows = values(weight).double(), rows.double()
+    b = torch.zeros(len(w)) if bias is None else bias
+    # Codes meet their floors in one sum, where a large scale and a large floor may leave little.
+    size = w.abs() if isinstance(weight, Tensor) else w.abs() + 2 * w.abs().amax(1, keepdim=True)
+    return rows @ w.T + b.double(), 1e-6 * (rows.abs() @ size.T + b.double().abs())
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_float64(kernels: ctypes.CDLL, kind: str) -> None:
+    for out, width in SHAPES:
+        for bias in (True, False):
+            ours, weight, b = make(kind, out, width, bias)
+            for count in ROWS:
+                for x in (random(count, width, seed=count), random(count, width, seed=count).bfloat16()):
+                    y, bound = expected(weight, b, x)
+                    assert ((ours.precise(x).double() - y).abs() <= bound).all(), (out, width, count, x.dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_come_back_as_they_were_given(kind: str) -> None:
+    for out, width in SHAPES:
+        ours, weight, _ = make(kind, out, width)
+        assert torch.equal(ours.weight(), values(weight))
+        assert ours.matrix.nbytes > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_of_a_product_is_the_precise_one_rounded_once(kernels: ctypes.CDLL, kind: str) -> None:
+    ours, _, _ = make(kind, 37, 80)
+    x, residual = random(2, 11, 80).bfloat16(), random(2, 11, 37, seed=5).bfloat16()
+    precise = ours.precise(x)
+    assert precise.dtype == torch.float32
+    assert torch.equal(ours(x), precise.bfloat16())
+    assert torch.equal(ours.onto(x, residual), (precise + residual.float()).bfloat16())
+    assert torch.equal(ours.onto(x.transpose(0, 1), residual.transpose(0, 1)), ours.onto(x, residual).transpose(0, 1))
+    wide = residual.float()
+    torch.testing.assert_close(ours.onto(x, wide), wide + ours(x))
+    assert torch.equal(ours(x.float()), ours.precise(x.float()))
+    torch.testing.assert_close(ours.onto(x.float(), wide), wide + precise)
+    assert ours(x[:, :0]).shape == (2, 0, 37)
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_and_up_lie_in_turns_and_come_out_in_order(activation: str) -> None:
+    weight, bias, x = random(96, 64).bfloat16(), random(96, seed=1).bfloat16(), random(6, 64, seed=2).bfloat16()
+    left, right = (x.float() @ weight.float().T + bias.float()).chunk(2, -1)
+    ours = NativeGated(weight, bias, activation)(x)
+    torch.testing.assert_close(ours.float(), ACTIVATIONS[activation](left) * right, rtol=0.03, atol=0.03)
+
+
+@needs_kernels
+def test_rows_of_another_width_are_refused_and_not_read() -> None:
+    ours, _, _ = make("8 bits", 16, 64)
+    with pytest.raises(ValueError, match="48 elements where the weights take 64"):
+        ours(random(4, 48).bfloat16())
+    with pytest.raises(ValueError, match="32 elements"):
+        NativeNorm(torch.ones(64), 1e-6)(random(2, 32).bfloat16())
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(kind=st.sampled_from(sorted(KINDS)), count=st.integers(1, 20), data=st.data())
+def test_a_row_has_the_same_bits_alone_and_anywhere(
+    kernels: ctypes.CDLL, kind: str, count: int, data: st.DataObject
+) -> None:
+    seed, at = data.draw(st.integers(0, 9)), data.draw(st.integers(0, count - 1))
+    ours, _, _ = make(kind, 21, 48)
+    x = random(count, 48, seed=seed) * 10.0 ** data.draw(st.integers(-3, 3))
+    for rows in (x, x.bfloat16()):
+        together, alone = ours.precise(rows), ours.precise(rows[at : at + 1])
+        assert torch.equal(together[at], alone[0])
+        assert torch.equal(ours.precise(rows[at:])[0], alone[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_no_bit_even_where_there_are_more_than_outputs(kernels: ctypes.CDLL, kind: str) -> None:
+    ours, _, _ = make(kind, 40, 48)
+    x = random(9, 48)
+    alone = ours.precise(x)
+    try:
+        for threads in (2, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(ours.precise(x), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(kernels: ctypes.CDLL, kind: str, bad: float) -> None:
+    ours, _, _ = make(kind, 33, 64)
+    x = random(10, 64).bfloat16()
+    before = ours.precise(x)
+    x[3, 40] = bad
+    after = ours.precise(x)
+    assert not after[3].isfinite().any()
+    others = [0, 1, 2, *range(4, 10)]
+    assert torch.equal(after[others], before[others])
+
+
+@needs_kernels
+def test_activations_of_any_size_are_rounded_as_in_python(kernels: ctypes.CDLL) -> None:
+    weight = quantize(random(16, 64), 8)
+    ours = NativeLinear(weight, None)
+    for size in (0.0, 1e-44, 1e-38, 1e-31, 1e-20, 1e20, 1e30):
+        x = random(3, 64) * size
+        y, bound = expected(weight, None, x)
+        assert ((ours.precise(x).double() - y).abs() <= bound + 1e-30).all(), size
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_give_by_torch_what_the_kernels_give(bits: int) -> None:
+    weight, x = quantize(random(40, 208) / 14, bits), random(9, 208)
+    bias = random(40, seed=1)
+    ours, theirs = NativeLinear(weight, bias), _Coded(weight, bias)
+    torch.testing.assert_close(theirs.precise(x), ours.precise(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(theirs.weight(), ours.weight())
+    alone = torch.cat([ours.precise(row[None]) for row in x])
+    assert torch.equal(alone, ours.precise(x))
+
+
+@needs_kernels
+def test_what_memory_cannot_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _, _ = make("8 bits", 16, 32)
+    ours._run = lambda *arguments: 1  # type: ignore[assignment]
+    with pytest.raises(OutOfMemory, match="product of 3 rows") as caught:
+        ours(random(3, 32))
+    assert is_out_of_memory(caught.value)
+
+
+# --- norms --------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@settings(max_examples=20)
+@given(count=st.integers(1, 9), width=st.sampled_from([16, 48, 576]), seed=st.integers(0, 9))
+def test_norms_are_those_of_float64_and_of_one_row_alone(
+    kernels: ctypes.CDLL, count: int, width: int, seed: int
+) -> None:
+    weight, x = random(width, seed=seed + 1), random(count, width, seed=seed).bfloat16() * 3
+    ours = NativeNorm(weight, 1e-5)
+    y = ours(x)
+    root = x.double().square().mean(-1, keepdim=True).add(1e-5).sqrt()
+    torch.testing.assert_close(y.double(), x.double() / root * weight.double(), rtol=2**-8, atol=1e-6)
+    at = seed % count
+    assert torch.equal(ours(x[at : at + 1])[0], y[at])
+    assert torch.equal(ours(x.expand(2, -1, -1).transpose(0, 1))[at, 1], y[at])
+
+
+@needs_kernels
+def test_a_norm_of_a_row_that_is_not_finite_is_not() -> None:
+    x = random(3, 32).bfloat16()
+    x[1, 5] = torch.nan
+    y = RMSNorm(torch.ones(32), 1e-6)(x)
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
+# --- building -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("PACELINE_NATIVE", raising=False)
+    return tmp_path
+
+
+def script(place: Path, text: str) -> str:
+    place.write_text(f"#!/bin/sh\n{text}\n")
+    place.chmod(0o755)
+    return str(place)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    with pytest.raises(InvalidOption, match=r"no C\+\+ compiler .* apt install g\+\+"):
+        compiled()
+    assert isinstance(build._found.__wrapped__(), InvalidOption)
+
+
+@pytest.mark.parametrize("how", ["absent", "fails"])
+def test_a_broken_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    broken = str(empty_cache / "nowhere")
+    if how == "fails":
+        broken = script(empty_cache / "broken", "echo 'no such standard: $*' >&2; exit 1")
+    monkeypatch.setenv("CXX", broken)
+    with pytest.raises(InvalidOption, match=r"could not compile .*(no such standard|No such file).* another compiler"):
+        compiled()
+    assert isinstance(build._found.__wrapped__(), InvalidOption)
+    assert not list((empty_cache / "cache").iterdir()), "nothing half-built stays behind"
+
+
+def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last argument but those for this processor is the output.
+    text = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
+    monkeypatch.setenv("CXX", script(empty_cache / "odd", text))
+    assert compiled().read_text() == "rubbish\n"
+    assert isinstance(build._found.__wrapped__(), InvalidOption)
+
+
+@pytest.mark.parametrize("refused", ["-march=native", "-fopenmp"])
+def test_a_compiler_may_lack_a_flag(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """-march=native of some for ARM, OpenMP of Apple's."""
+    text = f'case "$*" in *{refused}*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
+    monkeypatch.setenv("CXX", script(empty_cache / "picky", text) + " -pipe")
+    said = compiled().read_text()
+    assert refused not in said
+    assert {"-march=native": "-mcpu=native", "-fopenmp": "-march=native"}[refused] in said
+
+
+def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wait in the compiler, and both end with a whole library."""
+    text = 'while [ "$1" != -o ]; do shift; done; printf part > "$2"; sleep 0.3; printf " whole" >> "$2"'
+    monkeypatch.setenv("CXX", script(empty_cache / "slow", text))
+    command = [sys.executable, "-c", "from paceline.kernels.cpu.build import compiled; print(compiled().read_text())"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.communicate()[0] for run in runs] == ["part whole\n"] * 2
+    assert len(list((empty_cache / "cache").iterdir())) == 1
+
+
+def test_native_0_leaves_everything_to_torch() -> None:
+    code = (
+        "import torch; from paceline.models.stack import stack; from paceline.kernels.cpu.build import library;"
+        "from paceline.kernels.linear import linear; from paceline.testing import tiny_target;"
+        "t = tiny_target(0, torch.bfloat16, hidden=32, head_dim=16);"
+        "print(library(), type(t._stack).__name__, type(t._head).__name__)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PACELINE_NATIVE": "0"}, text=True)
+    assert said.split()[:2] == ["None", "TorchStack"]
+    assert said.split()[2] in ("_Packed", "_Plain")

@@ -1,0 +1,335 @@
+"""Runs of layers in C++: up to rounding what torch gives, and plain decoding's to the bit however rows travel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
+from paceline.checkpoints.lazy import Quantised
+from paceline.engine.self_check import exactness
+from paceline.kernels import linear as runner
+from paceline.kernels.cpu.build import library
+from paceline.kernels.quantize import Mode
+from paceline.models import stack as stacks
+from paceline.models.block import BlockNetwork
+from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.cpu_layers import NativeStack
+from paceline.models.decoder import Decoder, make_attention, make_layer, make_mlp, make_norm
+from paceline.models.heads import BlockConfig
+from paceline.models.layers import Layer
+from paceline.models.rope import Rotary
+from paceline.models.stack import TorchStack, stack
+from paceline.models.weights import Weights
+from paceline.protocols import KVCache
+from paceline.testing import block_tensors, random_tensors
+from paceline.types import Carried, Draft, Rows, Tap, Want
+from paceline.verify.tree import beside, pack, pack_prefix
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+CPU = torch.device("cpu")
+BASE = ModelConfig("llama", 67, 64, 2, 4, 2, 16, 96, 4096, tied=True)
+FULL, LOCAL = RopeConfig(1e6), RopeConfig(1e4)
+
+
+def plan(*windows: int | None) -> dict[str, Any]:
+    layers = tuple(LayerConfig(LOCAL if window else FULL, window) for window in windows)
+    return {"layers": len(layers), "special": layers}
+
+
+GEMMA = {"sandwich": True, "norm_shift": 1.0, "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "odd feed-forward, one key head": {"ffn": 80, "kv_heads": 1},
+    "a key head for each query, own head": {"kv_heads": 4, "tied": False, "hidden": 48, "layers": 3},
+    "qwen2: biases": {"family": "qwen2"},
+    "qwen3: head norms": {"qk_norm": True, "head_dim": 32},
+    "gemma2": {**GEMMA, **plan(7, None, 7), "softcap": 3.0, "final_softcap": 5.0, "query_scale": 0.2},
+    "gemma3": {**GEMMA, **plan(9, 9, None), "qk_norm": True, "norm_eps": 1e-5},
+    "gelu": {"activation": "gelu"},
+    "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
+    "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},
+    "heads of 80": {"head_dim": 80, "heads": 2, "kv_heads": 1},
+    "heads of 128": {"head_dim": 128, "heads": 3, "kv_heads": 1},
+    "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
+}
+
+
+def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
+    """Random weights in bfloat16's numbers, all that the config names."""
+    draw = torch.Generator().manual_seed(7)
+    tensors = random_tensors(c, 1, scale=1.3 * c.hidden**-0.5)
+    for i in range(c.layers):
+        layer = f"model.layers.{i}."
+        if c.family == "qwen2":
+            sizes = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
+            tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
+        if c.qk_norm:
+            tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
+        if c.sandwich:
+            tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            tensors[name] = tensor - c.norm_shift * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
+    tensors["model.embed_tokens.weight"] *= 4
+    return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16 too, on processors where another product is faster."""
+    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: runner.library() is not None)
+
+
+def native(c: ModelConfig, mode: Mode | None = None) -> Decoder:
+    tensors = tensors_of(c)
+    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), torch.bfloat16, CPU)
+    assert isinstance(target._stack, NativeStack)
+    return target
+
+
+def by_torch(c: ModelConfig, dtype: torch.dtype, mode: Mode | None = None) -> Decoder:
+    tensors = tensors_of(c)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "library", lambda: None)
+        target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
+    assert isinstance(target._stack, TorchStack)
+    return target
+
+
+def text(count: int, seed: int = 3) -> list[int]:
+    return torch.randint(0, 67, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def filled(target: Decoder, prefix: Sequence[int], chunk: int = 256) -> tuple[KVCache, int]:
+    cache = target.new_cache()
+    slot = cache.acquire()
+    for start in range(0, len(prefix), chunk):
+        part = prefix[start : start + chunk]
+        target.forward(pack_prefix(part, slot, start, CPU), cache, Want("none"))
+        cache.commit(slot, range(1, len(part)))
+    return cache, slot
+
+
+def rows_of(cache: KVCache, slot: int, last: int, draft: Draft, start: int = 0) -> Rows:
+    return pack([last], [draft], [slot], [cache.lengths[slot]], CPU, [start] if start else None)
+
+
+def plain(target: Decoder, prefix: Sequence[int], path: Sequence[int], taps: tuple[Tap, ...] = ()) -> list[Any]:
+    """What a forward pass gives for each token of `path`, one by one."""
+    cache, slot = filled(target, prefix)
+    out = []
+    for token in path:
+        out.append(target.forward(rows_of(cache, slot, token, Draft()), cache, Want(taps=taps)))
+        cache.commit(slot, ())
+    return out
+
+
+def whole(target: Decoder, tokens: Sequence[int], taps: tuple[Tap, ...] = ()) -> tuple[Tensor, dict[Tap, Tensor]]:
+    cache = target.new_cache()
+    out = target.forward(pack_prefix(tokens, cache.acquire(), 0, CPU), cache, Want(taps=taps))
+    return out.logits[0], {tap: states[0].float() for tap, states in out.taps.items()}
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
+    c = replace(BASE, **MODELS[name])
+    taps: tuple[Tap, ...] = (*range(c.layers + 1), "final")
+    right, streams = whole(by_torch(c, torch.float32), text(40), taps)
+    ours, ours_taps = whole(native(c), text(40), taps)
+    theirs, _ = whole(by_torch(c, torch.bfloat16), text(40))
+    assert relative(ours, right) < max(0.01, 1.2 * relative(theirs, right))
+    for tap in taps:
+        assert relative(ours_taps[tap], streams[tap]) < 0.03, tap
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["llama", "odd feed-forward, one key head", "gemma3", "qwen2: biases"])
+def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
+    c = replace(BASE, **MODELS[name])
+    target = native(c, mode)
+    ours, right = whole(target, text(40))[0], whole(by_torch(c, torch.float32, mode), text(40))[0]
+    assert relative(ours, right) < 0.04
+    assert exactness(target) == "bits"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str) -> None:
+    target = native(replace(BASE, **MODELS[name]))
+    assert exactness(target) == "bits"
+    for before in (20, 21):
+        prefix, path, other = text(before), text(12, 5), text(70, 6)
+        alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
+        # One long chain, whatever chunks its prefix came in.
+        for chunk in (256, 7, 1):
+            cache, slot = filled(target, prefix, chunk)
+            out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
+            assert torch.equal(out.logits[0, :12], alone), chunk
+        # A tree, in one pass and in three, and beside other slots.
+        tree, lines = beside(path[1:], 66)
+        out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
+        assert torch.equal(out.logits[0, [0, *lines]], alone)
+        # A cache that has not seen the tree: a column that no pass writes would hold what it should.
+        assert torch.equal(grown(target, *filled(target, prefix), path[0], tree, (5, 12))[[0, *lines]], alone)
+        third = cache.acquire()
+        target.forward(pack_prefix(other, third, 0, CPU), cache, Want("none"))
+        cache.commit(third, range(1, 70))
+        lengths = [cache.lengths[third], cache.lengths[slot]]
+        both = pack([1, path[0]], [Draft.chain(other[:30]), tree], [third, slot], lengths, CPU)
+        assert torch.equal(target.forward(both, cache, Want()).logits[1, [0, *lines]], alone)
+
+
+def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cuts: tuple[int, ...]) -> Tensor:
+    """Logits of all rows of a tree that is fed in several passes."""
+    logits = []
+    for start, end in zip((0, *cuts), (*cuts, 1 + len(tree.tokens)), strict=True):
+        part = Draft(tree.tokens[: end - 1], tree.parents[: end - 1])
+        out = target.forward(rows_of(cache, slot, last, part, start), cache, Want())
+        logits.append(out.logits[0, : end - start])
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "heads of 80"])
+def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
+    target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
+    for before in (33, 34):
+        prefix = text(before)
+        draft = Draft(tuple(text(14, before)), tuple(rng.randint(max(0, node - 3), node) for node in range(14)))
+        cache, slot = filled(target, prefix)
+        out = target.forward(rows_of(cache, slot, 5, draft), cache, Want()).logits[0]
+        for row in range(15):
+            path = [row]
+            while path[0]:
+                path.insert(0, draft.parents[path[0] - 1])
+            tokens = [5, *(draft.tokens[node - 1] for node in path[1:])]
+            assert torch.equal(out[row], plain(target, prefix, tokens)[-1].logits[0, 0]), row
+
+
+def test_windows_whose_rings_have_wrapped() -> None:
+    c = replace(BASE, **plan(20, None), heads=2, kv_heads=1)
+    tokens, target = text(1100), native(c)
+    for goal in (1020, 1060):
+        prefix, path = tokens[:goal], tokens[goal : goal + 8]
+        alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
+        cache, slot = filled(target, prefix)
+        tree, lines = beside(path[1:3], 66)
+        assert torch.equal(
+            target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0, [0, *lines]], alone[:3]
+        )
+        right = torch.cat([out.logits[:, 0] for out in plain(by_torch(c, torch.float32), prefix, path)])
+        assert relative(alone, right) < 0.02
+
+
+def test_taps_and_layers_may_be_cut_anywhere() -> None:
+    """Early exit, and a pass that goes on where drafting has stopped."""
+    target = native(replace(BASE, layers=4))
+    prefix, path = text(20), text(6, 5)
+    out = plain(target, prefix, path, (0, 1, 2, 3, "final"))
+    alone = torch.cat([x.logits[:, 0] for x in out])
+    cache, slot = filled(target, prefix)
+    rows = rows_of(cache, slot, path[0], Draft.chain(path[1:]))
+    early = target.forward(rows, cache, Want("none", (1, 2), 2))
+    for tap in (1, 2):
+        assert torch.equal(early.taps[tap][0], torch.cat([x.taps[tap][:, 0] for x in out]))
+    for held in (3, 6):
+        draft = replace(Draft.chain(path[1:]), carried=Carried(2, early.taps[2][0, :held]))
+        assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("mode", [None, "int8"])
+def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode | None) -> None:
+    target = native(replace(BASE, **MODELS[name]), mode)
+    prefix, path = ([token % 66 for token in text(n, n)] for n in (20, 5))
+    alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
+    target._embed[66] = torch.nan
+    tree, lines = beside(path[1:], 66)
+    cache, slot = filled(target, prefix)
+    out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0]
+    assert torch.equal(out[[0, *lines]], alone)
+    assert not out[1].isfinite().any()
+
+
+def test_a_mixture_of_experts_is_torchs() -> None:
+    special = (LayerConfig(FULL), LayerConfig(FULL, sparse=True))
+    c = replace(BASE, special=special, experts=Experts(2, 1, 32, True))
+    tensors = tensors_of(c)
+    # Always the same: where two experts are nearly as good, rounding chooses another one.
+    draw = torch.Generator().manual_seed(1)
+    block = "model.layers.1.mlp."
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).bfloat16().float()
+
+    for x, shape in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
+        del tensors[f"{block}{x}.weight"]
+        tensors |= {f"{block}experts.{i}.{x}.weight": normal(*shape) / 8 for i in range(2)}
+    tensors[block + "gate.weight"] = normal(2, 64)
+    target = Decoder(c, tensors, torch.bfloat16, CPU)
+    assert isinstance(target._stack, TorchStack)
+    right, _ = whole(Decoder(c, tensors, torch.float32, CPU), text(20))
+    assert relative(whole(target, text(20))[0], right) < 0.03
+
+
+@pytest.mark.parametrize("windows", [(None, None), (7, None), (4, 4)])
+@pytest.mark.parametrize("causal", [(), (True, False)])
+def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
+    layer = replace(BASE, qk_norm=True, layers=2, special=tuple(LayerConfig(FULL, window) for window in windows))
+    config = BlockConfig(layer, (0, 1), 6, 66, causal=causal)
+    host = native(replace(BASE, qk_norm=True))
+    tensors = {name: tensor.bfloat16() for name, tensor in block_tensors(config).items()}
+    features, block = (torch.randn(2, n, 64 * k).bfloat16() for n, k in ((11, 2), (6, 1)))
+    states = []
+    for runs in (None, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if runs is not None:
+                patch.setattr(stacks, "runs", lambda *_: False)
+            network = BlockNetwork(config, tensors, host)
+        assert isinstance(network._stack, NativeStack if runs is None else TorchStack)
+        cache = network.new_cache()
+        slots = [cache.acquire(), cache.acquire()]
+        network.read(cache, slots, features, [11, 9])
+        states.append(network.draft(cache, slots, [11, 9], block).float())
+    assert relative(*states) < 0.03
+
+
+def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
+    """EAGLE's, which norms them itself: and no other layer is as wide."""
+    c = replace(BASE, tied=False)
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(c).items() if "layers" in name}
+    for x in "qkv":
+        name = f"model.layers.0.self_attn.{x}_proj.weight"
+        tensors[name] = torch.cat([tensors[name], tensors[name].flip(1)], 1)
+    weights = Weights(tensors, torch.bfloat16, CPU)
+    first = "model.layers.0."
+    entered = Layer(
+        make_norm(c, weights, first + "input_layernorm", 64),
+        make_attention(c, weights, first + "self_attn.", 128),
+        weights.linear({first + "self_attn.o_proj": 64}, 64),
+        make_norm(c, weights, first + "post_attention_layernorm", 64),
+        make_mlp(c, weights, first + "mlp."),
+    )
+    body = [entered, make_layer(c, False, weights, "model.layers.1.")]
+    how = [LayerAttention(0.25)] * 2
+    ours = stack(body, how, [0, 0], torch.bfloat16)
+    assert isinstance(ours, NativeStack)
+    x, entry = torch.randn(1, 9, 64).bfloat16(), torch.randn(1, 9, 128).bfloat16()
+    out = []
+    for one in (ours, TorchStack(body, [0, 0])):
+        cache = SlabCache(how, 2, 16, 256, torch.bfloat16, CPU)
+        rows = pack([1], [Draft.chain(range(8))], [cache.acquire()], [0], CPU)  # type: ignore[arg-type]
+        rope = Rotary(FULL, 16, torch.float32, CPU)(rows.positions, rows.end, [0])
+        with torch.inference_mode():
+            out.append(one.run(x, 0, 2, [rope], cache.begin(rows), entry)[0].float())
+    assert relative(*out) < 0.02

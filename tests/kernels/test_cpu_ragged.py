@@ -1,0 +1,168 @@
+"""Slots with different numbers of rows share a native pass: each gives what it gives alone, and fillers are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels.cpu.build import library
+from paceline.models.decoder import Decoder
+from paceline.protocols import KVCache
+from paceline.types import Carried, Draft, Forward, Tap, Want
+from paceline.verify.tree import beside, pack, pack_prefix
+from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, kernels_for_every_product, native, plan, text
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+_ = kernels_for_every_product
+
+LENGTHS = (20, 7, 41, 300, 33)
+DRAFTS = (
+    Draft.chain(text(15, 4)),
+    Draft(),
+    beside(text(4, 5), 66)[0],
+    Draft.chain([5]),
+    Draft((1, 2, 3, 4, 5), (0, 1, 0, 3, 1)),
+)
+
+
+def filled(target: Decoder, lengths: Sequence[int]) -> tuple[KVCache, list[int]]:
+    """A cache of several texts, and its slots."""
+    cache, slots = target.new_cache(), []
+    for seed, length in enumerate(lengths):
+        slots.append(cache.acquire())
+        for done in range(0, length, 200):
+            part = text(length, seed)[done : done + 200]
+            target.forward(pack_prefix(part, slots[-1], done, CPU), cache, Want("none"))
+            cache.commit(slots[-1], range(1, len(part)))
+    return cache, slots
+
+
+def verify(
+    target: Decoder, cache: KVCache, slots: Sequence[int], drafts: Sequence[Draft], want: Want, *starts: int
+) -> Forward:
+    lengths = [cache.lengths[slot] for slot in slots]
+    return target.forward(pack([9] * len(slots), drafts, slots, lengths, CPU, starts or None), cache, want)
+
+
+def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
+    each = [(ours.logits, alone.logits), *((ours.taps[tap], alone.taps[tap]) for tap in ours.taps)]
+    return all(torch.equal(x[line, :count], y[0, :count]) for x, y in each)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "partial rotary", "layers without rope"])
+def test_each_slot_of_a_ragged_pass_gives_what_it_gives_alone(name: str) -> None:
+    target = native(replace(BASE, **MODELS[name]))
+    taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
+    cache, slots = filled(target, LENGTHS)
+    for order in ([0, 1, 2, 3, 4], [3, 1], [4, 2, 0, 1]):
+        taken, drafts = [slots[i] for i in order], [DRAFTS[i] for i in order]
+        out = verify(target, cache, taken, drafts, Want(taps=taps))
+        assert out.logits.shape == (len(order), 16 if 0 in order else max(2, 1 + len(drafts[0].tokens)), 67)
+        for line, (slot, draft) in enumerate(zip(taken, drafts, strict=True)):
+            alone = verify(target, cache, [slot], [draft], Want(taps=taps))
+            assert same(out, line, alone, 1 + len(draft.tokens)), (order, line)
+
+
+def test_rings_that_have_wrapped() -> None:
+    target = native(replace(BASE, **plan(20, None), heads=2, kv_heads=1))
+    cache, slots = filled(target, (1021, 3, 1060, 600))
+    drafts = [Draft.chain([1, 2]), Draft(), beside([3, 4], 66)[0], Draft.chain(text(9))]
+    out = verify(target, cache, slots, drafts, Want())
+    for line, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
+        assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
+
+
+def test_what_is_kept_of_a_ragged_pass_is_what_was_fed() -> None:
+    """Rows are written under their own slot's positions: the next pass reads them."""
+    target = native(BASE)
+    cache, slots = filled(target, LENGTHS)
+    verify(target, cache, slots, DRAFTS, Want())
+    paths = ([*range(1, 10)], [], [2, 4], [1], [1, 2])
+    for slot, path in zip(slots, paths, strict=True):
+        cache.commit(slot, path)
+    for i, (slot, path) in enumerate(zip(slots, paths, strict=True)):
+        whole = [*text(LENGTHS[i], i), 9, *(DRAFTS[i].tokens[row - 1] for row in path)]
+        fresh = target.new_cache()
+        own = fresh.acquire()
+        for token in whole:
+            target.forward(pack([token], [Draft()], [own], [fresh.lengths[own]], CPU), fresh, Want("none"))
+            fresh.commit(own, ())
+        ours, right = (verify(target, c, [s], [Draft()], Want()).logits[0, 0] for c, s in ((cache, slot), (fresh, own)))
+        assert torch.equal(ours, right), i
+
+
+def test_trees_that_stand_at_different_levels_grow_together() -> None:
+    target = native(BASE)
+    cache, slots = filled(target, (20, 31, 12))
+    chain, bushy = Draft.chain(text(6)), Draft((1, 2, 3, 4), (0, 0, 2, 1))
+    whole = [
+        verify(target, cache, [slot], [draft], Want()) for slot, draft in zip(slots, (chain, bushy, chain), strict=True)
+    ]
+    verify(target, cache, slots[:2], [Draft.chain(chain.tokens[:3]), Draft((1, 2), (0, 0))], Want("none"))
+    out = verify(target, cache, slots, [chain, bushy, chain], Want(), 4, 3, 0)
+    for line, (start, end) in enumerate(((4, 7), (3, 5), (0, 7))):
+        assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
+
+
+def test_a_pass_goes_on_from_where_drafting_brought_each_slot() -> None:
+    target = native(replace(BASE, layers=4))
+    cache, slots = filled(target, LENGTHS)
+    right = verify(target, cache, slots, DRAFTS, Want())
+    early = verify(target, cache, slots, DRAFTS, Want("none", (2,), 2)).taps[2]
+    held = (10, 0, 9, 2, 3)
+    carried = [
+        replace(draft, carried=Carried(2, early[i, :n])) if n else draft
+        for i, (draft, n) in enumerate(zip(DRAFTS, held, strict=True))
+    ]
+    out = verify(target, cache, slots, carried, Want())
+    for line, draft in enumerate(DRAFTS):
+        count = 1 + len(draft.tokens)
+        assert torch.equal(out.logits[line, :count], right.logits[line, :count]), line
+
+
+class Counted:
+    """Stands before a kernel and keeps how many rows it was given."""
+
+    def __init__(self, run: Any, rows: Any) -> None:
+        self._run, self._rows, self.seen = run, rows, list[int]()
+
+    def __call__(self, *args: Any) -> Any:
+        self.seen.append(self._rows(args))
+        return self._run(*args)
+
+
+def test_only_real_rows_reach_the_kernels() -> None:
+    target = native(BASE)
+    cache, slots = filled(target, LENGTHS)
+    layers = Counted(target._stack._run, lambda args: args[2]._obj.rows)  # type: ignore[attr-defined]
+    head = Counted(target._head._run, lambda args: args[5])  # type: ignore[attr-defined]
+    target._stack._run, target._head._run = layers, head  # type: ignore[attr-defined]
+    verify(target, cache, slots, DRAFTS, Want())
+    verify(target, cache, slots[1:2], [Draft()], Want())
+    real = sum(1 + len(draft.tokens) for draft in DRAFTS)
+    assert (layers.seen, head.seen) == ([real, 1], [real, 1])
+
+
+def test_what_fills_up_a_pass_is_never_read() -> None:
+    """It may be anything, NaN too."""
+    target = native(BASE)
+    cache, slots = filled(target, LENGTHS)
+    right = verify(target, cache, slots, DRAFTS, Want())
+    embed = target.embed
+
+    def spoilt(tokens: Tensor) -> Tensor:
+        x = embed(tokens)
+        for line, draft in zip(x, DRAFTS, strict=True):
+            line[1 + len(draft.tokens) :] = torch.nan
+        return x
+
+    target.embed = spoilt  # type: ignore[method-assign]
+    out = verify(target, cache, slots, DRAFTS, Want())
+    for line, draft in enumerate(DRAFTS):
+        count = 1 + len(draft.tokens)
+        assert torch.equal(out.logits[line, :count], right.logits[line, :count]), line

@@ -1,0 +1,111 @@
+"""Configs of every family: as transformers reads them, and refused where they mean something else."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.families import read_config
+from tests.models.test_families import SIZES
+
+transformers = pytest.importorskip("transformers")
+
+OLDER: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 16, "sliding_window": 64, "hidden_act": "gelu", "query_pre_attn_scalar": 144},
+    "gemma3_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 7,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 64,
+        "sliding_window_pattern": 3,
+    },
+    "phi3": {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3},
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "sliding_window": 100,
+    },
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3, "rope_theta": 1e6},
+    "qwen3": {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 3},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 9, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "smollm3": {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 64},
+    "mixtral": {"num_local_experts": 3},
+    "mistral": {"rope_theta": 1e6},
+    "llama": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+}
+
+
+@pytest.mark.parametrize("family", OLDER)
+def test_configs_as_they_lie_on_the_hub_mean_what_transformers_reads_in_them(family: str) -> None:
+    raw = {"model_type": family} | SIZES | OLDER[family]
+    newer = transformers.AutoConfig.for_model(**deepcopy(raw)).to_dict()
+    assert read_config(raw) == read_config(newer)
+
+
+def test_phi3_knows_longrope_by_older_names() -> None:
+    rope = OLDER["phi3"]["rope_scaling"]
+    configs = [read_config(raw("phi3", **OLDER["phi3"] | {"rope_scaling": rope | {"type": t}})) for t in ("su", "yarn")]
+    assert configs == [read_config(raw("phi3", **OLDER["phi3"]))] * 2
+    assert configs[0].rope.kind == "longrope"
+
+
+def raw(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family} | SIZES | changes
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (raw("llama", sliding_window=64), "sliding_window"),
+        (raw("qwen3", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (raw("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (raw("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (raw("llama", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (raw("llama", no_rope_layers=[1, 1, 1, 0]), "no_rope_layers"),
+        (raw("llama", residual_multiplier=0.22), "residual_multiplier"),
+        (raw("mistral", layer_types=["sliding_attention", "full_attention"] * 2), "layer_types"),
+        (raw("qwen2", layer_types=["chunked_attention"] * 4), "chunked_attention"),
+        (raw("llama", rope_scaling={"rope_type": "yarn", "factor": 2.0, "mrope_section": [1, 2]}), "mrope_section"),
+        (raw("gemma3", text_config={}), "multimodal"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (raw("gemma3_text", layer_types=["full_attention"]), "1 of 4"),
+        (raw("qwen2", layer_types=["sliding_attention"] * 4), "no window"),
+        (raw("smollm3", no_rope_layers=[1, 0]), "2 of 4"),
+        (raw("mistral", sliding_window=-5), "-5"),
+        (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "3 of 2"),
+        (raw("qwen3_moe", moe_intermediate_size=0), "moe_intermediate_size must be .* got 0"),
+        (raw("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "1 factors"),
+        (
+            raw("llama", rope_scaling="linear"),
+            "rope_scaling must be an object or null, got 'linear'. Correct the file or fetch",
+        ),
+    ],
+)
+def test_configs_that_contradict_themselves_are_named(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(CorruptModel, match=said):
+        read_config(config)
+
+
+def test_switched_off_peculiarities_are_no_matter() -> None:
+    plain = read_config(raw("llama"))
+    assert read_config(raw("llama", sliding_window=None, attn_logit_softcapping=None)) == plain
+    assert read_config(raw("llama", sliding_window=64, use_sliding_window=False, logit_scale=1.0)) == plain
+    assert read_config(raw("llama", no_rope_layers=[1, 1, 1, 1], layer_types=["full_attention"] * 4)) == plain
+    assert all(layer.window is None for layer in read_config(raw("mistral", sliding_window=4096)).plan), (
+        "wider than all"
+    )

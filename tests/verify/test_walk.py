@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import NonFiniteLogits
+from paceline.sampling.noise import Noise
+from paceline.sampling.sampler import Sampler
+from paceline.types import Draft, Verdict
+from paceline.verify.rules import match, walk
+from tests.verify.test_tree import drafts, path_to
+
+
+def trees(nodes: int, vocab: int) -> Iterator[Draft]:
+    """Every valid draft of so many nodes."""
+    for parents in itertools.product(*(range(n + 1) for n in range(nodes))):
+        for tokens in itertools.product(range(vocab), repeat=nodes):
+            if len({*zip(parents, tokens, strict=True)}) == nodes:
+                yield Draft(tokens, parents)
+
+
+def expected(draft: Draft, choices: tuple[int, ...]) -> Verdict:
+    """The walk in words: follow the choices as long as a path of the tree spells them."""
+    spelled = {
+        tuple(draft.tokens[r - 1] for r in reversed(path_to(draft, row)[:-1])): row
+        for row in range(len(draft.tokens) + 1)
+    }
+    kept = next(n for n in range(len(choices), -1, -1) if all(choices[:m] in spelled for m in range(n + 1)))
+    path = tuple(spelled[choices[:m]] for m in range(1, kept + 1))
+    return Verdict(path, choices[: kept + 1])
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2, 3])
+def test_the_walk_by_exact_enumeration(nodes: int) -> None:
+    vocab = 3
+    for draft in trees(nodes, vocab):
+        for choices in itertools.product(range(vocab), repeat=nodes + 1):
+            verdict = walk(draft, lambda row, path, c=choices: c[len(path)])  # type: ignore[misc]
+            assert verdict == expected(draft, choices)
+
+
+@given(drafts(vocab=4), st.integers(0, 1000), st.sampled_from([0.0, 0.7]))
+def test_match_keeps_what_the_target_draws_alone(draft: Draft, seed: int, temperature: float) -> None:
+    rows = len(draft.tokens) + 1
+    logits = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)).double()
+    sampler = Sampler(temperature, noise=Noise(seed), text=[0] * 20)
+    verdict = match(draft, logits, sampler)
+    visited = (0, *verdict.path)
+    alone = tuple(sampler.choose(logits[row], [0] * depth) for depth, row in enumerate(visited))
+    assert verdict.tokens == alone
+    assert [draft.tokens[row - 1] for row in verdict.path] == list(verdict.tokens[:-1])
+    assert [draft.parents[row - 1] for row in verdict.path] == list(visited[:-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_visited_rows_must_be_finite(temperature: float) -> None:
+    sampler = Sampler(temperature)
+    logits = torch.zeros(3, 4)
+    logits[0, 2] = logits[1, 3] = 100.0
+    logits[2] = torch.nan
+    assert match(Draft((2, 1), (0, 0)), logits, sampler).tokens == (2, 3)
+    with pytest.raises(NonFiniteLogits, match="position 1"):
+        match(Draft((1, 2), (0, 0)), logits, sampler)
+
+
+def test_cutting_a_verdict_keeps_path_and_tokens_in_step() -> None:
+    verdict = Verdict((2, 5, 6), (7, 8, 9, 10))
+    assert verdict.cut(2, "eos") == Verdict((2, 5), (7, 8), "eos")
+    assert verdict.cut(1, "length") == Verdict((2,), (7,), "length")
+    assert verdict.cut(4, "length").path == verdict.path
