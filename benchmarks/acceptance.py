@@ -22,13 +22,13 @@ from paceline.bench.doctor.watch import Onlooker
 from paceline.bench.questions import pick, read_questions
 from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
-FURTHER = {"eagle3": [Tree.chain(4), Tree.chain(5)]}
+FURTHER = {"eagle3": [DraftBudget.chain(4), DraftBudget.chain(5)]}
 """Sizes beside those that the controller considers here."""
 
 
-def table(found: Acceptance, sizes: Sequence[Tree]) -> dict[str, dict[str, list[float]]]:
+def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str, list[float]]]:
     """Size -> category -> [tokens, rows] of a round."""
     gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
     return {

@@ -59,7 +59,7 @@ def main() -> None:
     report([grid], lines)
     result: dict[str, Any] = {
         "provenance": provenance(**vars(args) | {"out": str(args.out)}),
-        "exact": loaded.exact,
+        "guarantee": loaded.guarantee,
         "tokens": tokens,
         "seconds": {f"{name} {width}": times for (name, width), times in seconds.items()},
     }

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from paceline import Tree
+from paceline import DraftBudget
 from paceline.bench.figures import bootstrap, median
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.source import provenance
@@ -76,10 +76,10 @@ def write(
     return path
 
 
-def tree_option(text: str) -> Tree:
+def tree_option(text: str) -> DraftBudget:
     """An option NODES,DEPTH,BRANCH."""
     nodes, depth, branch = map(int, text.split(","))
-    return Tree(nodes, depth, branch)
+    return DraftBudget(nodes, depth, branch)
 
 
 def progress(items: Sequence[T], title: str) -> Iterator[T]:

@@ -18,7 +18,7 @@ import paceline
 from paceline import Draft, Sampling
 from paceline.protocols import KVCache, Target
 from paceline.types import Rows, Want
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def main() -> None:
 
 def _fed(target: Target, cache: KVCache, text: list[int]) -> int:
     slot = cache.acquire()
-    for done in range(0, len(text), CHUNK):
-        chunk = text[done : done + CHUNK]
+    for done in range(0, len(text), PREFILL_ROWS):
+        chunk = text[done : done + PREFILL_ROWS]
         target.forward(pack_prefix(chunk, slot, done, target.device), cache, Want("none"))
         cache.commit(slot, range(1, len(chunk)))
     return slot

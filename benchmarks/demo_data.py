@@ -18,7 +18,7 @@ from typing import Any
 from common import PROMPTS
 
 import paceline
-from paceline.train.answers import Plan
+from paceline.train.answers import AnswerPlan
 from paceline.train.prompts import Prompts
 from paceline.train.self_prompts import write_prompts
 from paceline.train.writing import write_answers
@@ -40,7 +40,7 @@ def own(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
     llm = paceline.load("demo", drafter=None)
     prompts, answers = folder / "own-prompts.jsonl", folder / "own-answers.jsonl"
     write_prompts(llm, prompts, count, width=48)
-    write_answers(llm, Prompts(prompts), answers, Plan((0.0,), answer_tokens=256, width=48))
+    write_answers(llm, Prompts(prompts), answers, AnswerPlan((0.0,), answer_tokens=256, width=48))
     said = [row | {"id": f"own-{row['id']}"} for row in rows(answers)]
     known = {row["id"] for row in said}
     asked = [{"id": f"own-{row['id']}", "prompt": row["prompt"]} for row in rows(prompts)]

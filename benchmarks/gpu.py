@@ -24,16 +24,16 @@ from common import RESULTS, Grid, median, provenance, report, write
 from gpu_models import SHAPES, RandomWeights, Steered, accuracy_for, tiny
 from gpu_peers import BareLoop, transformers_static
 
-from paceline import Sampling, Tree
+from paceline import DraftBudget, Sampling
 from paceline.engine.engine import Engine
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.kernels.cuda import has_triton
 from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder, cuda_graph
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
 from paceline.testing import Oracle, run
 from paceline.types import Draft, Want
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 CHAIN = 7
 """Drafted tokens per round: 8 rows."""
@@ -135,8 +135,8 @@ def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
     """A cache, and a slot of it that holds `context` tokens."""
     cache = target.new_cache()
     slot = cache.acquire(context)
-    for done in range(0, context, CHUNK):
-        chunk = [(7 * i + 1) % target.vocab_size for i in range(done, min(done + CHUNK, context))]
+    for done in range(0, context, PREFILL_ROWS):
+        chunk = [(7 * i + 1) % target.vocab_size for i in range(done, min(done + PREFILL_ROWS, context))]
         target.forward(pack_prefix(chunk, slot, done, target.device), cache, Want("none"))
         cache.commit(slot, range(1, len(chunk)))
     yield cache, slot
@@ -179,7 +179,7 @@ def texts(target: Target, run: Run) -> dict[str, Any]:
     known = text.tolist()
     found = {}
     for tau in args.taus:
-        chain = Tree.chain(CHAIN if tau > 1 else 0)
+        chain = DraftBudget.chain(CHAIN if tau > 1 else 0)
         engine = Engine(Steered(target, known), Oracle(known, accuracy_for(tau, CHAIN), target.vocab_size), chain)
         found[tau] = reply(engine, known, run)
     return found
@@ -193,7 +193,7 @@ def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
     assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the text is not the one that was asked for"
     seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
     each = {f"{name}_us": 1e6 * stats.seconds[name] / stats.rounds for name in ("draft", "verify", "commit", "other")}
-    nodes = max((pilot.draft.nodes for pilot in engine.pilots), default=0)
+    nodes = max((policy.draft.nodes for policy in engine.policies), default=0)
     rows = 1 + nodes if nodes else 4
     replay = graph_of(engine.cache, rows)
     graph_us = 1e6 * packed(run_.device, replay, run_.args.repeats) if replay else None
@@ -215,7 +215,7 @@ def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
         run.part(name, f"{kind}: load", lambda k=kind, m=made: m.append(make(k, weights, run)))
         if made:
             run.part(name, f"{kind}: passes", lambda m=made: passes(m[0], weights, run))
-            run.part(name, f"{kind}: self-check", lambda m=made: exactness(m[0]))
+            run.part(name, f"{kind}: self-check", lambda m=made: guarantee(m[0]))
             run.part(name, f"{kind}: texts", lambda m=made: texts(m[0], run))
 
 
@@ -259,7 +259,7 @@ def demo(run: Run) -> None:
         return {
             "tokens_per_second": len(done.token_ids) / seconds,
             "tokens_per_round": done.stats.tokens_per_round,
-            "exact": llm.exact,  # type: ignore[dict-item]
+            "guarantee": llm.guarantee,  # type: ignore[dict-item]
         }
 
     for drafter in (None, "suffix", "eagle3"):

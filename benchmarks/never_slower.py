@@ -23,13 +23,13 @@ from common import PROMPTS, RESULTS, Grid, progress, provenance, report, write
 import paceline
 from paceline import LLM, Drafter, Sampling
 from paceline.bench.figures import bootstrap, median, ratios
-from paceline.bench.measure import Reply, Sample, Write, measure
+from paceline.bench.measure import MeasuredReply, Sample, Write, measure
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.systems import split_size
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.protocols import Ask
 from paceline.types import Draft
 
@@ -37,7 +37,7 @@ PLAIN = "plain"
 DEFEATED, WORST = 0.97, 0.98
 
 
-class Spoilt(Around):
+class Spoilt(DrafterWrapper):
     """Drafts as the drafter inside, at its cost, and says another token everywhere."""
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
@@ -114,9 +114,9 @@ def make(name: str, loaded: Loaded) -> LLM:
 
 
 def writer(llm: LLM, sampling: Sampling) -> Write:
-    def answer(text: str) -> Reply:
+    def answer(text: str) -> MeasuredReply:
         done = llm.generate(text, sampling)
-        return Reply(done.token_ids, 0.0, done.stats)
+        return MeasuredReply(done.token_ids, 0.0, done.stats)
 
     return answer
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from common import RESULTS, Grid, bootstrap, median, progress, provenance, report, write
 
-from paceline import Drafter, Sampling, Stats, Tree
+from paceline import DraftBudget, Drafter, Sampling, Stats
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
@@ -30,7 +30,7 @@ from paceline.testing import TINY, Oracle, random_tensors, run
 from paceline.types import Forward, Rows, Want
 
 ALLOWED_MS = 0.5
-TREE = Tree(nodes=12, depth=6, branch=3)
+TREE = DraftBudget(nodes=12, depth=6, branch=3)
 
 
 class Spy:
@@ -76,7 +76,7 @@ class Case:
     """A drafter, made anew for each text from the text that the target will write."""
 
     name: str
-    draft: Tree
+    draft: DraftBudget
     drafter: Callable[[Spy, list[int]], Drafter | None]
 
 
@@ -87,13 +87,13 @@ def cases() -> list[Case]:
         return Oracle(text, 0.8, target.vocab_size)
 
     return [
-        Case("none", Tree.chain(0), lambda target, text: None),
-        Case("ngram chain", Tree.chain(7), lambda target, text: NGram()),
-        Case("suffix chain", Tree.chain(7), lambda target, text: Suffix()),
+        Case("none", DraftBudget.chain(0), lambda target, text: None),
+        Case("ngram chain", DraftBudget.chain(7), lambda target, text: NGram()),
+        Case("suffix chain", DraftBudget.chain(7), lambda target, text: Suffix()),
         Case("suffix tree", TREE, lambda target, text: Suffix()),
-        Case("oracle chain", Tree.chain(7), oracle),
+        Case("oracle chain", DraftBudget.chain(7), oracle),
         Case("oracle tree", TREE, oracle),
-        Case("draft model chain", Tree.chain(5), lambda target, text: DraftModel(target, target.vocab_size)),
+        Case("draft model chain", DraftBudget.chain(5), lambda target, text: DraftModel(target, target.vocab_size)),
     ]
 
 

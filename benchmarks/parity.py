@@ -20,7 +20,7 @@ from common import RESULTS, Grid, Question, fail, load_prompts, pick, progress, 
 from divergence import Divergence, classify, first_difference
 
 import paceline
-from paceline import LLM, Completion, Sampling, Tree
+from paceline import LLM, Completion, DraftBudget, Sampling
 from paceline.bench.peers import Transformers
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.factory import make_drafter
@@ -35,18 +35,18 @@ class Config:
 
     name: str
     drafter: str
-    draft: Tree
+    draft: DraftBudget
     costly: bool = False
 
 
 CONFIGS = [
-    Config("ngram chain", "ngram", Tree.chain(7)),
-    Config("suffix chain", "suffix", Tree.chain(7)),
-    Config("suffix tree", "suffix", Tree(nodes=15, depth=8, branch=3)),
-    Config("stack ngram+suffix", "ngram+suffix", Tree(nodes=12, depth=6, branch=2)),
-    Config("model:demo chain", "model:demo", Tree.chain(4), costly=True),
-    Config("model:demo tree", "model:demo", Tree(nodes=8, depth=3, branch=3), costly=True),
-    Config("stack ngram+model:demo", "ngram+model:demo", Tree.chain(4), costly=True),
+    Config("ngram chain", "ngram", DraftBudget.chain(7)),
+    Config("suffix chain", "suffix", DraftBudget.chain(7)),
+    Config("suffix tree", "suffix", DraftBudget(nodes=15, depth=8, branch=3)),
+    Config("stack ngram+suffix", "ngram+suffix", DraftBudget(nodes=12, depth=6, branch=2)),
+    Config("model:demo chain", "model:demo", DraftBudget.chain(4), costly=True),
+    Config("model:demo tree", "model:demo", DraftBudget(nodes=8, depth=3, branch=3), costly=True),
+    Config("stack ngram+model:demo", "ngram+model:demo", DraftBudget.chain(4), costly=True),
 ]
 
 
@@ -72,8 +72,8 @@ def against_transformers(prompts: Sequence[Question], tokens: int) -> dict[str, 
     otherwise, compared = [], 0
     for prompt in progress(prompts, "float32 against transformers"):
         ids = llm.encode(prompt.text)
-        # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/text/test_tokenizer.py adds it and finds
-        # no difference), so both get the ids of the model's own tokenizer, and where it matters is listed.
+        # transformers' GGUF reader leaves out SmolLM2's splitting of digits (tests/text/test_tokenizer.py adds it and
+        # finds no difference), so both get the ids of the model's own tokenizer, and where it matters is listed.
         message = [{"role": "user", "content": prompt.text}]
         shown = peer.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
         if list(shown["input_ids"]) != ids:
@@ -148,7 +148,7 @@ def _compare(
         "differences": differ,
         "tokens_per_round": round(tokens / rounds, 3),
         "acceptance": round(sum(t.stats.accepted for t in texts) / drafted, 3) if drafted else None,
-        "exact": llm.exact,
+        "guarantee": llm.guarantee,
     }
 
 
@@ -169,7 +169,7 @@ def grid_b(results: Sequence[dict[str, Any]]) -> Grid:
             str(r["tokens"]),
             f"{r['tokens_per_round']:.2f}",
             "-" if r["acceptance"] is None else f"{r['acceptance']:.2f}",
-            r["exact"],
+            r["guarantee"],
         ]
         for r in results
     ]

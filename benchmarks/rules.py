@@ -22,7 +22,7 @@ from common import RESULTS, Grid, Question, load_prompts, pick, progress, proven
 from torch import Tensor
 
 import paceline
-from paceline import LLM, Sampling, Stats, Tree
+from paceline import LLM, DraftBudget, Sampling, Stats
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.model import DraftModel
@@ -97,13 +97,13 @@ def measure(llm: LLM, case: Case, prompts: Sequence[Question], tokens: int) -> l
     for prompt in prompts:
         sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=int(prompt.id))
         s = llm.generate(prompt.text, sampling).stats
-        samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.exact))
+        samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.guarantee))
     return samples
 
 
 def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], tokens: int) -> float:
     """How often the drafter's greedy choice is the target's."""
-    llm = LLM(loaded, drafter, Tree.chain(1))
+    llm = LLM(loaded, drafter, DraftBudget.chain(1))
     stats: list[Stats] = [llm.generate(p.text, Sampling(max_new_tokens=tokens)).stats for p in prompts]
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
@@ -126,7 +126,7 @@ def grid(samples: Sequence[Sample], shape: str, noise: float, agrees: float) -> 
     temperatures = sorted({s.case.temperature for s in own})
     rows = []
     for rule in RULES:
-        label = next(s.exact for s in own if s.case.rule == rule)
+        label = next(s.guarantee for s in own if s.case.rule == rule)
         cells = [[s for s in own if (s.case.rule, s.case.temperature) == (rule, t)] for t in temperatures]
         rows.append([rule, label, *[_cell(cell) for cell in cells]])
     title = f"Tokens per round, {shape}, drafter with {noise} noise: greedy agreement {agrees:.0%}"
@@ -150,7 +150,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.7, 1.0], help="(0 0.5 0.7 1)")
     parser.add_argument("--chain", type=int, default=5, help="draft length of the chain (5)")
-    parser.add_argument("--tree", type=tree_option, default=Tree(16, 5, 4), help="NODES,DEPTH,BRANCH (16,5,4)")
+    parser.add_argument("--tree", type=tree_option, default=DraftBudget(16, 5, 4), help="NODES,DEPTH,BRANCH (16,5,4)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
 
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str]) -> int:
     prompts = pick(load_prompts(), args.prompts)
     source = provenance(**{key: str(value) if key in ("out", "tree") else value for key, value in vars(args).items()})
     loaded = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None).model
-    tree: Tree = args.tree
-    shapes = {f"chain of {args.chain}": Tree.chain(args.chain), f"tree of {tree.nodes} nodes": tree}
+    tree: DraftBudget = args.tree
+    shapes = {f"chain of {args.chain}": DraftBudget.chain(args.chain), f"tree of {tree.nodes} nodes": tree}
     samples: list[Sample] = []
     agrees: dict[float, float] = {}
     for noise in args.noise:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.protocols import KVCache, Pass, Saved
-from paceline.types import Forward, Rows, Tree, Want
+from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Lengths:
@@ -27,7 +27,7 @@ class Lengths:
     def begin(self, rows: Rows) -> Pass:
         raise NotImplementedError("there are no layers")
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         return budget
 
     def commit(self, slot: int, path: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.stats import Stats
 from paceline.protocols import Drafter, Target
 from paceline.sampling.parameters import Sampling
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 
 class CachedEngine(Engine):
@@ -18,7 +18,7 @@ class CachedEngine(Engine):
         self,
         target: Target,
         drafter: Drafter | None,
-        draft: Tree | None,
+        draft: DraftBudget | None,
         prefixes: PrefixCache,
         name: str = "the drafter",
     ) -> None:

@@ -19,7 +19,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import Oracle
 from paceline.text.tokenizer import Tokenizer
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.vocabularies import byte_level, renumbered, speaker
 
 WORDS = byte_level()
@@ -112,17 +112,17 @@ class Unruly(Oracle):
         super().__init__([*text, END, 7, 8, END, 9, END, END], accuracy, SIZE)
 
 
-def drafters(llm: LLM, reply: Sequence[int]) -> list[tuple[Drafter, Tree]]:
+def drafters(llm: LLM, reply: Sequence[int]) -> list[tuple[Drafter, DraftBudget]]:
     text = [*llm.encode("Hi"), *reply]
     return [
-        (Unruly(text, 1.0), Tree.chain(7)),
-        (Unruly(text, 0.7), Tree(14, 5, 3)),
-        (Unruly(text, 0.0), Tree.chain(4)),
-        (Suffix(), Tree(9, 4, 2)),
-        (make_drafter("model:itself", llm.model, lambda reference: llm.model), Tree.chain(4)),
-        (make_drafter("model:itself", llm.model, lambda reference: llm.model), Tree(10, 4, 3)),
-        (make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)), Tree(8, 3, 2)),
-        (make_drafter("model:foreign", llm.model, lambda reference: renumbered(WORDS, seed=8)), Tree.chain(3)),
+        (Unruly(text, 1.0), DraftBudget.chain(7)),
+        (Unruly(text, 0.7), DraftBudget(14, 5, 3)),
+        (Unruly(text, 0.0), DraftBudget.chain(4)),
+        (Suffix(), DraftBudget(9, 4, 2)),
+        (make_drafter("model:itself", llm.model, lambda reference: llm.model), DraftBudget.chain(4)),
+        (make_drafter("model:itself", llm.model, lambda reference: llm.model), DraftBudget(10, 4, 3)),
+        (make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)), DraftBudget(8, 3, 2)),
+        (make_drafter("model:foreign", llm.model, lambda reference: renumbered(WORDS, seed=8)), DraftBudget.chain(3)),
     ]
 
 

@@ -19,7 +19,7 @@ from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.toys import toy_llm, toy_tokenizer
 from tests.vocabularies import byte_level, speaker
 
@@ -47,7 +47,7 @@ def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
         sampling = Sampling(max_new_tokens=40, temperature=temperature, seed=1)
         drafter = make()
         plain = run(target, prompt, sampling)[0]
-        tokens, _, stats = run(target, prompt, sampling, drafter, Tree.chain(4))
+        tokens, _, stats = run(target, prompt, sampling, drafter, DraftBudget.chain(4))
         assert tokens == plain
         assert stats.drafted > 0
     assert stats.accepted + run(target, prompt, Sampling(max_new_tokens=40), make())[2].accepted > 0
@@ -183,7 +183,7 @@ def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> N
     sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
     plain = run(target, [1, 2, 3], sampling)[0]
     assert plain != run(target, [1, 2, 3], Sampling(max_new_tokens=40))[0]
-    assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), Tree(9, 3, 3))[0] == plain
+    assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), DraftBudget(9, 3, 3))[0] == plain
 
 
 def test_the_schema_of_sampling_md_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from paceline.drafters.cross import SharedTokens
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, PromptTooLong
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.toys import toy_foreigner, toy_llm, toy_model
 
 SHORT = Sampling(max_new_tokens=24)
@@ -28,7 +28,7 @@ SHORT = Sampling(max_new_tokens=24)
 
 @pytest.fixture
 def llm() -> LLM:
-    return toy_llm(Suffix(), Tree.chain(4))
+    return toy_llm(Suffix(), DraftBudget.chain(4))
 
 
 def test_text_messages_and_ids_are_prompts(llm: LLM) -> None:
@@ -294,7 +294,7 @@ def test_drafters_by_name() -> None:
     assert isinstance(make("ngram"), NGram)
     assert isinstance(make("model:a+b"), DraftModel)
     stack = make("suffix+model:x")
-    assert isinstance(stack, Stack)
+    assert isinstance(stack, DrafterStack)
     own = NGram()
     assert make(own) is own
     for wrong in ("eagle9", "", "model:", "suffix+", "ngram,suffix"):
@@ -313,16 +313,16 @@ def test_padded_vocabularies_of_one_tokenizer_are_fine(padded: int) -> None:
     target = toy_model()
     drafter = make_drafter("model:x", target, loader(vocab_size=padded))
     plain = LLM(target).generate("hello", Sampling(max_new_tokens=24, temperature=2.0, seed=1))
-    drafted = LLM(target, drafter, Tree(8, 3, 3)).generate(
+    drafted = LLM(target, drafter, DraftBudget(8, 3, 3)).generate(
         "hello", Sampling(max_new_tokens=24, temperature=2.0, seed=1)
     )
     assert drafted.token_ids == plain.token_ids
 
 
 def test_draft_sizes() -> None:
-    assert to_tree(3) == Tree.chain(3)
+    assert to_tree(3) == DraftBudget.chain(3)
     assert to_tree("auto") is None
-    assert to_tree(Tree(8, 3, 2)) == Tree(8, 3, 2)
+    assert to_tree(DraftBudget(8, 3, 2)) == DraftBudget(8, 3, 2)
     for wrong in (-1, True, 2.5, "much", 513):
         with pytest.raises(InvalidOption):
             to_tree(wrong)  # type: ignore[arg-type]

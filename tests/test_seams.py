@@ -18,9 +18,9 @@ from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.pending_states import SavedStates
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.vocab_map import Words
+from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
@@ -42,12 +42,12 @@ from paceline.testing import (
     run,
     tiny_target,
 )
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
-FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
+FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 
 
 def eagle(**changes: object) -> Eagle:
@@ -64,12 +64,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "eagle-1": lambda: eagle(version=1),
     "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
     "model's text": lambda: Retold(FOREIGN),
-    "stack": lambda: Stack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
+    "stack": lambda: DrafterStack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), tiny_target()),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target()),
     "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), tiny_target()),
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.1),
-    "early exit in a stack": lambda: Stack([NGram(), EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.0)]),
+    "early exit in a stack": lambda: DrafterStack([NGram(), EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.0)]),
 }
 
 
@@ -135,7 +135,7 @@ def test_the_check_notices_drafters_that_do_not(broken: Callable[[], Drafter], s
 def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
     class Listener(Drafter):
         taps: tuple[Tap, ...] = (1, "final")
-        draft = Tree.chain(2)
+        draft = DraftBudget.chain(2)
 
         def __init__(self) -> None:
             self.heard: list[int] = []
@@ -205,4 +205,4 @@ def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
     alone = run(tiny_target(), prompt, sampling)[0]
     for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, plain, threshold=0.0)):
-        assert run(plain, prompt, sampling, drafter, Tree(8, 4, 2))[0] == alone
+        assert run(plain, prompt, sampling, drafter, DraftBudget(8, 4, 2))[0] == alone

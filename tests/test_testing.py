@@ -12,7 +12,7 @@ import torch
 from paceline.protocols import KVCache
 from paceline.testing import ListCache, ToyTarget, check_target
 from paceline.testing.toy import Entry, ListPass, SavedList
-from paceline.types import Forward, Rows, Tree, Want
+from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class CommitsInOrder(ListCache):
@@ -153,12 +153,12 @@ class FirstOfBatch(ListCache):
 
 
 class Generous(ListCache):
-    def fit(self, slot: int, budget: Tree) -> Tree:
-        return Tree(budget.nodes + 1, budget.depth + 1, budget.branch)
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
+        return DraftBudget(budget.nodes + 1, budget.depth + 1, budget.branch)
 
 
 class Stingy(ListCache):
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         return budget.within(0)
 
 

@@ -13,7 +13,7 @@ from paceline.llm import LLM
 from paceline.protocols import Drafter, Target
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"
 TEMPLATE = (
@@ -45,5 +45,5 @@ def toy_foreigner(**changes: int) -> Loaded:
     return Loaded(tiny_target(**changes), toy_tokenizer(ALPHABET[::-1]), (36,), {}, Path("foreign"))
 
 
-def toy_llm(drafter: Drafter | None = None, draft: Tree | None = None, **changes: int) -> LLM:
+def toy_llm(drafter: Drafter | None = None, draft: DraftBudget | None = None, **changes: int) -> LLM:
     return LLM(toy_model(**changes), drafter, draft)

@@ -24,31 +24,23 @@ if TYPE_CHECKING:
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
     from paceline.session import Session, Snapshot
-    from paceline.types import Draft, Tree, Verdict
+    from paceline.types import Draft, DraftBudget, Verdict
     from paceline.verify.rejection import acceptance_step, residual
 
-_HOME = {
-    "LLM": "llm",
-    "Batch": "reply",
-    "Completion": "reply",
-    "Stream": "reply",
-    "load": "llm",
-    "Ask": "protocols",
-    "Drafter": "protocols",
-    "Grammar": "grammar",
-    "PacelineError": "errors",
-    "acceptance_step": "rejection",
-    "residual": "rejection",
-    "Sampling": "sampling",
-    "Session": "session",
-    "Snapshot": "session",
-    "Stats": "stats",
-    "Chunk": "stream",
-    "Logprobs": "stream",
-    "Draft": "types",
-    "Tree": "types",
-    "Verdict": "types",
+_NAMES = {
+    "engine.detokenizer": ("Chunk", "Logprobs"),
+    "engine.results": ("Batch", "Completion", "Stream"),
+    "engine.stats": ("Stats",),
+    "errors": ("PacelineError",),
+    "llm": ("LLM", "load"),
+    "protocols": ("Ask", "Drafter"),
+    "sampling.grammar": ("Grammar",),
+    "sampling.parameters": ("Sampling",),
+    "session": ("Session", "Snapshot"),
+    "types": ("Draft", "DraftBudget", "Verdict"),
+    "verify.rejection": ("acceptance_step", "residual"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "LLM",
@@ -57,6 +49,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "Draft",
+    "DraftBudget",
     "Drafter",
     "Grammar",
     "Logprobs",
@@ -66,7 +59,6 @@ __all__ = [
     "Snapshot",
     "Stats",
     "Stream",
-    "Tree",
     "Verdict",
     "acceptance_step",
     "load",

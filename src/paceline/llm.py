@@ -19,8 +19,8 @@ from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.engine import Engine, Request
 from paceline.engine.prompt_logprobs import PromptLogprobs
-from paceline.engine.results import Batch, Completion, Job, Stream
-from paceline.engine.stats import Exact, Stats
+from paceline.engine.results import Batch, BatchItem, Completion, Stream
+from paceline.engine.stats import Guarantee, Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.decoder import Decoder
@@ -29,8 +29,8 @@ from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.text.sandbox import SANDBOX
-from paceline.types import Tree
-from paceline.verify.rules import promise
+from paceline.types import DraftBudget
+from paceline.verify.rules import text_guarantee
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ class LLM:
     """A target model, its tokenizer and a drafter, ready to write."""
 
     def __init__(
-        self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: Tree | None = None
+        self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
     ) -> None:
         """See `load`, which makes one from names. Several may share a loaded model. `drafter`: several by name are for
         replies that say which (`start`); the first is the default."""
@@ -63,14 +63,14 @@ class LLM:
         return f"LLM(model={str(self.model.path)!r}, drafter={self.drafter!r})"
 
     @property
-    def exact(self) -> Exact:
+    def guarantee(self) -> Guarantee:
         """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
-        return self.engine.exact
+        return self.engine.guarantee
 
     @property
     def drafter(self) -> str:
         """The name of the drafter that replies use by default, or "none"."""
-        return self.engine.pilots.default.drafter or "none"
+        return self.engine.policies.default.drafter or "none"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -202,7 +202,7 @@ class LLM:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
             seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
-            jobs += [Job(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
+            jobs += [BatchItem(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
@@ -229,8 +229,8 @@ class LLM:
         sampler = sampling.sampler(tokens, sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        drafter = (speculation or self.engine.pilots.default).drafter
-        stats = Stats(sampler.noise.seed, promise(sampler, self.exact), drafter)
+        drafter = (speculation or self.engine.policies.default).drafter
+        stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
         request = self.engine.start(sampler, text, stats, None if scores else like, speculation)
         request.scores = scores
         return request
@@ -307,7 +307,7 @@ def load(
     adapter: str | Path | None = None,
     tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
     drafter: str | Drafter | Sequence[str] | None = "auto",
-    draft: int | Tree | Literal["auto"] = "auto",
+    draft: int | DraftBudget | Literal["auto"] = "auto",
     dtype: DType = "auto",
     device: Device = "auto",
     quantize: Mode | None = None,
@@ -329,7 +329,7 @@ def load(
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
     one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
     or a `Drafter`. A list of names loads each of them, for replies that say which one drafts (a server's do).
-    draft: how much to draft per round: a length, a `Tree`, or "auto", which goes by what rounds cost and give here.
+    draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which goes by what rounds cost and give.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
     GGUF's own where it has such. `draft_quantize`: the same for a drafter that has weights.
@@ -337,7 +337,7 @@ def load(
     only).
     progress: show bars for download and load on stderr.
     exact: load only if speculation keeps the text bit for bit here, which a self-check finds out in any case
-    (`LLM.exact`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
+    (`LLM.guarantee`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
 
     Raises `PacelineError`: what is wrong and what to do about it.
     """
@@ -390,7 +390,7 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
 
 def _check_exact(llm: LLM, wanted: bool) -> None:
     """Run the self-check, which belongs to loading and not to the first reply."""
-    if llm.exact != "bits" and wanted:
+    if llm.guarantee != "bits" and wanted:
         raise InvalidOption(
             f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
             "so its text is plain decoding's only up to rounding",

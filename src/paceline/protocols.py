@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
+from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 
 
 class Pass(Protocol):
@@ -77,7 +77,7 @@ class KVCache(Protocol):
         """
         ...
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """As much of a draft's budget as the slot's next pass can verify exactly."""
         ...
 
@@ -176,7 +176,7 @@ class Ask:
     """
 
     slot: int
-    budget: Tree
+    budget: DraftBudget
     sampler: Sampler
     cache: KVCache | None = None
     price: float = 0.0
@@ -203,7 +203,7 @@ class Drafter(ABC):
     taps: tuple[Tap, ...] = ()
     """Which hidden states `feed` and `observe` should bring."""
 
-    draft: Tree = Tree.chain(5)
+    draft: DraftBudget = DraftBudget.chain(5)
     """How much to draft at most where the user gives no size (`draft="auto"`): a controller picks up to that."""
 
     @abstractmethod

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.engine.closing import Closing
+from paceline.engine.closing import Closable
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import KVCache
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
-from paceline.verify.tree import CHUNK, check, depths, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
+from paceline.verify.tree import PREFILL_ROWS, check, depths, pack, pack_prefix
 
 if TYPE_CHECKING:
     from paceline.llm import LLM, Prompt
@@ -24,7 +24,7 @@ _Results = tuple[Tensor, dict[Tap, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class _ScoredRows:
     """Rows that were scored: row 0 is token `start` of the history, the rest a draft after it.
 
     `logits` [T, V], `taps` each [T, H].
@@ -57,11 +57,11 @@ class Snapshot:
 
     history: tuple[int, ...]
     _owner: object = field(repr=False)
-    _scored: _Scored | None = field(repr=False)
+    _scored: _ScoredRows | None = field(repr=False)
     _path: tuple[int, ...] = field(repr=False)
 
 
-class Session(Closing):
+class Session(Closable):
     """One text over a target, advanced by what you observe and by nothing else. Make one with `LLM.session()`.
 
     The last token of the history is the pending one: row 0 of the next pass. What was scored stays at hand until the
@@ -80,7 +80,7 @@ class Session(Closing):
         self._text: list[int] = []
         self._prompt = 0
         """Tokens of history when it was first fed: some models choose by them how positions turn."""
-        self._scored: _Scored | None = None
+        self._scored: _ScoredRows | None = None
         self._path: list[int] = []
         """The scored rows below row 0 that the history has taken."""
         self._live = False
@@ -231,7 +231,7 @@ class Session(Closing):
 
     # Passes
 
-    def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_Scored, list[int]]:
+    def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
         """What was scored, and the rows of the pending token and the draft in it. A pass only where rows are new."""
         self._kv()
         check(draft)
@@ -248,21 +248,21 @@ class Session(Closing):
         self._asked = draft
         return self._scored, rows
 
-    def _listen(self, taps: tuple[Tap, ...], scored: _Scored) -> None:
+    def _listen(self, taps: tuple[Tap, ...], scored: _ScoredRows) -> None:
         missing = [tap for tap in taps if tap not in scored.taps]
         if missing:
             raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
         self._taps = tuple(scored.taps)
 
-    def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> _Scored:
+    def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> _ScoredRows:
         self._commit()
         self._catch_up()
         start = len(self._text) - 1
         if not self._fits(draft):
-            return _Scored(draft, start, *self._path_by_path(draft, taps))
+            return _ScoredRows(draft, start, *self._path_by_path(draft, taps))
         logits, states = self._feed(self._text[-1], draft, taps)
         self._live = True
-        return _Scored(draft, start, logits, states)
+        return _ScoredRows(draft, start, logits, states)
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
         """Each path as a chain in as many passes as the cache needs, taken back at its end."""
@@ -281,7 +281,7 @@ class Session(Closing):
         tokens, cache = [self._text[-1], *drafts], self._kv()
         results: list[_Results] = []
         while left := len(tokens) - len(results):
-            nodes = cache.fit(self._slot, Tree.chain(min(left, CHUNK) - 1)).nodes
+            nodes = cache.fit(self._slot, DraftBudget.chain(min(left, PREFILL_ROWS) - 1)).nodes
             first, *rest = tokens[len(results) :][: nodes + 1]
             logits, states = self._feed(first, Draft.chain(rest), taps)
             cache.commit(self._slot, range(1, nodes + 1))
@@ -303,7 +303,7 @@ class Session(Closing):
             cache.release(self._slot)
             self._slot = cache.acquire(self._prompt)
         while (done := cache.lengths[self._slot]) < before:
-            chunk = self._text[done : min(done + CHUNK, before)]
+            chunk = self._text[done : min(done + PREFILL_ROWS, before)]
             self._forward(pack_prefix(chunk, self._slot, done, self._target.device), Want("none"))
             cache.commit(self._slot, range(1, len(chunk)))
 
@@ -334,10 +334,10 @@ class Session(Closing):
     def _fits(self, draft: Draft) -> bool:
         """Whether one pass can verify it exactly."""
         nodes, depth = len(draft.tokens), max(depths(draft.parents))
-        if nodes >= CHUNK:
+        if nodes >= PREFILL_ROWS:
             return False
         branch = 1 if depth == nodes else max(draft.parents.count(row) for row in set(draft.parents))
-        return self._kv().fit(self._slot, Tree(nodes, depth, branch)).nodes >= nodes
+        return self._kv().fit(self._slot, DraftBudget(nodes, depth, branch)).nodes >= nodes
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self._target.device} for a pass of {rows.tokens.numel()} rows"

@@ -30,10 +30,10 @@ FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class DraftBudget:
     """How much to draft: at most `nodes` tokens, `depth` deep, `branch` children per node.
 
-    `Tree.chain(n)` is the classic draft of n tokens in a row.
+    `DraftBudget.chain(n)` is the classic draft of n tokens in a row.
     """
 
     nodes: int
@@ -48,16 +48,16 @@ class Tree:
             )
 
     @staticmethod
-    def chain(length: int) -> Tree:
-        return Tree(nodes=length, depth=length, branch=1)
+    def chain(length: int) -> DraftBudget:
+        return DraftBudget(nodes=length, depth=length, branch=1)
 
-    def within(self, depth: int, nodes: int = 512) -> Tree:
+    def within(self, depth: int, nodes: int = 512) -> DraftBudget:
         """The same draft, cut to `depth` more tokens and `nodes` nodes."""
         if depth >= self.depth and nodes >= self.nodes:
             return self
         nodes = max(0, min(self.nodes, nodes))
         depth = max(0, min(self.depth, depth, nodes))
-        return Tree(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
+        return DraftBudget(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
 
 @dataclass(frozen=True, slots=True)

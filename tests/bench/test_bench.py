@@ -19,17 +19,17 @@ from paceline.bench import child as child_module
 from paceline.bench import peers
 from paceline.bench.child import Child
 from paceline.bench.figures import bootstrap, decode_speed, median, ratios, same_text, summarise
-from paceline.bench.measure import Lost, Reply, Sample, measure
+from paceline.bench.measure import Lost, MeasuredReply, Sample, measure
 from paceline.bench.page import page
-from paceline.bench.peers import Ask, Job, Missing
+from paceline.bench.peers import Missing, PeerPrompt, PeerSetup
 from paceline.bench.questions import Question, lengthen, pick, read_questions
 from paceline.bench.run import run
 from paceline.bench.source import provenance
-from paceline.bench.systems import Order, System, own_systems, peer_systems, render, split_size
+from paceline.bench.systems import Comparison, System, own_systems, peer_systems, render, split_size
 from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidData, InvalidOption
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.cli.test_cli import failure
 from tests.cli.test_cli import run as command
 from tests.toys import toy_llm, toy_tokenizer
@@ -84,7 +84,9 @@ def test_a_question_is_lengthened_by_the_text_of_others() -> None:
 def sample(system: str, seconds: float, tokens: int = 10, question: str = "a", repeat: int = 0, first: float = 0.5):
     stats = Stats(0, "bits", rounds=5, tokens=tokens, drafted=8, accepted=5, accepted_at=[4, 1])
     stats.seconds |= {"draft": 0.01, "verify": 0.1}
-    return Sample(system, Question(question, question, question), repeat, 0, seconds, Reply([1] * tokens, first, stats))
+    return Sample(
+        system, Question(question, question, question), repeat, 0, seconds, MeasuredReply([1] * tokens, first, stats)
+    )
 
 
 def test_figures_compare_within_a_question() -> None:
@@ -133,7 +135,7 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
 
 def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
     asked: list[str] = []
-    systems = {name: lambda text, name=name: asked.append(name + text) or Reply([1], 0.1) for name in "abc"}
+    systems = {name: lambda text, name=name: asked.append(name + text) or MeasuredReply([1], 0.1) for name in "abc"}
     found = list(measure(systems, questions_of(x=3), repeats=2))
     assert asked[:3] == ["ax 0", "bx 0", "cx 0"]
     samples = [s for s in found if isinstance(s, Sample)]
@@ -145,13 +147,13 @@ def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
 def test_a_system_that_is_lost_is_asked_no_more() -> None:
     asked: list[str] = []
 
-    def failing(text: str) -> Reply:
+    def failing(text: str) -> MeasuredReply:
         asked.append(text)
         if text == "x 1":
             raise Lost("gone")
-        return Reply([1], 0.1)
+        return MeasuredReply([1], 0.1)
 
-    found = list(measure({"a": failing, "b": lambda text: Reply([1], 0.1)}, questions_of(x=4)))
+    found = list(measure({"a": failing, "b": lambda text: MeasuredReply([1], 0.1)}, questions_of(x=4)))
     assert asked == ["x 0", "x 0", "x 1"]
     assert [(name, str(lost)) for name, lost in (e for e in found if isinstance(e, tuple))] == [("a", "gone")]
     assert Counter(s.system for s in found if isinstance(s, Sample)) == {"a": 1, "b": 4}
@@ -161,13 +163,13 @@ def test_a_system_that_is_lost_is_asked_no_more() -> None:
     ("drafter", "found"),
     [
         ("eagle3", ("eagle3", None)),
-        ("eagle3@3", ("eagle3", Tree.chain(3))),
-        ("suffix@24x6x4", ("suffix", Tree(24, 6, 4))),
+        ("eagle3@3", ("eagle3", DraftBudget.chain(3))),
+        ("suffix@24x6x4", ("suffix", DraftBudget(24, 6, 4))),
         ("model:base@adapter", ("model:base@adapter", None)),
-        ("model:base@adapter@5", ("model:base@adapter", Tree.chain(5))),
+        ("model:base@adapter@5", ("model:base@adapter", DraftBudget.chain(5))),
     ],
 )
-def test_a_drafter_may_have_a_size_of_its_own(drafter: str, found: tuple[str, Tree | None]) -> None:
+def test_a_drafter_may_have_a_size_of_its_own(drafter: str, found: tuple[str, DraftBudget | None]) -> None:
     assert split_size(drafter) == found
 
 
@@ -185,25 +187,25 @@ def test_drafters_have_a_precision_of_their_own(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("paceline.bench.systems.open_drafter", lambda spec, target, mode: asked.append((spec, mode)))
-    own_systems({precision: toy_llm()}, Order(("suffix@3",)))
+    own_systems({precision: toy_llm()}, Comparison(("suffix@3",)))
     assert asked == [("none", quantize), ("suffix", quantize)]
 
 
 def test_a_rule_is_for_what_is_sampled() -> None:
-    assert [Order(rule="block").sampling(heat).rule for heat in (0.0, 0.7)] == ["match", "block"]
+    assert [Comparison(rule="block").sampling(heat).rule for heat in (0.0, 0.7)] == ["match", "block"]
 
 
 def test_a_peer_is_asked_what_the_model_would_read_and_rendering_counts() -> None:
-    asked: list[Ask] = []
-    child: Any = SimpleNamespace(ask=lambda ask: asked.append(ask) or Reply([1], 0.25))
-    found = peer_systems("x", child, toy_llm(), Order(temperatures=(0.0, 0.7), seed=4))
+    asked: list[PeerPrompt] = []
+    child: Any = SimpleNamespace(ask=lambda ask: asked.append(ask) or MeasuredReply([1], 0.25))
+    found = peer_systems("x", child, toy_llm(), Comparison(temperatures=(0.0, 0.7), seed=4))
     replies = {system.name: write("why") for system, write in found.items()}
     assert list(replies) == ["x", "x lookup", "x T=0.7", "x lookup T=0.7"]
-    assert asked == [Ask("<user:why><a:", heat, lookup, 4) for heat in (0.0, 0.7) for lookup in (False, True)]
+    assert asked == [PeerPrompt("<user:why><a:", heat, lookup, 4) for heat in (0.0, 0.7) for lookup in (False, True)]
     assert all(reply.first > 0.25 for reply in replies.values())
 
 
-JOB = Job("toy", (36, 5), 8, 40, 2)
+JOB = PeerSetup("toy", (36, 5), 8, 40, 2)
 
 
 @pytest.fixture
@@ -214,8 +216,8 @@ def child() -> Iterator[Child]:
 
 
 def test_a_peer_answers_from_a_process_of_its_own(child: Child) -> None:
-    assert child.ask(Ask("abc", 0.7, True, 4)) == Reply([8, 40, 2, 36, 5, 3, 1, 7, 4], 0.25)
-    assert child.ask(Ask("é\n")).token_ids[5:] == [2, 0, 0, 0]
+    assert child.ask(PeerPrompt("abc", 0.7, True, 4)) == MeasuredReply([8, 40, 2, 36, 5, 3, 1, 7, 4], 0.25)
+    assert child.ask(PeerPrompt("é\n")).token_ids[5:] == [2, 0, 0, 0]
 
 
 def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +270,7 @@ def result() -> dict[str, Any]:
         for name, kind in kinds.items():
             patch.setitem(peers.PEERS, name, f"tests.fake_peers:{kind}")
         patch.setattr("paceline.bench.measure.PAUSE", 0.0)
-        order = Order(("none", "suffix", "ngram@2"), tuple(kinds), (0.0, 0.7), tokens=12, repeats=2, seed=3)
+        order = Comparison(("none", "suffix", "ngram@2"), tuple(kinds), (0.0, 0.7), tokens=12, repeats=2, seed=3)
         targets = {"": toy_llm(), "int8": toy_llm(seed=5)}
         seen: list[int] = []
         found = run(targets, order, questions_of(ab=2, cd=1), lambda sample, total: seen.append(total))
@@ -330,7 +332,7 @@ def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> 
 
 
 def test_a_page_of_plain_decoding_alone_has_no_plot_of_drafts() -> None:
-    found = run({"": toy_llm()}, Order(("none",), tokens=4), questions_of(a=1))
+    found = run({"": toy_llm()}, Comparison(("none",), tokens=4), questions_of(a=1))
     assert Page(page(found)).count["svg.plot"] == 2
     assert [grid.title for grid in main_grids(found)] == ["Text to text, one at a time"]
     assert found["findings"] == found["missing"] == []
@@ -344,11 +346,11 @@ def test_names_are_shown_as_they_are() -> None:
 
 def test_what_cannot_be_compared_is_refused_at_once() -> None:
     with pytest.raises(InvalidOption, match="'vllm' is no program to compare with"):
-        Order(against=("vllm",))
+        Comparison(against=("vllm",))
     with pytest.raises(InvalidOption, match="no drafter is called 'magic'"):
-        Order(("magic@3",))
+        Comparison(("magic@3",))
     with pytest.raises(InvalidOption, match="temperature"):
-        Order(temperatures=(-1.0,))
+        Comparison(temperatures=(-1.0,))
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "openvino", "transformers"])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.peers import Ask, Job, Missing, llama_cpp, openvino, transformers
+from paceline.bench.peers import Missing, PeerPrompt, PeerSetup, llama_cpp, openvino, transformers
 from tests.toys import toy_tokenizer
 
-JOB = Job("model.gguf", (36, 5), 4, 40, 2)
+JOB = PeerSetup("model.gguf", (36, 5), 4, 40, 2)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -70,7 +70,7 @@ def llamas(monkeypatch: pytest.MonkeyPatch) -> list[FakeLlama]:
 def test_llama_cpp_forgets_the_last_prompt_and_stops_at_the_limit(llamas: list[FakeLlama]) -> None:
     answer = llama_cpp(JOB)
     for temperature in (0.0, 0.7):
-        reply = answer(Ask("hé", temperature))
+        reply = answer(PeerPrompt("hé", temperature))
         assert reply.token_ids == [10, 11, 12, 13]
         assert reply.first > 0
     (llama,) = llamas
@@ -82,13 +82,13 @@ def test_llama_cpp_forgets_the_last_prompt_and_stops_at_the_limit(llamas: list[F
 
 def test_llama_cpp_ends_where_the_model_does(llamas: list[FakeLlama], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLlama, "writes", [10, 5, 11])
-    assert llama_cpp(JOB)(Ask("a")).token_ids == [10, 5]
+    assert llama_cpp(JOB)(PeerPrompt("a")).token_ids == [10, 5]
 
 
 def test_llama_cpp_drafts_by_lookup_in_a_model_of_its_own(llamas: list[FakeLlama]) -> None:
     answer = llama_cpp(JOB)
-    answer(Ask("a", lookup=True))
-    answer(Ask("b", lookup=True))
+    answer(PeerPrompt("a", lookup=True))
+    answer(PeerPrompt("b", lookup=True))
     assert [m.options["draft_model"] and m.options["draft_model"].num_pred_tokens for m in llamas] == [None, 10]
 
 
@@ -130,7 +130,12 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
         SchedulerConfig=SimpleNamespace,
     )
     answer = openvino(JOB)
-    asks = [Ask("a"), Ask("b", temperature=0.7, seed=3), Ask("c", lookup=True), Ask("d", lookup=True)]
+    asks = [
+        PeerPrompt("a"),
+        PeerPrompt("b", temperature=0.7, seed=3),
+        PeerPrompt("c", lookup=True),
+        PeerPrompt("d", lookup=True),
+    ]
     replies = [answer(ask) for ask in asks]
     assert all(reply.token_ids == [7, 8, 36] and reply.first > 0 for reply in replies)
     plain, lookup = FakePipeline.made
@@ -152,9 +157,9 @@ def test_who_reads_gguf_on_a_cpu_alone_says_so(begin: Any, monkeypatch: pytest.M
     install(monkeypatch, "openvino_genai", StreamerBase=object)
     install(monkeypatch, "llama_cpp")
     with pytest.raises(Missing, match="folder is no GGUF file"):
-        begin(Job("folder", (1,), 4, 40, 2))
+        begin(PeerSetup("folder", (1,), 4, 40, 2))
     with pytest.raises(Missing, match=r"the model is on cuda:0\. Add --device cpu"):
-        begin(Job("model.gguf", (1,), 4, 40, 2, "cuda:0"))
+        begin(PeerSetup("model.gguf", (1,), 4, 40, 2, "cuda:0"))
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +176,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_transformers_answers_at_most_so_many_tokens_and_the_same_by_lookup(folder: Path) -> None:
-    job = Job(str(folder), (99,), 12, 40, torch.get_num_threads())
+    job = PeerSetup(str(folder), (99,), 12, 40, torch.get_num_threads())
     answer = transformers(job)
-    plain = answer(Ask("abcabcabc"))
+    plain = answer(PeerPrompt("abcabcabc"))
     assert len(plain.token_ids) == 12
     assert plain.first > 0
-    assert answer(Ask("abcabcabc", lookup=True)).token_ids == plain.token_ids
-    drawn = [answer(Ask("abcabcabc", 2.0, seed=seed)).token_ids for seed in (1, 1, 2)]
+    assert answer(PeerPrompt("abcabcabc", lookup=True)).token_ids == plain.token_ids
+    drawn = [answer(PeerPrompt("abcabcabc", 2.0, seed=seed)).token_ids for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     end = plain.token_ids[3]
-    ended = transformers(Job(str(folder), (end,), 12, 40, torch.get_num_threads()))(Ask("abcabcabc"))
+    ended = transformers(PeerSetup(str(folder), (end,), 12, 40, torch.get_num_threads()))(PeerPrompt("abcabcabc"))
     assert ended.token_ids == plain.token_ids[: plain.token_ids.index(end) + 1]

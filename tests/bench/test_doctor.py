@@ -16,25 +16,37 @@ from typer.testing import CliRunner
 import paceline.llm
 from paceline.bench.doctor import advice
 from paceline.bench.doctor import run as examination
-from paceline.bench.doctor.acceptance import Acceptance, Kind, name_of, stored, stored_drafters, watched
+from paceline.bench.doctor.acceptance import Acceptance, TextKind, name_of, stored, stored_drafters, watched
 from paceline.bench.doctor.codes import quantised_bytes
-from paceline.bench.doctor.machine import PREFIX, Machine, Probe, bandwidth, by_threads, lengthen, passes, weight_bytes
+from paceline.bench.doctor.machine import (
+    PREFIX,
+    Machine,
+    PassTimer,
+    bandwidth,
+    by_threads,
+    lengthen,
+    passes,
+    weight_bytes,
+)
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.watch import Gain, Onlooker, Outcome
 from paceline.cli import app
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Draft, Forward, Rows, Tree, Want
-from paceline.verify.tree import CHUNK
+from paceline.types import Draft, DraftBudget, Forward, Rows, Want
+from paceline.verify.tree import PREFILL_ROWS
 from tests.toys import toy_llm, toy_model
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
-SIZES = {"chains": [Tree.chain(n) for n in (1, 2, 4, 6)], "trees": [Tree(1, 1, 3), Tree(4, 4, 3), Tree(9, 4, 3)]}
+SIZES = {
+    "chains": [DraftBudget.chain(n) for n in (1, 2, 4, 6)],
+    "trees": [DraftBudget(1, 1, 3), DraftBudget(4, 4, 3), DraftBudget(9, 4, 3)],
+}
 
 
 class Hours:
@@ -68,8 +80,8 @@ def test_a_drafter_that_errs_is_seen_to_err() -> None:
     text = run(target, PROMPT, sampling)[0]
     rounds = []
     for accuracy in (0.0, 0.6, 1.0):
-        onlooker = Onlooker(Oracle([*PROMPT, *text], accuracy, 37), [Tree.chain(4)])
-        run(target, PROMPT, sampling, onlooker, Tree.chain(4))
+        onlooker = Onlooker(Oracle([*PROMPT, *text], accuracy, 37), [DraftBudget.chain(4)])
+        run(target, PROMPT, sampling, onlooker, DraftBudget.chain(4))
         rounds.append(onlooker.outcome([*PROMPT, *text])[0].rounds()[0])
     assert rounds[0] == 40
     assert rounds[2] == 8
@@ -88,7 +100,7 @@ def test_a_reply_in_which_nothing_was_asked_has_no_rounds() -> None:
 def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None:
     clock = Hours()
 
-    class Slow(Around):
+    class Slow(DrafterWrapper):
         """A second to catch up with each token, and one for each level."""
 
         known = 0
@@ -99,7 +111,7 @@ def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None
             self.known = length
             return super().propose(asks)
 
-    sizes = [Tree.chain(1), Tree.chain(3)]
+    sizes = [DraftBudget.chain(1), DraftBudget.chain(3)]
     onlooker = Onlooker(Slow(Oracle([], 0.0, 37)), sizes, clock)
     run(tiny_target(), PROMPT, Sampling(max_new_tokens=11), onlooker, sizes[-1])
     assert [len(taken) for taken in onlooker.seconds] == [5, 5], "ten rounds: the last one has room for no draft"
@@ -112,10 +124,10 @@ def test_acceptance_is_counted_over_all_replies_of_a_kind() -> None:
     prompts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
     found = watched(model, Onlooker(Suffix(), sizes), sizes, prompts, 24)
     assert list(found.kinds) == ["a", "b"]
-    llm = toy_llm(Suffix(), Tree.chain(4))
+    llm = toy_llm(Suffix(), DraftBudget.chain(4))
     done = [llm.generate(text, Sampling(max_new_tokens=24)) for text in prompts["b"]]
     tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
-    assert found.kinds["b"].gains[Tree.chain(4)].tokens == pytest.approx(tokens / rounds)
+    assert found.kinds["b"].gains[DraftBudget.chain(4)].tokens == pytest.approx(tokens / rounds)
     assert found.kinds["b"].prompt == sum(len(llm.prompt_ids(text)) for text in prompts["b"]) / 2
     assert "3 short replies" in found.source
 
@@ -131,7 +143,7 @@ def demo() -> Any:
 def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
     assert {"eagle3", "suffix", "ngram", "medusa"} <= set(stored_drafters(demo()))
     assert stored_drafters(toy_model()) == []
-    assert stored(toy_model(), "suffix", [Tree(15, 15, 3)]) is None
+    assert stored(toy_model(), "suffix", [DraftBudget(15, 15, 3)]) is None
     assert examination.choose_drafters(toy_model(), None) == examination.choose_drafters(demo(), "auto") == ["suffix"]
     assert examination.choose_drafters(demo(), "none") == []
 
@@ -139,13 +151,13 @@ def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
 @pytest.mark.parametrize(
     ("drafter", "sizes"),
     [
-        ("eagle3", [Tree.chain(n) for n in (1, 2, 3, 4, 5)]),
-        ("ngram", [Tree.chain(n) for n in (1, 2, 4, 6, 10, 15)]),
-        ("suffix", [Tree(n, n, 3) for n in (1, 3, 7, 15)]),
-        ("medusa", [Tree(1, 1, 10), Tree(3, 3, 10), Tree(7, 4, 10)]),
+        ("eagle3", [DraftBudget.chain(n) for n in (1, 2, 3, 4, 5)]),
+        ("ngram", [DraftBudget.chain(n) for n in (1, 2, 4, 6, 10, 15)]),
+        ("suffix", [DraftBudget(n, n, 3) for n in (1, 3, 7, 15)]),
+        ("medusa", [DraftBudget(1, 1, 10), DraftBudget(3, 3, 10), DraftBudget(7, 4, 10)]),
     ],
 )
-def test_what_is_stored_is_possible(drafter: str, sizes: list[Tree]) -> None:
+def test_what_is_stored_is_possible(drafter: str, sizes: list[DraftBudget]) -> None:
     found = stored(demo(), drafter, sizes)
     assert found is not None
     assert len(found.kinds) == 13
@@ -157,9 +169,9 @@ def test_what_is_stored_is_possible(drafter: str, sizes: list[Tree]) -> None:
 
 
 def test_a_size_that_is_not_stored_is_not_made_up() -> None:
-    assert stored(demo(), "eagle3", [Tree.chain(3), Tree(24, 6, 4)]) is None
-    assert stored(demo(), "block", [Tree.chain(3)]) is None
-    assert [name_of(Tree.chain(3)), name_of(Tree(24, 6, 4))] == ["3", "24x6x4"]
+    assert stored(demo(), "eagle3", [DraftBudget.chain(3), DraftBudget(24, 6, 4)]) is None
+    assert stored(demo(), "block", [DraftBudget.chain(3)]) is None
+    assert [name_of(DraftBudget.chain(3)), name_of(DraftBudget(24, 6, 4))] == ["3", "24x6x4"]
 
 
 # --- what is timed ------------------------------------------------------------------------------------------------
@@ -180,7 +192,7 @@ def slow(clock: Hours, **changes: int) -> Decoder:
 
 def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
     clock = Hours()
-    probe = Probe(slow(clock), clock=clock)
+    probe = PassTimer(slow(clock), clock=clock)
     probe.feed(PREFIX)
     assert passes(probe, (1, 4, 8), repeats=3) == {1: 16.0, 4: 16.0, 8: 20.0}
     assert probe.length == PREFIX, "what was verified is not kept"
@@ -188,11 +200,11 @@ def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
 
 def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
     clock = Hours()
-    probe = Probe(slow(clock), clock=clock)
+    probe = PassTimer(slow(clock), clock=clock)
     probe.feed(PREFIX)
     prefill, growth = lengthen(probe, 2048)
     assert growth == pytest.approx(0.01)
-    assert prefill == pytest.approx((10 + CHUNK + (PREFIX + CHUNK) / 100) / CHUNK)
+    assert prefill == pytest.approx((10 + PREFILL_ROWS + (PREFIX + PREFILL_ROWS) / 100) / PREFILL_ROWS)
 
 
 def test_bandwidth_is_the_best_of_a_few_readings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +213,7 @@ def test_bandwidth_is_the_best_of_a_few_readings(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_number_of_threads_stays_what_it_was() -> None:
-    own, probe = torch.get_num_threads(), Probe(tiny_target())
+    own, probe = torch.get_num_threads(), PassTimer(tiny_target())
     assert set(by_threads(probe, [1, 2])) == {1, 2}
     assert torch.get_num_threads() == own
 
@@ -231,11 +243,11 @@ MACHINE = Machine(
 )
 
 
-def drafting(seconds: Mapping[Tree, float], **gains: Mapping[Tree, Gain]) -> Drafting:
-    return Drafting("d", seconds, Acceptance({name: Kind(96, each) for name, each in gains.items()}, "made up"))
+def drafting(seconds: Mapping[DraftBudget, float], **gains: Mapping[DraftBudget, Gain]) -> Drafting:
+    return Drafting("d", seconds, Acceptance({name: TextKind(96, each) for name, each in gains.items()}, "made up"))
 
 
-THREE, SEVEN = Tree.chain(3), Tree.chain(7)
+THREE, SEVEN = DraftBudget.chain(3), DraftBudget.chain(7)
 COSTS = {THREE: 0.003, SEVEN: 0.007}
 
 
@@ -253,7 +265,7 @@ def test_speeds_follow_from_what_things_cost() -> None:
 def test_a_draft_that_does_not_pay_is_not_made() -> None:
     bad, good = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.1, 8.0)}, {THREE: Gain(2.5, 4.0), SEVEN: Gain(5.0, 8.0)}
     both = forecast(MACHINE, drafting(COSTS, bad=bad, good=good))
-    assert [f.best.size for f in both] == [Tree.chain(0), SEVEN]
+    assert [f.best.size for f in both] == [DraftBudget.chain(0), SEVEN]
     assert both[0].ratio == 1.0
     plain = 2 * (0.096 + 96 * 0.012)
     assert overall(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
@@ -379,5 +391,5 @@ def test_a_drafter_that_is_none_is_named_before_anything_is_loaded(monkeypatch: 
 
 
 def test_an_engine_with_an_onlooker_knows_how_much_to_ask_for() -> None:
-    (pilot,) = Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).pilots
-    assert pilot.draft == Tree(9, 4, 3)
+    (policy,) = Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).policies
+    assert policy.draft == DraftBudget(9, 4, 3)

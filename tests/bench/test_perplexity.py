@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.perplexity import Scored, score, windows
+from paceline.bench.perplexity import TokenScores, score, windows
 from paceline.errors import InvalidOption, InvalidPrompt
 from paceline.testing import tiny_target
 from paceline.types import Want
@@ -67,5 +67,5 @@ def test_scores_are_those_of_each_window_fed_at_once(
 
 
 def test_agreement_is_a_share() -> None:
-    one, other = (Scored(torch.zeros(4), torch.tensor(best)) for best in ([1, 2, 3, 4], [1, 2, 0, 4]))
+    one, other = (TokenScores(torch.zeros(4), torch.tensor(best)) for best in ([1, 2, 3, 4], [1, 2, 0, 4]))
     assert one.agreement(other) == 0.75

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention
 from paceline.cache.slab import SlabCache
-from paceline.types import Draft, Rows, Tree
+from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import depths, pack, pack_prefix
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_rows_see_what_they_should_however_far_the_text_has_come(seed: int) -> N
             witness.feed(pack_prefix([0] * count, slot, length, CPU), [list(range(1, count))])
             length += count
         for _ in range(3):
-            fits = witness.cache.fit(slot, Tree(9, 9, 3))
+            fits = witness.cache.fit(slot, DraftBudget(9, 9, 3))
             draft = random_tree(rng, fits.nodes)
             path = some_path(rng, draft)
             witness.feed(pack([0], [draft], [slot], [length], CPU), [path])

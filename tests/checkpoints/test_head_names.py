@@ -31,8 +31,7 @@ from paceline.protocols import Host
 from paceline.testing import Oracle
 from paceline.testing.tiny import random_tensors
 from paceline.text.tokenizer import Tokenizer
-
-from .random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of
+from tests.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of
 
 CONFIG = replace(LAYER, layers=8, tied=True)
 

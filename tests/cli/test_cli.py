@@ -27,7 +27,7 @@ from paceline.cli.demo import _first_difference, _report
 from paceline.cli.options import parse_draft
 from paceline.cli.prompts import single_prompt
 from paceline.cli.show import Display, amount
-from paceline.cli.writing import _Progress
+from paceline.cli.writing import _ProgressLine
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.engine import Engine
 from paceline.engine.results import Completion
@@ -42,10 +42,10 @@ from paceline.models.config import LayerConfig
 from paceline.models.runner_choice import Runner, runner_of
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, tiny_target
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
-STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "exact"}
+STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "guarantee"}
 STATS |= {"drafter", "seconds"}
 
 RECOMMENDED: dict[str, Any] = {}
@@ -172,7 +172,14 @@ def test_options_reach_the_library(shop: Shop) -> None:
     modes = ("--quantize", "int8", "--draft-quantize", "int4")
     generate("hi", *model, *modes, "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu")
     assert shop.calls == [
-        {"model": "m", "drafter": "auto", "draft": Tree(6, 3, 2), "dtype": "float32", "device": "cpu", "revision": "r"}
+        {
+            "model": "m",
+            "drafter": "auto",
+            "draft": DraftBudget(6, 3, 2),
+            "dtype": "float32",
+            "device": "cpu",
+            "revision": "r",
+        }
         | {"adapter": "a", "token": "t", "allow_pickle": False, "progress": False}
         | {"quantize": "int8", "draft_quantize": "int4"}
     ]
@@ -724,7 +731,7 @@ def test_progress_on_a_terminal_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = _Progress(2, quiet=False)
+    progress = _ProgressLine(2, quiet=False)
     progress.advance(5)
     progress.advance(6)
     progress.finish(1)
@@ -1103,7 +1110,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("text", "meaning"), [("auto", "auto"), ("0", 0), ("7", 7), ("16x4x2", Tree(16, 4, 2))])
+@pytest.mark.parametrize(("text", "meaning"), [("auto", "auto"), ("0", 0), ("7", 7), ("16x4x2", DraftBudget(16, 4, 2))])
 def test_parse_draft(text: str, meaning: Any) -> None:
     assert parse_draft(text) == meaning
 

@@ -25,8 +25,8 @@ from paceline.models.heads import BlockConfig
 from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY_BLOCK, block_tensors, check_drafter, run, run_together, tiny_target
-from paceline.types import Tap, Tree, Verdict, Want
-from paceline.verify.tree import CHUNK, depths, pack_prefix, shape
+from paceline.types import DraftBudget, Tap, Verdict, Want
+from paceline.verify.tree import PREFILL_ROWS, depths, pack_prefix, shape
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -142,7 +142,7 @@ def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> No
     drafter = Watched(config, tensors, TOY)
     prompts = [PROMPT, [3], PROMPT * 5, [7, 7, 8]]
     samplings = [Sampling(max_new_tokens=24, temperature=0.8, seed=seed) for seed in range(4)]
-    run_together(Engine(TOY, drafter, Tree(8, 4, 2)), prompts, samplings)
+    run_together(Engine(TOY, drafter, DraftBudget(8, 4, 2)), prompts, samplings)
     assert len(drafter.seen) > 20
     dense = Dense(config, tensors, TOY)
     for text, logits in drafter.seen:
@@ -155,20 +155,20 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
 
 
 def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
     drafter = block(target=tiny_target(context_length=2048))
     drafter.admit(0, [3])
     states = {tap: torch.ones(3, TOY.config.hidden, dtype=TOY.dtype) for tap in drafter.taps}
-    for _ in range(CHUNK):
+    for _ in range(PREFILL_ROWS):
         drafter.observe(0, Verdict((1, 2), (4, 4, 4)), states)
     state = drafter._slots[0]
-    assert len(state.heard) <= CHUNK
-    assert drafter._cache.lengths[state.own] + len(state.heard) == 3 * CHUNK
+    assert len(state.pending) <= PREFILL_ROWS
+    assert drafter._cache.lengths[state.own] + len(state.pending) == 3 * PREFILL_ROWS
 
 
 def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
     target = tiny_target(context_length=2048)
     tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
     drafter = Watched(WINDOWED, tensors, target)
@@ -177,11 +177,11 @@ def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyP
     class Noted(Engine):
         def prefill(self, request: Request) -> None:
             super().prefill(request)
-            waited.append(len(drafter._slots[request.slot].heard))
+            waited.append(len(drafter._slots[request.slot].pending))
 
     prompts = [[i * i % 37 for i in range(length)] for length in (1400, 90)]
-    run_together(Noted(target, drafter, Tree.chain(4)), prompts, [Sampling(max_new_tokens=6)] * 2)
-    assert waited[0] <= CHUNK
+    run_together(Noted(target, drafter, DraftBudget.chain(4)), prompts, [Sampling(max_new_tokens=6)] * 2)
+    assert waited[0] <= PREFILL_ROWS
     assert waited[1] == 89, "a short prompt waits for the draft"
     dense = Dense(WINDOWED, tensors, target)
     assert {len(text) > 1400 for text, _ in drafter.seen} == {True, False}
@@ -213,7 +213,7 @@ def knowing() -> Block:
 
 
 def test_a_head_that_knows_the_text_is_always_right(knowing: Block) -> None:
-    for draft in (Tree(8, 3, 3), Tree.chain(3), Tree.chain(2), Tree.chain(1)):
+    for draft in (DraftBudget(8, 3, 3), DraftBudget.chain(3), DraftBudget.chain(2), DraftBudget.chain(1)):
         _, _, stats = run(TOY, PROMPT, HOW, knowing, draft)
         assert stats.rounds == -(-27 // (1 + draft.depth))
 
@@ -233,7 +233,7 @@ def test_an_off_by_one_anywhere_is_noticed(knowing: Block, slip: str, monkeypatc
 
     def observe(self: Block, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         shifted = {tap: states[[*verdict.path, 0]] for tap, states in out.items()}
-        self._slots[slot].heard.add(self.taps, shifted)
+        self._slots[slot].pending.add(self.taps, shifted)
 
     broken = {
         "position": (BlockNetwork, "draft", late),
@@ -242,7 +242,7 @@ def test_an_off_by_one_anywhere_is_noticed(knowing: Block, slip: str, monkeypatc
         "row": (Block, "observe", observe),
     }
     monkeypatch.setattr(*broken[slip])
-    tokens, _, stats = run(TOY, PROMPT, HOW, knowing, Tree.chain(3))
+    tokens, _, stats = run(TOY, PROMPT, HOW, knowing, DraftBudget.chain(3))
     assert tokens == run(TOY, PROMPT, HOW)[0], "a bad drafter costs speed, never text"
     assert stats.tokens_per_round < 3
 
@@ -253,7 +253,7 @@ def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch)
         honest = getattr(BlockNetwork, name)
         monkeypatch.setattr(BlockNetwork, name, lambda s, c, *a, f=honest: passes.append(len(a[0])) or f(s, c, *a))
     prompts = [PROMPT, PROMPT[:4], [3]]
-    replies = run_together(Engine(TOY, block(), Tree.chain(4)), prompts, [Sampling(max_new_tokens=12)] * 3)
+    replies = run_together(Engine(TOY, block(), DraftBudget.chain(4)), prompts, [Sampling(max_new_tokens=12)] * 3)
     assert passes[:4] == [2, 3, 3, 3], "of the shortest prompt there is nothing to read at first"
     assert len(passes) <= 2 * max(stats.rounds for _, _, stats in replies)
 
@@ -261,14 +261,14 @@ def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_drafted_leaves_nothing_behind() -> None:
     """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
     drafter = block()
-    engine = Engine(TOY, drafter, Tree.chain(4))
+    engine = Engine(TOY, drafter, DraftBudget.chain(4))
     sampler = Sampling(temperature=0.8, seed=2).sampler(PROMPT)
     requests = [engine.start(sampler, TextStream(Sampling(), (), str, 50), Stats(2, "rounding"))]
     engine.prefill(requests[0])
     drafter.fork(7, requests[0].slot, PROMPT)
-    ask = Ask(requests[0].slot, Tree.chain(4), sampler)
+    ask = Ask(requests[0].slot, DraftBudget.chain(4), sampler)
     first = drafter.propose([ask])
-    drafter.propose([replace(ask, budget=Tree(6, 2, 3))])
+    drafter.propose([replace(ask, budget=DraftBudget(6, 2, 3))])
     assert drafter.propose([ask]) == first == drafter.propose([replace(ask, slot=7)])
     drafter.release(requests[0].slot)
     assert drafter.propose([replace(ask, slot=7)]) == first, "a fork needs its source no more"
@@ -278,7 +278,7 @@ def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
     """In the shape of the budget, whatever was drawn, and from what the sampler makes of the head's logits."""
     tensors = block_tensors()
     drafter = Watched(TINY_BLOCK, tensors, TOY)
-    budget = Tree(9, 3, 3)
+    budget = DraftBudget(9, 3, 3)
     for seed in range(3):
         sampler = Sampling(temperature=0.7, top_k=9, seed=seed, rule="rejection").sampler(PROMPT)
         drafter.admit(0, PROMPT)
@@ -319,7 +319,7 @@ def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
     head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
     few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), TOY)
     for how in (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, seed=3, rule="rejection")):
-        ask = Ask(0, Tree(8, 4, 2), how.sampler(PROMPT))
+        ask = Ask(0, DraftBudget(8, 4, 2), how.sampler(PROMPT))
         for drafter in (few, whole):
             drafter.admit(0, PROMPT)
         (draft,) = few.propose([ask])
@@ -329,4 +329,4 @@ def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
         assert draft == independent(ask.sampler, ask.budget, rows)
         assert set(draft.tokens) <= set(ids.tolist())
     text = run(TOY, PROMPT, Sampling(max_new_tokens=20))[0]
-    assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, Tree(8, 4, 2))[0] == text
+    assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, DraftBudget(8, 4, 2))[0] == text

@@ -15,7 +15,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.model import DraftModel
-from paceline.drafters.vocab_map import SAMPLE, Words
+from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.engine.engine import Engine
 from paceline.errors import TokenizerMismatch
 from paceline.llm import LLM
@@ -24,13 +24,13 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import LogitsProcessor, Prefix
 from paceline.testing import check_drafter, run, run_together
 from paceline.text.tokenizer import Tokenizer
-from paceline.types import Draft, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Verdict
 from tests.conftest import packaged_model
 from tests.text.test_gguf_tokenizers import ORIGINALS, original
 from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
-WAYS: dict[str, Callable[[Words], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
-SHAPES = {"chain": Tree.chain(5), "tree": Tree(12, 4, 3)}
+WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
+SHAPES = {"chain": DraftBudget.chain(5), "tree": DraftBudget(12, 4, 3)}
 RING = list(zip(KINDS, [*list(KINDS)[1:], *list(KINDS)[:1]], strict=True))
 GREEDY = Sampling(max_new_tokens=24)
 WARM = Sampling(max_new_tokens=24, temperature=0.9, seed=3)
@@ -62,7 +62,7 @@ def prompt_of(target: Loaded) -> list[int]:
 def test_any_tokenizer_drafts_for_any_other(target: str, draft: str, way: str) -> None:
     """Random models write broken characters and stray special tokens, which real ones seldom do."""
     ours = model(target)
-    drafter = WAYS[way](Words(ours, model(draft, 1)))
+    drafter = WAYS[way](VocabMap(ours, model(draft, 1)))
     prompt = prompt_of(ours)
     assert run(ours.target, prompt, WARM, drafter, SHAPES["tree"])[0] == run(ours.target, prompt, WARM)[0]
     run(ours.target, prompt, DRAWN, drafter, SHAPES["tree"])
@@ -72,10 +72,10 @@ def test_any_tokenizer_drafts_for_any_other(target: str, draft: str, way: str) -
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "letters"])
 def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
-    kind: str, sampling: Sampling, shape: Tree
+    kind: str, sampling: Sampling, shape: DraftBudget
 ) -> None:
     ours = model(kind)
-    words = Words(ours, renumbered(tokenizer(kind)))
+    words = VocabMap(ours, renumbered(tokenizer(kind)))
     # Of several tokens that say the same, one is drafted.
     sampling = replace(sampling, processors=[only(words.shared)])
     assert len(words.shared) == len(set(words.said.values())) + len(ours.tokenizer.special_ids)
@@ -89,9 +89,9 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: Tree) -> None:
+def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: DraftBudget) -> None:
     ours = model("letters")
-    words = Words(ours, renumbered(tokenizer("letters")))
+    words = VocabMap(ours, renumbered(tokenizer("letters")))
     sampling = replace(GREEDY, processors=[only(words.said)])
     tokens, _, stats = run(ours.target, prompt_of(ours), sampling, Retold(words), shape)
     assert tokens == run(ours.target, prompt_of(ours), sampling)[0]
@@ -102,7 +102,7 @@ def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: Tree) ->
 def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> None:
     """What follows has changed the draft's last tokens again and again, and its cache with them."""
     ours = model("byte-level, small")
-    words = Words(ours, model("byte-level", 1))
+    words = VocabMap(ours, model("byte-level", 1))
     text = ours.tokenizer.encode(SAMPLE[:160])
     drafter = WAYS[way](words)
     drafter.admit(0, text[:3])
@@ -115,7 +115,7 @@ def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> Non
 
 
 def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
-    words = Words(model("byte-level, small"), model("letters", 1))
+    words = VocabMap(model("byte-level, small"), model("letters", 1))
     (begun,) = words.speller.spell(b"\xc3")
     drafter = Retold(words)
     ask = Ask(0, SHAPES["chain"], GREEDY.sampler([begun]))
@@ -127,14 +127,14 @@ def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_foreign_drafters_keep_the_contract(way: str) -> None:
-    words = Words(model("byte-level, small"), model("sentencepiece", 1))
+    words = VocabMap(model("byte-level, small"), model("sentencepiece", 1))
     check_drafter(lambda: WAYS[way](words), words.target.target)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_are_the_same_in_company(way: str) -> None:
     ours = model("byte-level, small")
-    words = Words(ours, model("byte-level", 1))
+    words = VocabMap(ours, model("byte-level", 1))
     prompts = [prompt_of(ours), ours.tokenizer.encode("中"), ours.tokenizer.encode(SAMPLE[:90])]
     alone = [run(ours.target, p, WARM, WAYS[way](words), SHAPES["chain"]) for p in prompts]
     engine = Engine(ours.target, WAYS[way](words), SHAPES["chain"])
@@ -145,7 +145,7 @@ def test_drafts_are_the_same_in_company(way: str) -> None:
 
 def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
     ours = model("byte-level")
-    words = Words(ours, model("byte-level, small", 1))
+    words = VocabMap(ours, model("byte-level, small", 1))
     forced = next(token for token in words.said if token not in words.shared)
 
     def force(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
@@ -160,10 +160,10 @@ def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
 
 def test_q_is_a_distribution_over_shared_tokens() -> None:
     ours = model("byte-level")
-    words = Words(ours, model("byte-level, small", 1))
+    words = VocabMap(ours, model("byte-level, small", 1))
     drafter = SharedTokens(words)
     drafter.admit(0, prompt_of(ours))
-    (draft,) = drafter.propose([Ask(0, Tree(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
+    (draft,) = drafter.propose([Ask(0, DraftBudget(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
     assert draft.q.keys() == set(draft.parents)
     alien = [token for token in range(ours.target.vocab_size) if token not in words.shared]
     for q in draft.q.values():
@@ -173,9 +173,9 @@ def test_q_is_a_distribution_over_shared_tokens() -> None:
 
 def test_text_is_a_draft_without_q() -> None:
     ours = model("byte-level")
-    drafter = Retold(Words(ours, model("letters", 1)))
+    drafter = Retold(VocabMap(ours, model("letters", 1)))
     drafter.admit(0, prompt_of(ours))
-    (draft,) = drafter.propose([Ask(0, Tree(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
+    (draft,) = drafter.propose([Ask(0, DraftBudget(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
     assert draft.tokens
     assert not draft.q
 
@@ -185,7 +185,7 @@ def test_text_is_a_draft_without_q() -> None:
 def test_padded_vocabularies_are_no_trouble(way: str, target: int, draft: int) -> None:
     """Rows without a token may be drafted, or written."""
     ours = speaker(tokenizer("byte-level"), 0, target)
-    words = Words(ours, speaker(tokenizer("byte-level, small"), 1, draft))
+    words = VocabMap(ours, speaker(tokenizer("byte-level, small"), 1, draft))
     hot = Sampling(max_new_tokens=32, temperature=3.0, seed=1)
     tokens, _, _ = run(ours.target, [5, 6], hot, WAYS[way](words), SHAPES["tree"])
     assert tokens == run(ours.target, [5, 6], hot)[0]
@@ -196,7 +196,7 @@ def test_tokens_beyond_the_models_rows_are_not_drafted() -> None:
     words = tokenizer("byte-level")
     small = speaker(tokenizer("byte-level, small"))
     short = Loaded(small.target, words, (), {}, Path("x"))
-    pair = Words(short, model("byte-level", 1))
+    pair = VocabMap(short, model("byte-level", 1))
     assert max(pair.said) < short.target.vocab_size
     for make in WAYS.values():
         assert run(short.target, [5, 6], WARM, make(pair), SHAPES["tree"])[0] == run(short.target, [5, 6], WARM)[0]
@@ -206,7 +206,7 @@ def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
     ours = model("byte-level")
     prompt = [next(token for token, said in ours.tokenizer.surfaces.items() if said == b"\xe4")]
     for make in WAYS.values():
-        drafter = make(Words(ours, model("letters", 1)))
+        drafter = make(VocabMap(ours, model("letters", 1)))
         drafter.admit(0, prompt)
         assert drafter.propose([Ask(0, SHAPES["chain"], GREEDY.sampler(prompt))]) == [Draft()]
         drafter.release(0)
@@ -218,7 +218,7 @@ def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
 def test_a_draft_that_reaches_the_end_of_its_context_is_silent() -> None:
     ours = model("byte-level")
     for make in WAYS.values():
-        drafter = make(Words(ours, model("letters", 1)))
+        drafter = make(VocabMap(ours, model("letters", 1)))
         prompt = ours.tokenizer.encode(SAMPLE[:430])
         sampling = Sampling(max_new_tokens=120)
         assert run(ours.target, prompt, sampling, drafter, SHAPES["chain"])[0] == run(ours.target, prompt, sampling)[0]
@@ -234,7 +234,7 @@ def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixtu
         (record,) = caplog.records
         assert "model:x has another tokenizer than the target" in record.message
         assert ("encoded anew" in record.message) == (kind is Retold)
-        assert (Words(ours, draft).share() >= SHARED) == (kind is SharedTokens)
+        assert (VocabMap(ours, draft).share() >= SHARED) == (kind is SharedTokens)
     assert type(make_drafter("model:x", ours, lambda reference: model("byte-level", 1))) is DraftModel
 
 
@@ -254,9 +254,9 @@ def test_a_tokenizer_without_words_is_refused() -> None:
 )
 def test_published_tokenizers_draft_for_each_other(target: str, draft: str, way: str) -> None:
     ours, theirs = (published(name, seed) for seed, name in enumerate((target, draft)))
-    words = Words(ours, theirs)
+    words = VocabMap(ours, theirs)
     assert words.share() > 0.75
-    llm = LLM(ours, WAYS[way](words), Tree(6, 3, 2))
+    llm = LLM(ours, WAYS[way](words), DraftBudget(6, 3, 2))
     for prompt in ("Naïve 中文 text, 1234 of it.\n\n", "<|im_start|>user\nHi<|im_end|>"):
         for how in (Sampling(max_new_tokens=12), Sampling(max_new_tokens=12, temperature=0.8, seed=1)):
             plain = LLM(ours).generate(prompt, how, raw=True)
@@ -277,8 +277,8 @@ def demo() -> Iterator[Loaded]:
 @pytest.mark.model
 @pytest.mark.parametrize("way", WAYS)
 def test_a_real_model_that_drafts_for_itself_as_a_stranger_is_nearly_always_right(way: str, demo: Loaded) -> None:
-    words = Words(demo, demo)
-    llm = LLM(demo, WAYS[way](words), Tree.chain(4))
+    words = VocabMap(demo, demo)
+    llm = LLM(demo, WAYS[way](words), DraftBudget.chain(4))
     prompt = "Write three sentences about the sea."
     how = Sampling(max_new_tokens=40)
     drafted = llm.generate(prompt, how)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_length import Controller
@@ -26,8 +26,8 @@ from paceline.protocols import Ask, Host
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
-from paceline.types import Draft, Tap, Tree, Verdict
-from paceline.verify.tree import CHUNK
+from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.verify.tree import PREFILL_ROWS
 from tests.eagle_reference import Reference
 
 TOY = tiny_target()
@@ -67,9 +67,9 @@ def compare(spy: Spy, reference: Reference, every: int = 1) -> None:
         torch.testing.assert_close(row, reference.after(text, path)[0], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("draft", [Tree.chain(4), Tree(10, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", [DraftBudget.chain(4), DraftBudget(10, 4, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: Tree) -> None:
+def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: DraftBudget) -> None:
     """Over many rounds: texts longer than the head's own context, true features in the place of drafted ones."""
     config = CONFIGS[name]
     tensors = eagle_tensors(config)
@@ -87,7 +87,7 @@ def test_rows_of_a_ragged_batch_are_those_of_plain_heads(rule: str) -> None:
     spy = Spy(config, tensors, LONG)
     prompts = [PROMPT, [3], [i * i % 37 for i in range(60)]]
     samplings = [Sampling(max_new_tokens=count, temperature=0.8, seed=2, rule=rule) for count in (8, 12, 6)]  # type: ignore[arg-type]
-    run_together(Engine(LONG, spy, Tree(9, 3, 3)), prompts, samplings)
+    run_together(Engine(LONG, spy, DraftBudget(9, 3, 3)), prompts, samplings)
     assert len({tuple(text) for text, _, _ in spy.seen}) > 10
     compare(spy, Reference(config, tensors, LONG), every=4)
 
@@ -96,8 +96,8 @@ def test_a_long_prompt_goes_through_the_head_in_chunks() -> None:
     config = CONFIGS["eagle-3"]
     tensors = eagle_tensors(config)
     spy = Spy(config, tensors, LONG)
-    prompt = [i * i % 37 for i in range(3 * CHUNK + 50)]
-    run(LONG, prompt, Sampling(max_new_tokens=5), spy, Tree(6, 3, 2))
+    prompt = [i * i % 37 for i in range(3 * PREFILL_ROWS + 50)]
+    run(LONG, prompt, Sampling(max_new_tokens=5), spy, DraftBudget(6, 3, 2))
     compare(spy, Reference(config, tensors, LONG), every=5)
 
 
@@ -106,7 +106,13 @@ def test_a_head_that_was_not_asked_for_a_while_catches_up() -> None:
     tensors = eagle_tensors(config)
     spy = Spy(config, tensors, TOY)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
-    run(TOY, prompt, Sampling(max_new_tokens=30, temperature=0.8, seed=2), Stack([Suffix(), spy]), Tree(6, 3, 2))
+    run(
+        TOY,
+        prompt,
+        Sampling(max_new_tokens=30, temperature=0.8, seed=2),
+        DrafterStack([Suffix(), spy]),
+        DraftBudget(6, 3, 2),
+    )
     lengths = sorted({len(text) for text, _, _ in spy.seen})
     assert max(b - a for a, b in pairwise(lengths)) > 1
     compare(spy, Reference(config, tensors, TOY))
@@ -122,7 +128,7 @@ def started(engine: Engine, prompt: Sequence[int], like: Request | None = None) 
 
 @pytest.mark.parametrize("name", ["eagle-3", "eagle-1"])
 def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> None:
-    drafter, draft = make(CONFIGS[name]), Tree(9, 3, 3)
+    drafter, draft = make(CONFIGS[name]), DraftBudget(9, 3, 3)
     engine = Engine(TOY, drafter, draft)
     first = started(engine, PROMPT)
     early = started(engine, PROMPT, first)
@@ -138,25 +144,25 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
 
 
 def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", CHUNK)
+    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
     drafter = make(CONFIGS["eagle-3"], LONG)
     drafter.admit(0, [1] * 1500)
     row = torch.zeros(1, 32, dtype=torch.float64)
     waiting = []
-    for start in range(0, 1499, CHUNK):
-        count = min(CHUNK, 1499 - start)
+    for start in range(0, 1499, PREFILL_ROWS):
+        count = min(PREFILL_ROWS, 1499 - start)
         drafter.feed(0, [1] * count, dict.fromkeys(drafter.taps, row.expand(count, -1)))
-        waiting.append(len(drafter._slots[0].heard))
-    assert max(waiting) == CHUNK
-    drafter.propose([Ask(0, Tree.chain(2), Sampling().sampler([1] * 1500))])
-    assert len(drafter._slots[0].heard) == 0
+        waiting.append(len(drafter._slots[0].pending))
+    assert max(waiting) == PREFILL_ROWS
+    drafter.propose([Ask(0, DraftBudget.chain(2), Sampling().sampler([1] * 1500))])
+    assert len(drafter._slots[0].pending) == 0
 
 
 def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make(CONFIGS["eagle-3"], LONG)
     monkeypatch.setattr(drafter, "_step", None)
-    monkeypatch.setattr(Controller, "choose", lambda self, *state: Tree.chain(0))
-    run(LONG, [i * i % 37 for i in range(3 * CHUNK)], Sampling(max_new_tokens=5), drafter)
+    monkeypatch.setattr(Controller, "choose", lambda self, *state: DraftBudget.chain(0))
+    run(LONG, [i * i % 37 for i in range(3 * PREFILL_ROWS)], Sampling(max_new_tokens=5), drafter)
 
 
 def test_a_text_whose_features_are_missing_is_not_drafted_for() -> None:
@@ -167,7 +173,7 @@ def test_a_text_whose_features_are_missing_is_not_drafted_for() -> None:
         if fed:
             drafter.feed(slot, prompt[:fed], taps)
     texts = [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3]]
-    drafts = drafter.propose([Ask(i, Tree.chain(2), Sampling().sampler(text)) for i, text in enumerate(texts)])
+    drafts = drafter.propose([Ask(i, DraftBudget.chain(2), Sampling().sampler(text)) for i, text in enumerate(texts)])
     assert [len(draft.tokens) for draft in drafts] == [0, 0, 0, 2]
 
 
@@ -182,7 +188,7 @@ def test_only_tokens_that_the_head_knows_are_drafted_whatever_the_order_of_its_m
     for sampling in (replace(warm, temperature=0.0), warm, replace(warm, rule="block")):
         ours, theirs = (Kept(config, tensors | change, TOY) for change in ({}, shuffled))
         for drafter in (ours, theirs):
-            run(TOY, PROMPT, sampling, drafter, Tree(8, 3, 3))
+            run(TOY, PROMPT, sampling, drafter, DraftBudget(8, 3, 3))
         assert ours.drafts == theirs.drafts
         assert {token for draft in ours.drafts for token in draft.tokens} <= set(ids.tolist())
         assert all(q.shape == (37,) for draft in ours.drafts for q in draft.q.values())
@@ -199,7 +205,7 @@ def test_rows_that_a_head_leaves_to_its_target_are_drafted_from_as_if_it_stored_
     drafts = []
     for given in (stored, lent, shuffled):
         drafter = Kept(config, given, TOY)
-        run(TOY, PROMPT, warm, drafter, Tree(8, 3, 3))
+        run(TOY, PROMPT, warm, drafter, DraftBudget(8, 3, 3))
         drafts.append(drafter.drafts)
     assert any(draft.tokens for draft in drafts[0])
     assert drafts == drafts[:1] * 3
@@ -289,7 +295,7 @@ def test_a_head_that_knows_the_text_is_nearly_always_right_and_an_off_by_one_und
     tensors, text = learned(config, TOY)
     rounds = {}
     for kind in (Eagle, LateFeatures, LateTokens, Deaf):
-        reply, _, stats = run(TOY, PROMPT, WARM, kind(config, tensors, TOY), Tree.chain(4))
+        reply, _, stats = run(TOY, PROMPT, WARM, kind(config, tensors, TOY), DraftBudget.chain(4))
         assert reply == text[len(PROMPT) :]
         rounds[kind] = stats.tokens_per_round
     assert rounds.pop(Eagle) > 3.5

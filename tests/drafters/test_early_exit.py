@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
 from paceline.kernels.linear import fast_bfloat16
@@ -22,8 +22,8 @@ from paceline.models.layers import Layer
 from paceline.protocols import Ask, KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
-from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
-from paceline.verify.tree import CHUNK, MIN_ROWS, depths, pack, pack_prefix
+from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
+from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
 from tests.models import test_families as families
 from tests.verify.test_tree import path_to
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 LAYERS = 4
 TOY = tiny_target(layers=LAYERS)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
-CHAIN, TREE = Tree.chain(5), Tree(14, 4, 3)
+CHAIN, TREE = DraftBudget.chain(5), DraftBudget(14, 4, 3)
 
 
 def skipping(quiet: float = 0.02) -> Decoder:
@@ -82,8 +82,8 @@ def plain_rows(target: Decoder, cache: KVCache, slot: int, draft: Draft) -> Tens
 
 def filled(target: Decoder, cache: KVCache, length: int) -> int:
     slot, tokens = cache.acquire(length), families.text(length)
-    for start in range(0, length, CHUNK):
-        chunk = tokens[start : start + CHUNK]
+    for start in range(0, length, PREFILL_ROWS):
+        chunk = tokens[start : start + PREFILL_ROWS]
         target.forward(pack_prefix(chunk, slot, start, CPU), cache, Want("none"))
         cache.commit(slot, range(1, len(chunk)))
     return slot
@@ -180,7 +180,7 @@ def test_an_exit_after_all_layers_is_always_right(temperature: float, rule: str)
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
     for length in (1, 2, 4):
         for prompt in (PROMPT, PROMPT[:1], PROMPT[:2]):
-            text, _, stats = run(TOY, prompt, sampling, early(LAYERS), Tree.chain(length))
+            text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
             assert stats.tokens_per_round == 1 + length
             assert rule != "match" or text == run(TOY, prompt, sampling)[0], "the last row went astray"
     assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > 3
@@ -234,7 +234,7 @@ def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("layers", [1, 2, 4])
-def test_no_row_passes_a_layer_twice(layers: int, shape: Tree, rows_of_layers: dict[int, int]) -> None:
+def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_layers: dict[int, int]) -> None:
     """Four requests in step, so that no pass is padded; prompts of one token, so that nothing is prefilled."""
     engine = Engine(TOY, early(layers), shape)
     how = [Sampling(max_new_tokens=40, temperature=0.7, seed=2)] * MIN_ROWS
@@ -247,8 +247,8 @@ def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) ->
     engine = Engine(TOY, early(2), CHAIN)
     sampler = Sampling().sampler([3])
     slots = [engine.cache.acquire(1) for _ in range(MIN_ROWS)]
-    (pilot,) = engine.pilots
-    drafts = pilot.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])
+    (policy,) = engine.policies
+    drafts = policy.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])
     assert rows_of_layers == {0: 20, 1: 20, 2: 0, 3: 0}
     assert [len(draft.carried.streams) for draft in drafts if draft.carried] == [5] * MIN_ROWS, "not the last leaf"
 
@@ -263,7 +263,7 @@ def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.
         patch.setattr(target, "forward", lambda *given: next(passes)(*given))
         with pytest.raises(StopIteration):
             drafter.propose([ask])
-    (draft,) = drafter.propose([replace(ask, budget=Tree.chain(0))])
+    (draft,) = drafter.propose([replace(ask, budget=DraftBudget.chain(0))])
     assert draft.carried is None
 
 
@@ -287,7 +287,7 @@ class Listener(NGram):
 def test_hidden_states_come_from_below_the_exit_too(layers: int) -> None:
     how = Sampling(max_new_tokens=20)
     ours, theirs = Listener(), Listener()
-    tokens = run(TOY, PROMPT, how, Stack([ours, early(layers)]), CHAIN)[0]
+    tokens = run(TOY, PROMPT, how, DrafterStack([ours, early(layers)]), CHAIN)[0]
     assert tokens == run(TOY, PROMPT, how, theirs)[0]
     for tap in Listener.taps:
         states, plain = (torch.cat([heard[tap] for heard in x.heard]) for x in (ours, theirs))

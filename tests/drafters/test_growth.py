@@ -15,7 +15,7 @@ from paceline.protocols import Ask, KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Ranked
 from paceline.testing import TINY, random_tensors
-from paceline.types import Draft, Forward, Rows, Tree, Verdict, Want
+from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
 
 CPU = torch.device("cpu")
@@ -52,10 +52,16 @@ SAMPLINGS = [
     Sampling(temperature=1.2, seed=5, processors=[only_even]),
     Sampling(temperature=1.0, seed=6, top_k=2, rule="rejection"),
 ]
-BUDGETS = [Tree(12, 4, 3), Tree.chain(5), Tree(20, 3, 4), Tree.chain(0), Tree(7, 5, 2)]
+BUDGETS = [
+    DraftBudget(12, 4, 3),
+    DraftBudget.chain(5),
+    DraftBudget(20, 3, 4),
+    DraftBudget.chain(0),
+    DraftBudget(7, 5, 2),
+]
 
 
-def asks(samplings: Sequence[Sampling], budgets: Sequence[Tree], texts: Sequence[Sequence[int]]) -> list[Ask]:
+def asks(samplings: Sequence[Sampling], budgets: Sequence[DraftBudget], texts: Sequence[Sequence[int]]) -> list[Ask]:
     together = zip(samplings, budgets, texts, strict=True)
     return [Ask(slot, budget, sampling.sampler(text)) for slot, (sampling, budget, text) in enumerate(together)]
 
@@ -93,7 +99,7 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
         texts = [[1, 2, 3], [5] * 7, [8]][:count]
         for slot, text in enumerate(texts):
             drafter.admit(slot, text)
-        drafter.propose(asks([Sampling()] * count, [Tree(12, 4, 3)] * count, texts))
+        drafter.propose(asks([Sampling()] * count, [DraftBudget(12, 4, 3)] * count, texts))
         starts = [(row,) * count for row in (0, 0, 3, 6)]
         assert [rows.starts for rows in model.passes] == starts, "the texts, then a pass per level but the last"
         assert all(len(rows.slots) == count and rows.tokens.numel() >= MIN_ROWS for rows in model.passes)
@@ -105,7 +111,7 @@ def test_a_long_text_is_fed_alone_before_the_others_join() -> None:
     texts = [[1, 2, 3], [5] * 200]
     for slot, text in enumerate(texts):
         drafter.admit(slot, text)
-    drafter.propose(asks([Sampling()] * 2, [Tree.chain(1)] * 2, texts))
+    drafter.propose(asks([Sampling()] * 2, [DraftBudget.chain(1)] * 2, texts))
     assert [(rows.slots, rows.tokens.shape[1], rows.prefill) for rows in model.passes] == [
         ((1,), 199, True),
         ((0, 1), 3, False),
@@ -118,14 +124,14 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
     for slot, text in enumerate(texts):
         drafter.admit(slot, text)
     samplings = [Sampling(), Sampling(processors=[no_token]), Sampling()]
-    drafts = drafter.propose(asks(samplings, [Tree.chain(3), Tree.chain(3), Tree.chain(0)], texts))
+    drafts = drafter.propose(asks(samplings, [DraftBudget.chain(3), DraftBudget.chain(3), DraftBudget.chain(0)], texts))
     assert [len(draft.tokens) for draft in drafts] == [3, 0, 0]
 
 
 def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     """Tree of two, fillers in the shorter one: they leave no trace, and a child finds its parent's row."""
     sampler = Sampling().sampler([1, 2])
-    bushy, thin = (Growth(Ask(slot, Tree(9, 3, 2), sampler), Chosen(Tree(9, 3, 2))) for slot in range(2))
+    bushy, thin = (Growth(Ask(slot, DraftBudget(9, 3, 2), sampler), Chosen(DraftBudget(9, 3, 2))) for slot in range(2))
     bushy.nodes.grow(ROOT, Ranked([3, 4], [1.0, 0.0]))
     thin.nodes.grow(ROOT, Ranked([5], [1.0]))
     assert bushy.descend()

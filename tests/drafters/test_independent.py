@@ -14,7 +14,7 @@ from paceline.drafters.independent import fixed, independent
 from paceline.protocols import Ask, Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 from tests.bigram import Bigram
 from tests.verify.test_rules import CHAIN, TREE, chi_square
@@ -34,8 +34,11 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("budget", [Tree(9, 4, 3), Tree(30, 3, 2), Tree(5, 2, 4), Tree.chain(4), Tree(2, 4, 3)])
-def test_the_likeliest_nodes_of_all_are_drafted(budget: Tree, seed: int) -> None:
+@pytest.mark.parametrize(
+    "budget",
+    [DraftBudget(9, 4, 3), DraftBudget(30, 3, 2), DraftBudget(5, 2, 4), DraftBudget.chain(4), DraftBudget(2, 4, 3)],
+)
+def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) -> None:
     """Against every node that could be, the probability of a path being that of its tokens together."""
     rows = logits(seed=seed)
     draft = independent(Sampling().sampler(PROMPT), budget, rows)
@@ -52,12 +55,12 @@ def test_a_chain_is_what_the_target_would_choose_from_the_same_rows(temperature:
     """The noise of each place is the target's own."""
     rows = logits(seed=3)
     sampler = Sampling(temperature=temperature, top_k=5, seed=3).sampler(PROMPT)
-    draft = independent(sampler, Tree.chain(4), rows)
+    draft = independent(sampler, DraftBudget.chain(4), rows)
     path: list[int] = []
     for row in rows:
         path.append(sampler.choose(row, path))
     assert draft == Draft.chain(path)
-    assert independent(sampler, Tree.chain(2), rows) == Draft.chain(path[:2])
+    assert independent(sampler, DraftBudget.chain(2), rows) == Draft.chain(path[:2])
 
 
 def test_processors_see_the_best_path() -> None:
@@ -66,13 +69,13 @@ def test_processors_see_the_best_path() -> None:
         return row
 
     sampler = Sampling(processors=[climbing]).sampler(PROMPT)
-    draft = independent(sampler, Tree.chain(4), logits())
+    draft = independent(sampler, DraftBudget.chain(4), logits())
     assert list(draft.tokens) == sorted(set(draft.tokens))
     assert draft.tokens[0] > PROMPT[-1]
     dead = torch.full((4, 12), 0.0)
     dead[0, 11] = 9.0
-    assert independent(sampler, Tree(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
-    assert max(depths(independent(sampler, Tree(9, 4, 2), dead).parents)) == 1
+    assert independent(sampler, DraftBudget(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
+    assert max(depths(independent(sampler, DraftBudget(9, 4, 2), dead).parents)) == 1
 
 
 def test_rows_that_are_not_finite_end_the_draft() -> None:
@@ -80,7 +83,7 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
     rows[2] = torch.nan
     for rule in ("match", "rejection"):
         sampler = Sampling(temperature=0.9, seed=1, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
-        assert max(depths(independent(sampler, Tree(12, 4, 2), rows).parents)) == 2
+        assert max(depths(independent(sampler, DraftBudget(12, 4, 2), rows).parents)) == 2
 
 
 class Guess(Drafter):
@@ -103,7 +106,7 @@ class Guess(Drafter):
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", TREE)])
-def test_texts_have_the_targets_distribution(rule: str, draft: Tree) -> None:
+def test_texts_have_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
     assert chi_square(rule, draft, Guess) < 1
 
 
@@ -121,9 +124,9 @@ def test_a_q_of_another_depth_is_noticed() -> None:
 )
 def test_drawn_trees_branch_no_more_below_an_only_child(order: tuple[tuple[int, ...], ...]) -> None:
     """Else a processor that looks at the path decides, by what was drawn, whether block sees a chain."""
-    nodes = fixed(Tree(8, 3, 2), order, True).nodes
+    nodes = fixed(DraftBudget(8, 3, 2), order, True).nodes
     children = Counter(parent for parent, _, _ in nodes)
     for row, (parent, _, _) in enumerate(nodes, 1):
         assert children[parent] > 1 or children[row] <= 1
     assert len(nodes) == len(order) - 1
-    assert len(fixed(Tree(8, 3, 2), order, False).nodes) == len(order), "where nothing is drawn all stay"
+    assert len(fixed(DraftBudget(8, 3, 2), order, False).nodes) == len(order), "where nothing is drawn all stay"

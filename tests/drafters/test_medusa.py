@@ -27,7 +27,7 @@ from paceline.testing import (
     run_together,
     tiny_target,
 )
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -39,7 +39,7 @@ ALL = 1 + TINY_MEDUSA.heads
 Out = Mapping[Tap, Tensor]
 
 
-def rate(drafter: Medusa, draft: Tree, sampling: Sampling = WARM, prompt: Sequence[int] = PROMPT) -> float:
+def rate(drafter: Medusa, draft: DraftBudget, sampling: Sampling = WARM, prompt: Sequence[int] = PROMPT) -> float:
     """Tokens per round of a text that must be plain decoding's."""
     tokens, _, stats = run(TOY, prompt, sampling, drafter, draft)
     assert tokens == run(TOY, prompt, sampling)[0]
@@ -57,8 +57,10 @@ def test_heads_that_know_the_text_are_always_right(cut: int) -> None:
     text = prompt + run(TOY, prompt, WARM)[0]
     for depth in (1, 2, 3):
         drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), TOY)
-        assert rate(drafter, Tree.chain(depth), prompt=prompt) == pytest.approx(1 + depth, rel=0.1)
-    assert rate(drafter, Tree.chain(9), prompt=prompt) == pytest.approx(ALL, rel=0.1), "no deeper than there are heads"
+        assert rate(drafter, DraftBudget.chain(depth), prompt=prompt) == pytest.approx(1 + depth, rel=0.1)
+    assert rate(drafter, DraftBudget.chain(9), prompt=prompt) == pytest.approx(ALL, rel=0.1), (
+        "no deeper than there are heads"
+    )
 
 
 def test_a_prompt_of_one_token_leaves_nothing_to_draft_from_at_first() -> None:
@@ -66,9 +68,9 @@ def test_a_prompt_of_one_token_leaves_nothing_to_draft_from_at_first() -> None:
     drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), TOY)
     sampler = WARM.sampler([4])
     drafter.admit(0, [4])
-    assert drafter.propose([Ask(0, Tree.chain(3), sampler)]) == [Draft()]
+    assert drafter.propose([Ask(0, DraftBudget.chain(3), sampler)]) == [Draft()]
     drafter.release(0)
-    assert rate(drafter, Tree.chain(3), prompt=[4]) > 3
+    assert rate(drafter, DraftBudget.chain(3), prompt=[4]) > 3
 
 
 class FirstRow(Medusa):
@@ -101,20 +103,20 @@ class Deaf(Medusa):
 @pytest.mark.parametrize("wrong", [FirstRow, OneEarly, Deaf])
 def test_a_state_of_another_row_is_noticed(wrong: type[Medusa]) -> None:
     """A round that is refused puts the first two right again: they accept every other one."""
-    assert rate(wrong(TINY_MEDUSA, RIGHT, TOY), Tree.chain(3)) <= 2.5
-    assert rate(Medusa(TINY_MEDUSA, RIGHT, TOY), Tree.chain(3)) > 3.5
+    assert rate(wrong(TINY_MEDUSA, RIGHT, TOY), DraftBudget.chain(3)) <= 2.5
+    assert rate(Medusa(TINY_MEDUSA, RIGHT, TOY), DraftBudget.chain(3)) > 3.5
 
 
 def test_a_row_that_was_not_accepted_is_noticed() -> None:
     """Half of what is drafted is wrong, so that the last row is seldom the last accepted one."""
     wrong = {"lm_heads.1.weight": RIGHT["lm_heads.1.weight"].roll(1, 0)}
-    assert rate(with_heads(wrong), Tree.chain(3)) == pytest.approx(2, rel=0.1)
-    assert rate(LastRow(TINY_MEDUSA, {**RIGHT, **wrong}, TOY), Tree.chain(3)) < 1.4
+    assert rate(with_heads(wrong), DraftBudget.chain(3)) == pytest.approx(2, rel=0.1)
+    assert rate(LastRow(TINY_MEDUSA, {**RIGHT, **wrong}, TOY), DraftBudget.chain(3)) < 1.4
 
 
 def test_heads_of_another_depth_are_noticed() -> None:
     late = {f"lm_heads.{head}.weight": RIGHT[f"lm_heads.{(head + 1) % 3}.weight"] for head in range(3)}
-    assert rate(with_heads(late), Tree.chain(3)) < 1.5
+    assert rate(with_heads(late), DraftBudget.chain(3)) < 1.5
 
 
 def second_best(weight: Tensor) -> Tensor:
@@ -124,11 +126,11 @@ def second_best(weight: Tensor) -> Tensor:
 
 def test_the_second_candidates_of_all_heads_are_found_in_a_tree() -> None:
     seconds = {name: second_best(x) for name, x in RIGHT.items() if name.startswith("lm_heads")}
-    assert rate(with_heads(seconds), Tree.chain(3)) < 1.5
-    assert rate(with_heads(seconds), Tree(14, 3, 2)) == pytest.approx(ALL, rel=0.1)
+    assert rate(with_heads(seconds), DraftBudget.chain(3)) < 1.5
+    assert rate(with_heads(seconds), DraftBudget(14, 3, 2)) == pytest.approx(ALL, rel=0.1)
     path = replace(TINY_MEDUSA, paths=((1,), (1, 1), (1, 1, 1)))
     drafter = with_heads(seconds, path)
-    assert drafter.draft == Tree(3, 3, 2)
+    assert drafter.draft == DraftBudget(3, 3, 2)
     assert rate(drafter, drafter.draft) == pytest.approx(ALL, rel=0.1), "one path of second candidates, and no other"
 
 
@@ -136,8 +138,8 @@ def test_the_noise_is_that_of_the_place_where_a_token_will_stand() -> None:
     """A temperature so high that only the noise decides, for the target and for every head."""
     hot = Sampling(max_new_tokens=40, temperature=1000.0, seed=3)
     blank = {f"lm_heads.{head}.weight": torch.zeros(37, 32) for head in range(3)}
-    assert rate(with_heads(blank), Tree.chain(3), hot) > 3.7
-    assert rate(with_heads(blank), Tree(9, 3, 3), hot) > 3.7
+    assert rate(with_heads(blank), DraftBudget.chain(3), hot) > 3.7
+    assert rate(with_heads(blank), DraftBudget(9, 3, 3), hot) > 3.7
 
 
 def test_processors_see_the_likeliest_path() -> None:
@@ -150,7 +152,9 @@ def test_processors_see_the_likeliest_path() -> None:
         return only
 
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=1, processors=[counting])
-    assert rate(Medusa(TINY_MEDUSA, medusa_tensors(), TOY), Tree(9, 3, 3), sampling) == pytest.approx(ALL, rel=0.1)
+    assert rate(Medusa(TINY_MEDUSA, medusa_tensors(), TOY), DraftBudget(9, 3, 3), sampling) == pytest.approx(
+        ALL, rel=0.1
+    )
 
 
 def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +162,11 @@ def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.Monk
     samplings = [replace(WARM, max_new_tokens=6, seed=seed) for seed in seeds]
     texts = [p + run(TOY, p, s)[0] for p, s in zip(prompts, samplings, strict=True)]
     drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, texts), TOY)
-    alone = [run(TOY, p, s, drafter, Tree.chain(3)) for p, s in zip(prompts, samplings, strict=True)]
+    alone = [run(TOY, p, s, drafter, DraftBudget.chain(3)) for p, s in zip(prompts, samplings, strict=True)]
     passes = []
     honest = MedusaHeads.states
     monkeypatch.setattr(MedusaHeads, "states", lambda self, x, heads: passes.append(len(x)) or honest(self, x, heads))
-    together = run_together(Engine(TOY, drafter, Tree.chain(3)), prompts, samplings)
+    together = run_together(Engine(TOY, drafter, DraftBudget.chain(3)), prompts, samplings)
     assert (
         [r[0] for r in together] == [r[0] for r in alone] == [t[len(p) :] for t, p in zip(texts, prompts, strict=True)]
     )
@@ -173,19 +177,19 @@ def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.Monk
 def test_the_budget_cuts_the_tree_from_its_end() -> None:
     order = ((0,), (0, 0), (1,), (0, 0, 0), (0, 1), (2,), (1, 0))
     drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), TOY)
-    assert drafter.draft == Tree(7, 3, 3)
+    assert drafter.draft == DraftBudget(7, 3, 3)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.randn(9, 32, dtype=torch.float64)})
 
-    def parents(budget: Tree) -> tuple[int, ...]:
+    def parents(budget: DraftBudget) -> tuple[int, ...]:
         (draft,) = drafter.propose([Ask(0, budget, WARM.sampler(PROMPT))])
         return draft.parents
 
     assert parents(drafter.draft) == (0, 1, 0, 2, 1, 0, 3)
-    assert parents(Tree(4, 3, 3)) == (0, 1, 0, 2)
-    assert parents(Tree(7, 2, 3)) == (0, 1, 0, 1, 0, 3)
-    assert parents(Tree(7, 3, 2)) == (0, 1, 0, 2, 1, 3)
-    assert parents(Tree.chain(7)) == (0, 1, 2)
+    assert parents(DraftBudget(4, 3, 3)) == (0, 1, 0, 2)
+    assert parents(DraftBudget(7, 2, 3)) == (0, 1, 0, 1, 0, 3)
+    assert parents(DraftBudget(7, 3, 2)) == (0, 1, 0, 2, 1, 3)
+    assert parents(DraftBudget.chain(7)) == (0, 1, 2)
 
 
 def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
@@ -212,7 +216,7 @@ def test_only_the_heads_that_are_wanted_run(monkeypatch: pytest.MonkeyPatch) -> 
     asked = []
     honest = MedusaHeads.states
     monkeypatch.setattr(MedusaHeads, "states", lambda self, x, heads: asked.append(heads) or honest(self, x, heads))
-    run(TOY, PROMPT, WARM, Medusa(TINY_MEDUSA, RIGHT, TOY), Tree.chain(2))
+    run(TOY, PROMPT, WARM, Medusa(TINY_MEDUSA, RIGHT, TOY), DraftBudget.chain(2))
     assert set(asked) == {1, 2}, "as deep as the draft, and less at the end of the reply"
 
 
@@ -274,8 +278,8 @@ def test_a_checkpoint_with_a_map_keeps_the_contract_and_drafts_right() -> None:
     ids = torch.tensor(sorted(set(TEXT)))
     small = {name: x[ids] for name, x in RIGHT.items() if name.startswith("lm_heads")}
     mapped = {**small, "token_map": ids}
-    assert rate(with_heads(mapped), Tree.chain(3)) == pytest.approx(ALL, rel=0.1)
-    assert rate(with_heads(mapped), Tree.chain(3), replace(WARM, rule="match", top_k=50)) > 3
+    assert rate(with_heads(mapped), DraftBudget.chain(3)) == pytest.approx(ALL, rel=0.1)
+    assert rate(with_heads(mapped), DraftBudget.chain(3), replace(WARM, rule="match", top_k=50)) > 3
     check_drafter(lambda: with_heads(mapped))
 
 
@@ -305,4 +309,4 @@ def test_a_state_that_is_not_finite_drafts_nothing() -> None:
     drafter = Medusa(TINY_MEDUSA, medusa_tensors(), TOY)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.full((9, 32), torch.nan, dtype=torch.float64)})
-    assert drafter.propose([Ask(0, Tree(9, 3, 3), WARM.sampler(PROMPT))]) == [Draft()]
+    assert drafter.propose([Ask(0, DraftBudget(9, 3, 3), WARM.sampler(PROMPT))]) == [Draft()]

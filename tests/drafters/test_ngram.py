@@ -13,10 +13,10 @@ from paceline.drafters.ngram import NGram
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Verdict
 
 
-def ask(drafter: NGram, text: Sequence[int], budget: Tree, slot: int = 0) -> Draft:
+def ask(drafter: NGram, text: Sequence[int], budget: DraftBudget, slot: int = 0) -> Draft:
     (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
     return draft
 
@@ -24,7 +24,7 @@ def ask(drafter: NGram, text: Sequence[int], budget: Tree, slot: int = 0) -> Dra
 def drafted(text: Sequence[int], budget: int = 3, **options: int) -> tuple[int, ...]:
     drafter = NGram(**options)
     drafter.admit(0, text)
-    return ask(drafter, text, Tree.chain(budget)).tokens
+    return ask(drafter, text, DraftBudget.chain(budget)).tokens
 
 
 def expected(text: Sequence[int], count: int, max_n: int, min_n: int) -> list[int]:
@@ -88,14 +88,14 @@ def test_round_by_round_it_says_what_a_search_says(
     known = text[:1]
     drafter.admit(0, known)
     for cut in [*cuts, len(text)]:
-        assert list(ask(drafter, known, Tree.chain(count)).tokens) == expected(known, count, max_n, min_n)
+        assert list(ask(drafter, known, DraftBudget.chain(count)).tokens) == expected(known, count, max_n, min_n)
         fresh = text[len(known) : len(known) + cut]
         known = known + fresh
         drafter.observe(0, Verdict(tuple(range(1, len(fresh))), tuple(fresh)), {})
 
 
-@pytest.mark.parametrize("budget", [Tree(4, 9, 3), Tree(9, 4, 3), Tree(4, 4)])
-def test_it_drafts_a_chain_within_nodes_and_depth(budget: Tree) -> None:
+@pytest.mark.parametrize("budget", [DraftBudget(4, 9, 3), DraftBudget(9, 4, 3), DraftBudget(4, 4)])
+def test_it_drafts_a_chain_within_nodes_and_depth(budget: DraftBudget) -> None:
     drafter = NGram()
     drafter.admit(0, [1, 2] * 8)
     assert ask(drafter, [1, 2] * 8, budget) == Draft((1, 2, 1, 2), (0, 1, 2, 3))
@@ -118,7 +118,7 @@ def test_a_round_costs_the_same_in_a_long_text() -> None:
     def lines(n: int) -> int:
         drafter, text, count = NGram(), random.Random(0).choices(range(9), k=n), 0
         drafter.admit(0, text)
-        ask(drafter, text, Tree.chain(7))
+        ask(drafter, text, DraftBudget.chain(7))
 
         def trace(frame: FrameType, event: str, arg: object) -> object:
             nonlocal count
@@ -129,7 +129,7 @@ def test_a_round_costs_the_same_in_a_long_text() -> None:
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
             drafter.observe(0, Verdict((), (1,)), {})
-            ask(drafter, [1], Tree.chain(7))
+            ask(drafter, [1], DraftBudget.chain(7))
         finally:
             sys.settrace(before)
         return count
@@ -138,7 +138,7 @@ def test_a_round_costs_the_same_in_a_long_text() -> None:
 
 
 def test_slots_are_independent_and_can_be_used_again() -> None:
-    drafter, budget = NGram(), Tree.chain(2)
+    drafter, budget = NGram(), DraftBudget.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
     asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]

@@ -14,25 +14,25 @@ from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.vocab_map import Words
-from paceline.drafters.wrapper import Around
+from paceline.drafters.vocab_map import VocabMap
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.models.heads import HeadConfig
 from paceline.protocols import Ask, Drafter, KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
-from paceline.types import Draft, Forward, Rows, Tree, Want
-from paceline.verify.tree import CHUNK
+from paceline.types import Draft, DraftBudget, Forward, Rows, Want
+from paceline.verify.tree import PREFILL_ROWS
 from tests import random_heads as heads
 from tests.cached_engine import CachedEngine, begun
 from tests.toys import toy_foreigner, toy_model
 
 TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
-FOREIGN = Words(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
-PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * CHUNK + 90)]
-TREE = Tree(8, 3, 2)
+FOREIGN = VocabMap(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
+PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * PREFILL_ROWS + 90)]
+TREE = DraftBudget(8, 3, 2)
 
 
 def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
@@ -51,9 +51,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "block, few tokens": head(Block, heads.REDUCED),
     "early exit": lambda: EarlyExit(heads.EXIT, heads.head_of(heads.EXIT).tensors, TARGET, threshold=0.0),
     "model": lambda: DraftModel(tiny_target(seed=9, vocab_size=64, context_length=1024), 64),
-    "stack": lambda: Stack([Suffix(floor=0.9), EAGLE(), NGram()]),
-    "stack that needs nothing": lambda: Stack([DraftModel(tiny_target(seed=9, vocab_size=64), 64), NGram()]),
-    "around": lambda: Around(EAGLE()),
+    "stack": lambda: DrafterStack([Suffix(floor=0.9), EAGLE(), NGram()]),
+    "stack that needs nothing": lambda: DrafterStack([DraftModel(tiny_target(seed=9, vocab_size=64), 64), NGram()]),
+    "around": lambda: DrafterWrapper(EAGLE()),
     "ngram": NGram,
     "suffix": Suffix,
 }
@@ -63,7 +63,7 @@ FOREIGNERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: Tree) -> tuple[list[Draft], list[int]]:
+def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: DraftBudget) -> tuple[list[Draft], list[int]]:
     """The drafts of the first rounds of a reply, and its text."""
     sampling = Sampling(temperature=0.9, seed=3, rule=rule, max_new_tokens=12, ignore_eos=True)  # type: ignore[arg-type]
     request = begun(engine, prompt, sampling)
@@ -87,7 +87,13 @@ def same(ours: Sequence[Draft], theirs: Sequence[Draft], exact: bool) -> None:
 
 @pytest.mark.parametrize(
     ("common", "rule"),
-    [(CHUNK + 1, "match"), (CHUNK + 1, "block"), (2, "block"), (31, "match"), (2 * CHUNK + 60, "block")],
+    [
+        (PREFILL_ROWS + 1, "match"),
+        (PREFILL_ROWS + 1, "block"),
+        (2, "block"),
+        (31, "match"),
+        (2 * PREFILL_ROWS + 60, "block"),
+    ],
 )
 @pytest.mark.parametrize("name", [*DRAFTERS, *FOREIGNERS])
 def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: int, rule: str) -> None:
@@ -107,7 +113,7 @@ def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: 
         drafts, ours = rounds(engine, PROMPT, rule, TREE)
         assert engine.cached == [0, common - 1]
         # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
-        same(drafts, plain, exact=common == CHUNK + 1 and name in DRAFTERS)
+        same(drafts, plain, exact=common == PREFILL_ROWS + 1 and name in DRAFTERS)
         assert ours == text
 
 
@@ -154,10 +160,10 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
 def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
     target = tiny_target(layers=8, vocab_size=64, context_length=2048)
     drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
-    engine = CachedEngine(target, drafter, Tree.chain(3), PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
     prompt = [i * i % 37 for i in range(1500)]
     request = begun(engine, prompt, Sampling())
-    drafter.propose([Ask(request.slot, Tree.chain(3), request.sampler)])
+    drafter.propose([Ask(request.slot, DraftBudget.chain(3), request.sampler)])
     saved = drafter.save(request.slot)
     assert saved is not None
     assert saved.length == 1499
@@ -173,7 +179,7 @@ def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
 
 
 def test_nothing_is_saved_of_a_text_that_was_not_heard() -> None:
-    for drafter in (EAGLE(), Stack([NGram(), EAGLE()])):
+    for drafter in (EAGLE(), DrafterStack([NGram(), EAGLE()])):
         drafter.admit(0, [1, 2, 3])
         assert drafter.needs_past
         assert drafter.save(0) is None

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from paceline.drafters.model import DraftModel
-from paceline.drafters.shapes import Accuracy, Measured, Shape, best
+from paceline.drafters.shapes import Accuracy, Measured, MeasuredShape, best
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run, tiny_target
-from paceline.types import Draft, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import Place, from_paths
 
 DEPTH, BRANCH = 3, 2
@@ -49,7 +49,7 @@ def any_chances(seed: int) -> dict[Place, float]:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_tree_of_as_many_nodes_keeps_more(seed: int) -> None:
     chances = any_chances(seed)
-    shape = best(chances.__getitem__, Tree(6, DEPTH, BRANCH))
+    shape = best(chances.__getitem__, DraftBudget(6, DEPTH, BRANCH))
     for nodes in range(7):
         most = max(kept(tree, chances) for tree in trees(nodes))
         at = min(nodes, len(shape.places))
@@ -59,16 +59,18 @@ def test_no_tree_of_as_many_nodes_keeps_more(seed: int) -> None:
 
 
 def test_the_search_keeps_to_its_budget() -> None:
-    shape = best(lambda place: 0.9 / (1 + place[-1]), Tree(9, 2, 3))
+    shape = best(lambda place: 0.9 / (1 + place[-1]), DraftBudget(9, 2, 3))
     assert len(shape.places) == 9
     assert max(map(len, shape.places)) == 2
     assert max(map(max, shape.places)) == 2
-    assert best(lambda place: 0.5, Tree(0, 3, 2)) == Shape((), (1.0,))
-    assert best(lambda place: 0.0, Tree(9, 3, 2)) == Shape((), (1.0,)), "what never stands is not drafted"
+    assert best(lambda place: 0.5, DraftBudget(0, 3, 2)) == MeasuredShape((), (1.0,))
+    assert best(lambda place: 0.0, DraftBudget(9, 3, 2)) == MeasuredShape((), (1.0,)), (
+        "what never stands is not drafted"
+    )
 
 
 def test_the_fastest_size_is_the_one_with_the_most_tokens_per_second() -> None:
-    shape = best(lambda place: 0.7 * 0.25 ** place[-1], Tree(60, 6, 4))
+    shape = best(lambda place: 0.7 * 0.25 ** place[-1], DraftBudget(60, 6, 4))
     seconds = {4: 0.010, 8: 0.013, 16: 0.016, 32: 0.031}
     speeds = []
     for n in range(32):
@@ -121,7 +123,7 @@ def test_few_tries_lean_on_all_of_their_depth_and_rank() -> None:
 def test_a_model_that_is_measured_is_predicted() -> None:
     """The measured chances of a fixed tree say how many tokens per round the same tree keeps."""
     target, other = tiny_target(), tiny_target(seed=9)
-    accuracy, budget = Accuracy(), Tree(12, 3, 4)
+    accuracy, budget = Accuracy(), DraftBudget(12, 3, 4)
     prompt, rounds, tokens = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9], 0, 0
     for seed in range(6):
         sampling = Sampling(max_new_tokens=40, temperature=3.0, seed=seed, rule="rejection")

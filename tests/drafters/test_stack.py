@@ -7,20 +7,22 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 
-BUDGET = Tree.chain(3)
+BUDGET = DraftBudget.chain(3)
 
 
 class Recorder(Drafter):
     """Says `word`, in the slots given, and writes down everything it is told."""
 
-    def __init__(self, word: int, slots: Sequence[int], taps: tuple[Tap, ...] = (), draft: Tree = BUDGET) -> None:
+    def __init__(
+        self, word: int, slots: Sequence[int], taps: tuple[Tap, ...] = (), draft: DraftBudget = BUDGET
+    ) -> None:
         self.word, self.slots, self.taps, self.draft = word, slots, taps, draft
         self.told: list[tuple[object, ...]] = []
 
@@ -41,26 +43,26 @@ class Recorder(Drafter):
         self.told.append(("release", slot))
 
 
-def ask(slot: int, budget: Tree = BUDGET) -> Ask:
+def ask(slot: int, budget: DraftBudget = BUDGET) -> Ask:
     return Ask(slot, budget, Sampler(text=[0]))
 
 
 def test_per_request_the_first_with_something_to_say_wins() -> None:
     first, second = Recorder(1, [0, 2]), Recorder(2, [0, 1])
-    drafts = Stack([first, second]).propose([ask(3), ask(0), ask(1), ask(2)])
+    drafts = DrafterStack([first, second]).propose([ask(3), ask(0), ask(1), ask(2)])
     assert [d.tokens for d in drafts] == [(), (1,), (2,), (1,)]
     assert second.told == [("propose", 3, 1, BUDGET, BUDGET)]
 
 
 def test_a_later_drafter_rests_while_the_first_speaks() -> None:
     second = Recorder(2, [0])
-    Stack([Recorder(1, [0]), second]).propose([ask(0)])
+    DrafterStack([Recorder(1, [0]), second]).propose([ask(0)])
     assert second.told == []
 
 
 def test_all_are_told_everything() -> None:
     parts = [Recorder(1, [0]), Recorder(2, [])]
-    stack = Stack(parts)
+    stack = DrafterStack(parts)
     stack.admit(0, [1, 2])
     stack.feed(0, [1], {3: torch.zeros(1, 4)})
     stack.observe(0, Verdict((1,), (5, 6)), {"final": torch.zeros(2, 4)})
@@ -70,24 +72,24 @@ def test_all_are_told_everything() -> None:
 
 
 def test_taps_are_the_union_without_repetition() -> None:
-    stack = Stack([Recorder(1, [], taps=(3, "final")), Recorder(2, [], taps=("final", 0)), NGram()])
+    stack = DrafterStack([Recorder(1, [], taps=(3, "final")), Recorder(2, [], taps=("final", 0)), NGram()])
     assert stack.taps == (3, "final", 0)
 
 
 def test_none_drafts_more_than_its_own_size() -> None:
-    parts = [Recorder(1, [], draft=Tree(15, 9, 3)), Recorder(2, [], draft=Tree.chain(12))]
-    stack = Stack(parts)
-    assert stack.draft == Tree(15, 12, 3)
+    parts = [Recorder(1, [], draft=DraftBudget(15, 9, 3)), Recorder(2, [], draft=DraftBudget.chain(12))]
+    stack = DrafterStack(parts)
+    assert stack.draft == DraftBudget(15, 12, 3)
     stack.propose([ask(0, stack.draft)])
-    stack.propose([ask(0, Tree(4, 4, 2))])
+    stack.propose([ask(0, DraftBudget(4, 4, 2))])
     assert [p.told for p in parts] == [
-        [("propose", 0, Tree(15, 9, 3)), ("propose", 0, Tree(4, 4, 2))],
-        [("propose", 0, Tree(12, 12, 1)), ("propose", 0, Tree(4, 4, 1))],
+        [("propose", 0, DraftBudget(15, 9, 3)), ("propose", 0, DraftBudget(4, 4, 2))],
+        [("propose", 0, DraftBudget(12, 12, 1)), ("propose", 0, DraftBudget(4, 4, 1))],
     ]
 
 
 def test_lookups_take_turns_and_stay_up_to_date() -> None:
-    stack = Stack([NGram(min_n=3), Suffix()])
+    stack = DrafterStack([NGram(min_n=3), Suffix()])
     stack.admit(0, [1, 2, 3, 4, 2])
     assert stack.propose([ask(0)])[0].tokens == (3, 4, 2)
     stack.observe(0, Verdict((), (9, 1, 2, 3)), {})
@@ -96,7 +98,7 @@ def test_lookups_take_turns_and_stay_up_to_date() -> None:
 
 def test_a_stack_of_none_is_refused() -> None:
     with pytest.raises(InvalidOption, match="no drafters"):
-        Stack([])
+        DrafterStack([])
 
 
 def test_forks_reach_every_part() -> None:
@@ -105,5 +107,5 @@ def test_forks_reach_every_part() -> None:
             self.told.append(("fork", slot, source, tuple(prompt)))
 
     parts = [Fed(1, []), Fed(2, [])]
-    Stack(parts).fork(3, 0, [1, 2])
+    DrafterStack(parts).fork(3, 0, [1, 2])
     assert [p.told for p in parts] == [[("fork", 3, 0, (1, 2))]] * 2

@@ -16,11 +16,11 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import check, depths
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
-BUDGETS = st.builds(Tree, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))
+BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))
 
 
 def ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
@@ -141,7 +141,7 @@ def test_a_very_long_request_is_bounded_too() -> None:
     drafter.admit(0, text)
     for _ in range(100):
         fresh = tuple(rng.randrange(3) for _ in range(50))
-        propose(drafter, text, Tree.chain(2))
+        propose(drafter, text, DraftBudget.chain(2))
         drafter.observe(0, Verdict((), fresh), {})
     state = drafter._slots[0]
     assert state.own.states <= 128
@@ -205,11 +205,11 @@ def test_a_round_costs_the_same_in_a_long_text(remember: bool) -> None:
         if remember:
             finish(drafter, [0], text[:n])
         drafter.admit(0, text[:n])
-        propose(drafter, text[:n], Tree(15, 15, 3))
+        propose(drafter, text[:n], DraftBudget(15, 15, 3))
         lines = 0
         for i in range(n, n + 40):
             lines += lines_run(lambda: drafter.observe(0, Verdict((), (text[i],)), {}))  # noqa: B023
-            lines += lines_run(lambda: check(propose(drafter, text[: i + 1], Tree(15, 15, 3))))  # noqa: B023
+            lines += lines_run(lambda: check(propose(drafter, text[: i + 1], DraftBudget(15, 15, 3))))  # noqa: B023
         return lines / 40
 
     assert round_lines(6000) < 2 * round_lines(300)
@@ -218,12 +218,12 @@ def test_a_round_costs_the_same_in_a_long_text(remember: bool) -> None:
 # The drafter
 
 
-def propose(drafter: Suffix, text: Sequence[int], budget: Tree, slot: int = 0) -> Draft:
+def propose(drafter: Suffix, text: Sequence[int], budget: DraftBudget, slot: int = 0) -> Draft:
     (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
     return draft
 
 
-def drafted(text: Sequence[int], budget: Tree, floor: float = 0.0) -> Draft:
+def drafted(text: Sequence[int], budget: DraftBudget, floor: float = 0.0) -> Draft:
     drafter = Suffix(floor=floor)
     drafter.admit(0, text)
     return propose(drafter, text, budget)
@@ -238,40 +238,40 @@ def finish(drafter: Suffix, prompt: Sequence[int], reply: Sequence[int], slot: i
 
 def test_the_longest_match_speaks_first() -> None:
     text = [8, 5, 1, 1, 9, 5, 2, 2, 7, 5, 2, 2, 8, 5]
-    assert drafted(text, Tree.chain(2)).tokens == (1, 1)
+    assert drafted(text, DraftBudget.chain(2)).tokens == (1, 1)
 
 
 def test_frequency_counts_and_recency_breaks_ties() -> None:
-    assert drafted([5, 1, 5, 1, 5, 2, 6, 5], Tree.chain(1)).tokens == (1,)
-    assert drafted([5, 1, 4, 5, 2, 6, 5], Tree.chain(1)).tokens == (2,)
+    assert drafted([5, 1, 5, 1, 5, 2, 6, 5], DraftBudget.chain(1)).tokens == (1,)
+    assert drafted([5, 1, 4, 5, 2, 6, 5], DraftBudget.chain(1)).tokens == (2,)
 
 
 def test_siblings_come_likeliest_first() -> None:
     text = [5, 1, 5, 1, 5, 1, 5, 2, 5, 2, 5, 3, 6, 5]
-    draft = drafted(text, Tree(3, 1, 3))
+    draft = drafted(text, DraftBudget(3, 1, 3))
     assert draft == Draft((1, 2, 3), (0, 0, 0))
-    assert drafted(text, Tree(3, 1, 2)).tokens == (1, 2)
+    assert drafted(text, DraftBudget(3, 1, 2)).tokens == (1, 2)
 
 
 def test_a_shorter_context_adds_a_branch() -> None:
     text = [8, 5, 1, 9, 5, 2, 9, 8, 5]
-    assert set(drafted(text, Tree(2, 1, 2)).tokens) == {1, 2}
+    assert set(drafted(text, DraftBudget(2, 1, 2)).tokens) == {1, 2}
 
 
 def test_the_end_of_the_text_does_not_match_itself() -> None:
-    assert drafted([1, 2, 3, 4], Tree(8, 4, 3)) == Draft()
-    assert drafted([1], Tree(8, 4, 3)) == Draft()
+    assert drafted([1, 2, 3, 4], DraftBudget(8, 4, 3)) == Draft()
+    assert drafted([1], DraftBudget(8, 4, 3)) == Draft()
 
 
 def test_a_repeating_text_fills_the_budget() -> None:
-    assert drafted([9, *[1, 2, 3] * 3], Tree.chain(10), floor=0.2).tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
-    assert drafted([4] * 9, Tree.chain(12), floor=0.2).tokens == (4,) * 12
+    assert drafted([9, *[1, 2, 3] * 3], DraftBudget.chain(10), floor=0.2).tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
+    assert drafted([4] * 9, DraftBudget.chain(12), floor=0.2).tokens == (4,) * 12
 
 
 def test_a_weak_match_earns_a_short_draft() -> None:
     far = list(range(10, 40))
-    weak = drafted([1, 2, *far, 3, 2], Tree.chain(15), floor=0.2)
-    strong = drafted([*range(1, 9), *far, *range(1, 9)], Tree.chain(15), floor=0.2)
+    weak = drafted([1, 2, *far, 3, 2], DraftBudget.chain(15), floor=0.2)
+    strong = drafted([*range(1, 9), *far, *range(1, 9)], DraftBudget.chain(15), floor=0.2)
     assert weak.tokens == tuple(far[:3])
     assert strong.tokens == tuple(far[: len(strong.tokens)])
     assert len(strong.tokens) >= 8
@@ -279,7 +279,7 @@ def test_a_weak_match_earns_a_short_draft() -> None:
 
 @given(TEXTS, st.lists(st.tuples(st.integers(1, 9), BUDGETS), max_size=12), st.sampled_from([0.0, 0.2]))
 def test_every_draft_is_a_tree_within_budget_of_things_that_occurred(
-    text: list[int], rounds: list[tuple[int, Tree]], floor: float
+    text: list[int], rounds: list[tuple[int, DraftBudget]], floor: float
 ) -> None:
     drafter = Suffix(floor=floor, limit=24)
     known = text[:1]
@@ -303,9 +303,9 @@ def test_every_draft_is_a_tree_within_budget_of_things_that_occurred(
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=60))
 def test_a_tree_grows_best_first(text: list[int]) -> None:
     """Every smaller budget gives a prefix of the larger one's draft."""
-    whole = drafted(text, Tree(12, 6, 3))
+    whole = drafted(text, DraftBudget(12, 6, 3))
     for nodes in range(len(whole.tokens)):
-        part = drafted(text, Tree(nodes, 6, 3))
+        part = drafted(text, DraftBudget(nodes, 6, 3))
         assert (part.tokens, part.parents) == (whole.tokens[:nodes], whole.parents[:nodes])
 
 
@@ -316,7 +316,7 @@ def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
     asks = []
     for slot in range(4):
         drafter.admit(slot, [1, 2, 3, 1])
-        asks.append(Ask(slot, Tree.chain(3), Sampler(text=[1, 2, 3, 1])))
+        asks.append(Ask(slot, DraftBudget.chain(3), Sampler(text=[1, 2, 3, 1])))
     (alone,) = drafter.propose(asks[:1])
     assert len(alone.tokens) == 3
     assert all(len(draft.tokens) < 3 for draft in drafter.propose(asks))
@@ -326,7 +326,7 @@ def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
 
 
 def test_slots_are_independent_and_can_be_used_again() -> None:
-    drafter, budget = Suffix(floor=0.0), Tree.chain(2)
+    drafter, budget = Suffix(floor=0.0), DraftBudget.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
     asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]
@@ -348,16 +348,16 @@ def test_an_earlier_reply_is_drafted_only_if_asked(remember: bool, tokens: tuple
     drafter = Suffix(remember)
     finish(drafter, [1, 2], [3, 4, 5, 6, 7])
     drafter.admit(0, [9, 3, 4])
-    assert propose(drafter, [9, 3, 4], Tree.chain(3)).tokens == tokens
+    assert propose(drafter, [9, 3, 4], DraftBudget.chain(3)).tokens == tokens
 
 
 def test_a_reply_is_remembered_from_the_token_before_it_but_not_the_prompt() -> None:
     drafter = Suffix(remember=True)
     finish(drafter, [10, 11, 12], [13, 14])
     drafter.admit(0, [10])
-    assert propose(drafter, [10], Tree.chain(2)).tokens == ()
+    assert propose(drafter, [10], DraftBudget.chain(2)).tokens == ()
     drafter.observe(0, Verdict((), (12,)), {})
-    assert propose(drafter, [10, 12], Tree.chain(2)).tokens == (13, 14)
+    assert propose(drafter, [10, 12], DraftBudget.chain(2)).tokens == (13, 14)
 
 
 def test_a_request_that_ends_at_once_leaves_nothing_behind() -> None:
@@ -365,7 +365,7 @@ def test_a_request_that_ends_at_once_leaves_nothing_behind() -> None:
     drafter.admit(3, [1, 2, 3])
     drafter.release(3)
     drafter.admit(3, [1, 2])
-    assert propose(drafter, [1, 2], Tree.chain(2), slot=3) == Draft()
+    assert propose(drafter, [1, 2], DraftBudget.chain(2), slot=3) == Draft()
 
 
 def test_no_draft_crosses_from_one_reply_into_the_next() -> None:
@@ -373,11 +373,11 @@ def test_no_draft_crosses_from_one_reply_into_the_next() -> None:
     finish(drafter, [1], [2, 3])
     finish(drafter, [1], [2, 3])
     drafter.admit(0, [1, 2])
-    assert propose(drafter, [1, 2], Tree(9, 9, 3)) == Draft((3,), (0,))
+    assert propose(drafter, [1, 2], DraftBudget(9, 9, 3)) == Draft((3,), (0,))
 
 
 def test_the_longer_match_wins_between_text_and_memory() -> None:
-    own, budget = [3, 8, 4, 3], Tree.chain(1)
+    own, budget = [3, 8, 4, 3], DraftBudget.chain(1)
     drafter = Suffix(remember=True)
     finish(drafter, [1], [4, 3, 9])
     drafter.admit(0, own)
@@ -391,19 +391,19 @@ def test_the_longer_match_wins_between_text_and_memory() -> None:
 def test_a_running_request_sees_what_another_finishes() -> None:
     drafter, text = Suffix(remember=True), [1, 8, 9]
     drafter.admit(0, text)
-    assert propose(drafter, text, Tree.chain(2)).tokens == ()
+    assert propose(drafter, text, DraftBudget.chain(2)).tokens == ()
     finish(drafter, [1], [2, 3, 4, 5])
     drafter.observe(0, Verdict((), (2,)), {})
-    assert propose(drafter, [*text, 2], Tree.chain(3)).tokens == (3, 4, 5)
+    assert propose(drafter, [*text, 2], DraftBudget.chain(3)).tokens == (3, 4, 5)
 
 
 def test_a_waiting_request_sees_what_another_says_of_its_context() -> None:
     drafter, text = Suffix(remember=True), [9, 21]
     finish(drafter, [1], [20, 21, 22])
     drafter.admit(0, text)
-    assert propose(drafter, text, Tree.chain(1)).tokens == (22,)
+    assert propose(drafter, text, DraftBudget.chain(1)).tokens == (22,)
     finish(drafter, [1], [30, 21, 23])
-    assert propose(drafter, text, Tree.chain(1)).tokens == (23,)
+    assert propose(drafter, text, DraftBudget.chain(1)).tokens == (23,)
 
 
 @pytest.mark.parametrize("remember", [False, True])
@@ -418,17 +418,17 @@ def test_the_memory_forgets_the_oldest_and_running_requests_find_their_place_aga
     drafter = Suffix(remember=True, limit=16)
     drafter.admit(0, [50])
     finish(drafter, [1], [2, 3, 4])
-    assert propose(drafter, [50], Tree.chain(2)).tokens == ()
+    assert propose(drafter, [50], DraftBudget.chain(2)).tokens == ()
     drafter.observe(0, Verdict((), (2, 3)), {})
-    assert propose(drafter, [50, 2, 3], Tree.chain(1)).tokens == (4,)
+    assert propose(drafter, [50, 2, 3], DraftBudget.chain(1)).tokens == (4,)
     for first in range(100, 160, 10):
         finish(drafter, [1], list(range(first, first + 6)))
-    assert propose(drafter, [50, 2, 3], Tree.chain(1)).tokens == ()
+    assert propose(drafter, [50, 2, 3], DraftBudget.chain(1)).tokens == ()
     drafter.observe(0, Verdict((), (152, 153)), {})
-    assert propose(drafter, [50, 2, 3, 152, 153], Tree.chain(2)).tokens == (154, 155)
+    assert propose(drafter, [50, 2, 3, 152, 153], DraftBudget.chain(2)).tokens == (154, 155)
     for first in range(200, 230, 10):
         finish(drafter, [1], [152, 153, first])
-    assert propose(drafter, [50, 2, 3, 152, 153], Tree.chain(1)).tokens == (220,)
+    assert propose(drafter, [50, 2, 3, 152, 153], DraftBudget.chain(1)).tokens == (220,)
 
 
 @pytest.mark.parametrize("options", [{"limit": 1}, {"floor": -0.1}, {"floor": 1.5}])

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from paceline.drafters.transcript import Respelled, Transcript, continuation
-from paceline.drafters.vocab_map import SAMPLE, Words
+from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import AWKWARD
 from tests.vocabularies import KINDS, framed, speaker, tokenizer
@@ -20,8 +20,8 @@ TEXTS = [SAMPLE * 2, "\n".join(AWKWARD), "🎉 naïve 中文字符 " * 40, "x" *
 
 
 @cache
-def words(target: str, draft: str) -> Words:
-    return Words(speaker(tokenizer(target)), speaker(tokenizer(draft)))
+def words(target: str, draft: str) -> VocabMap:
+    return VocabMap(speaker(tokenizer(target)), speaker(tokenizer(draft)))
 
 
 def chunks(tokens: Sequence[int], seed: int = 0, most: int = 6) -> Iterator[Sequence[int]]:
@@ -105,7 +105,7 @@ def test_ends_are_ends_and_beginnings_the_drafts_own() -> None:
     ours, theirs, bare = framed(tokenizer("byte-level")), framed(tokenizer("sentencepiece")), tokenizer("letters")
     begin = theirs.vocabulary["<s>"]
     for target, draft, opening in ((ours, theirs, [begin]), (ours, bare, []), (bare, theirs, [begin])):
-        pair = Words(speaker(target), speaker(draft))
+        pair = VocabMap(speaker(target), speaker(draft))
         over, end = target.vocabulary["</s>"], draft.vocabulary["</s>"]
         assert pair.special[over] == end
         for reader in (Transcript(pair), Respelled(pair)):

@@ -17,7 +17,7 @@ from paceline.llm import LLM
 from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
-from paceline.types import Forward, Tree
+from paceline.types import DraftBudget, Forward
 from tests.toys import toy_llm, toy_model
 
 PROMPTS = [
@@ -29,11 +29,11 @@ PROMPTS = [
     "the cat, the dog, the cat, the",
     [7] * 12,
 ]
-DRAFTERS: dict[str, tuple[Drafter | None, Tree | None]] = {
+DRAFTERS: dict[str, tuple[Drafter | None, DraftBudget | None]] = {
     "none": (None, None),
-    "suffix": (Suffix(), Tree(9, 5, 2)),
-    "another model": (DraftModel(tiny_target(seed=9), 37), Tree.chain(4)),
-    "the model itself": (DraftModel(tiny_target(), 37), Tree(7, 4, 2)),
+    "suffix": (Suffix(), DraftBudget(9, 5, 2)),
+    "another model": (DraftModel(tiny_target(seed=9), 37), DraftBudget.chain(4)),
+    "the model itself": (DraftModel(tiny_target(), 37), DraftBudget(7, 4, 2)),
 }
 
 
@@ -71,7 +71,7 @@ def test_samples_without_a_seed_share_one_and_differ() -> None:
 
 def test_samples_share_the_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
-    assert llm.exact
+    assert llm.guarantee
     fed: list[bool] = []
     honest = llm.model.target.forward
     monkeypatch.setattr(
@@ -231,7 +231,7 @@ def test_memory_of_a_wide_batch_or_a_long_text_is_not_held_for_the_next() -> Non
 
 def test_samples_that_wait_begin_like_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm(Suffix())
-    assert llm.exact
+    assert llm.guarantee
     fed = 0
     honest = llm.model.target.forward
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from paceline.engine.cost_model import Curve, Fading
-from paceline.engine.draft_length import Controller, Round
-from paceline.types import Draft, Tree, Verdict
+from paceline.engine.draft_length import Controller, RoundOutcome
+from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import MIN_ROWS
 
 Accept = Callable[[int], float]
@@ -19,13 +19,13 @@ class World:
     """Rounds that take `base` and `per_row` more for every row, drafting `per_level`; a draft is kept to depth d + 1,
     once at d, with the chance `right`. Times are jittered, and now and then another program takes the machine."""
 
-    def __init__(self, most: Tree, per_row: float, per_level: float, right: float, together: int = 1) -> None:
+    def __init__(self, most: DraftBudget, per_row: float, per_level: float, right: float, together: int = 1) -> None:
         self.controller = Controller(most)
         self.per_row, self.per_level, self.right, self.together = per_row, per_level, right, together
         self._random = random.Random(0)
         self.sizes: list[int] = []
 
-    def seconds(self, size: Tree) -> tuple[float, float]:
+    def seconds(self, size: DraftBudget) -> tuple[float, float]:
         return self.per_level * size.depth, 1.0 + self.per_row * max(MIN_ROWS, self.together * (size.nodes + 1))
 
     def round(self) -> tuple[float, float]:
@@ -42,14 +42,14 @@ class World:
             drafts.append(Draft.chain((0,) * size.nodes))
             verdicts.append(Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1)))
         self.controller.learn(
-            Round([size] * self.together, drafts, verdicts, drafting * noise[0], verifying * noise[1])
+            RoundOutcome([size] * self.together, drafts, verdicts, drafting * noise[0], verifying * noise[1])
         )
         return sum(len(v.tokens) for v in verdicts) / self.together, drafting + verifying
 
     def speed(self, rounds: int) -> float:
         """Tokens per second over plain decoding's."""
         tokens, seconds = (sum(part) for part in zip(*(self.round() for _ in range(rounds)), strict=True))
-        return tokens / seconds * self.seconds(Tree.chain(0))[1]
+        return tokens / seconds * self.seconds(DraftBudget.chain(0))[1]
 
     def best(self) -> float:
         """What the best of all fixed sizes gives."""
@@ -57,15 +57,17 @@ class World:
         for size in self.controller.sizes:
             tokens = sum(self.right**depth for depth in range(size.depth + 1))
             found.append(tokens / sum(self.seconds(size)))
-        return max(found) * self.seconds(Tree.chain(0))[1]
+        return max(found) * self.seconds(DraftBudget.chain(0))[1]
 
 
-@pytest.mark.parametrize("most", [Tree.chain(5), Tree.chain(12), Tree(7, 4, 2), Tree(24, 6, 4)])
+@pytest.mark.parametrize(
+    "most", [DraftBudget.chain(5), DraftBudget.chain(12), DraftBudget(7, 4, 2), DraftBudget(24, 6, 4)]
+)
 @pytest.mark.parametrize("per_row", [0.0, 0.03, 0.2])
 @pytest.mark.parametrize("per_level", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])
 def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
-    most: Tree, per_row: float, per_level: float, right: float
+    most: DraftBudget, per_row: float, per_level: float, right: float
 ) -> None:
     world = World(most, per_row, per_level, right)
     speed = world.speed(600)
@@ -75,7 +77,7 @@ def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
 
 
 def test_it_gives_up_and_comes_back() -> None:
-    world = World(Tree.chain(5), per_row=0.02, per_level=0.3, right=0.9)
+    world = World(DraftBudget.chain(5), per_row=0.02, per_level=0.3, right=0.9)
     world.speed(50)
     assert sum(world.sizes[-10:]) >= 20
     world.right = 0.0
@@ -88,13 +90,13 @@ def test_it_gives_up_and_comes_back() -> None:
 
 @pytest.mark.parametrize("per_level", [0.3, 3.0])
 def test_trying_costs_little_of_the_time_whatever_a_draft_costs(per_level: float) -> None:
-    world = World(Tree.chain(5), per_row=0.0, per_level=per_level, right=0.0)
+    world = World(DraftBudget.chain(5), per_row=0.0, per_level=per_level, right=0.0)
     world.speed(100)
     assert 0.99 < world.speed(3000) < 0.9995, "it never stops trying"
 
 
 def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
-    world = World(Tree.chain(12), per_row=0.2, per_level=0.5, right=0.9)
+    world = World(DraftBudget.chain(12), per_row=0.2, per_level=0.5, right=0.9)
     world.speed(200)
     for rows in (4, 5, 7):
         for _ in range(9):
@@ -105,7 +107,7 @@ def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
 
 def test_full_rows_leave_no_room_for_drafts() -> None:
     """Where every row costs, sixteen requests draft less than one, and each company is judged by itself."""
-    world = World(Tree.chain(5), per_row=0.05, per_level=0.01, right=0.5)
+    world = World(DraftBudget.chain(5), per_row=0.05, per_level=0.01, right=0.5)
     world.speed(100)
     alone = world.sizes[-20:]
     world.together = 16
@@ -117,45 +119,47 @@ def test_full_rows_leave_no_room_for_drafts() -> None:
 
 
 def test_sizes_go_from_nothing_to_all() -> None:
-    assert Controller(Tree(24, 6, 4)).sizes == [
-        Tree.chain(0),
-        Tree(1, 1, 4),
-        Tree(3, 3, 4),
-        Tree(6, 6, 4),
-        Tree(12, 6, 4),
-        Tree(24, 6, 4),
+    assert Controller(DraftBudget(24, 6, 4)).sizes == [
+        DraftBudget.chain(0),
+        DraftBudget(1, 1, 4),
+        DraftBudget(3, 3, 4),
+        DraftBudget(6, 6, 4),
+        DraftBudget(12, 6, 4),
+        DraftBudget(24, 6, 4),
     ]
-    assert Controller(Tree.chain(5)).sizes == [Tree.chain(n) for n in (0, 1, 2, 3, 5)]
-    assert Controller(Tree.chain(0)).sizes == [Tree.chain(0)]
+    assert Controller(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
+    assert Controller(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
 
 
 def test_the_end_of_a_text_teaches_nothing() -> None:
     """A draft that was cut by EOS or by the length was not wrong."""
-    controller = Controller(Tree.chain(4))
+    controller = Controller(DraftBudget.chain(4))
     for _ in range(30):
         size = controller.choose()
-        controller.learn(Round([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0))
-    assert controller.choose() == Tree.chain(4)
+        controller.learn(RoundOutcome([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0))
+    assert controller.choose() == DraftBudget.chain(4)
 
 
 def test_what_a_budget_left_out_was_not_wrong() -> None:
     """A chain of 4 cut to 1 at the end of a block says nothing of the second token."""
-    controller = Controller(Tree.chain(4))
+    controller = Controller(DraftBudget.chain(4))
     for _ in range(60):
         controller.choose()
-        controller.learn(Round([Tree.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0))
-    assert controller.choose() == Tree.chain(4)
+        controller.learn(RoundOutcome([DraftBudget.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0))
+    assert controller.choose() == DraftBudget.chain(4)
 
 
-def late(ahead: int) -> Tree:
+def late(ahead: int) -> DraftBudget:
     """What is chosen for a reply after a prompt of 1000 tokens, where the drafter must read 10 ms of it a token."""
-    controller = Controller(Tree.chain(4))
+    controller = Controller(DraftBudget.chain(4))
     for turn in range(60):
         behind = 1000 if turn % 10 == 0 else 3
         size = controller.choose(behind=behind)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0
-        controller.learn(Round([size], [Draft.chain((0,) * size.nodes)], [Verdict(kept, (0, *kept))], seconds, 1.0))
+        controller.learn(
+            RoundOutcome([size], [Draft.chain((0,) * size.nodes)], [Verdict(kept, (0, *kept))], seconds, 1.0)
+        )
     return controller.choose(behind=1000, ahead=ahead)
 
 
@@ -196,7 +200,7 @@ def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
 def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learning() -> None:
     """Of two requests that share rounds one is not drafted for: drafts of the other are right, or wrong, as ever."""
     for right, expected in ((True, 6), (False, 0)):
-        controller = Controller(Tree.chain(6))
+        controller = Controller(DraftBudget.chain(6))
         sizes = []
         for _ in range(400):
             size = controller.choose(2)
@@ -204,5 +208,5 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
             kept = size.nodes if right else 0
             drafts, verdicts = [Draft.chain((0,) * size.nodes)], [Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1))]
             rows = 2 + size.nodes
-            controller.learn(Round([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows))
+            controller.learn(RoundOutcome([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows))
         assert sizes[-100:].count(expected) > 80, sizes[-100:]

@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from paceline.drafters.model import DraftModel
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_length import Controller
 from paceline.engine.engine import Engine
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
 from paceline.models.decoder import Decoder
 from paceline.protocols import Ask, KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Draft, Forward, Rows, Tree, Want
-from paceline.verify.tree import CHUNK, MIN_ROWS
+from paceline.types import Draft, DraftBudget, Forward, Rows, Want
+from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS
 
 
 class Watched(Decoder):
@@ -42,17 +42,19 @@ def test_one_pass_per_round_and_none_below_two_rows() -> None:
     assert [want for _, want in target.passes] == ["none"] + ["all"] * 20
     assert {shape for shape, _ in target.passes} == {(1, MIN_ROWS)}
     target.passes = []
-    _, _, stats = run(target, [1, 2, 3], Sampling(max_new_tokens=20), Oracle([1, 2, 3, *plain], 0.5, 37), Tree.chain(4))
+    _, _, stats = run(
+        target, [1, 2, 3], Sampling(max_new_tokens=20), Oracle([1, 2, 3, *plain], 0.5, 37), DraftBudget.chain(4)
+    )
     assert len(target.passes) == 1 + stats.rounds
     assert all(shape[1] >= MIN_ROWS >= 2 for shape, _ in target.passes)
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_its_last_token_in_the_first_round() -> None:
     target = watched()
-    run(target, [i % 37 for i in range(2 * CHUNK + 2)], Sampling(max_new_tokens=1))
+    run(target, [i % 37 for i in range(2 * PREFILL_ROWS + 2)], Sampling(max_new_tokens=1))
     assert target.passes == [
-        ((1, CHUNK), "none"),
-        ((1, CHUNK), "none"),
+        ((1, PREFILL_ROWS), "none"),
+        ((1, PREFILL_ROWS), "none"),
         ((1, MIN_ROWS), "none"),
         ((1, MIN_ROWS), "all"),
     ]
@@ -83,7 +85,7 @@ def test_cost_follows_the_text_and_not_the_limit() -> None:
 
 
 def test_the_parts_of_the_time_sum_to_the_whole() -> None:
-    stats = run(tiny_target(), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), Tree.chain(3))[2]
+    stats = run(tiny_target(), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), DraftBudget.chain(3))[2]
     assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "other"}
     assert all(seconds >= 0 for seconds in stats.seconds.values())
     before = sum(stats.seconds.values())
@@ -93,7 +95,7 @@ def test_the_parts_of_the_time_sum_to_the_whole() -> None:
 
 def test_an_error_in_the_middle_leaves_the_engine_ready() -> None:
     target = tiny_target()
-    engine = Engine(target, Oracle([], 0.0, 37), Tree.chain(3))
+    engine = Engine(target, Oracle([], 0.0, 37), DraftBudget.chain(3))
     sampling = Sampling(max_new_tokens=12)
     plain = run(target, [1, 2, 3], sampling, engine=engine)[0]
     honest, calls = target.forward, 0
@@ -138,10 +140,10 @@ def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
 
     target = tiny_target()
     target.__class__ = Rounded
-    assert exactness(target) == "bits"
+    assert guarantee(target) == "bits"
     target = tiny_target()
     target.__class__ = Leaky
-    assert exactness(target) == "rounding"
+    assert guarantee(target) == "rounding"
 
 
 def test_stats_for_json() -> None:
@@ -154,7 +156,7 @@ def test_stats_for_json() -> None:
         "accepted_at",
         "cached",
         "seed",
-        "exact",
+        "guarantee",
         "drafter",
         "seconds",
     ]
@@ -170,7 +172,7 @@ def test_a_draft_that_is_none_names_the_drafter_and_leaves_the_engine_ready(draf
             return [draft for _ in asks]
 
     target = tiny_target()
-    engine = Engine(target, Odd([], 1.0, 37), Tree.chain(3))
+    engine = Engine(target, Odd([], 1.0, 37), DraftBudget.chain(3))
     with pytest.raises(InvalidOption):
         run(target, [1, 2, 3], Sampling(), engine=engine)
     assert len(engine.cache.lengths) == 1
@@ -183,17 +185,17 @@ def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: fl
     broken.forward = lambda *args: Forward(honest(*args).logits * torch.nan)  # type: ignore[method-assign]
     how = Sampling(max_new_tokens=12, temperature=temperature, seed=1)
     plain = run(target, [1, 2, 3], how)[0]
-    for shape in (Tree.chain(3), Tree(8, 3, 3)):
+    for shape in (DraftBudget.chain(3), DraftBudget(8, 3, 3)):
         assert run(target, [1, 2, 3], how, DraftModel(broken, 37), shape)[0] == plain
 
 
-class Sized(Around):
+class Sized(DrafterWrapper):
     """Notes what is asked for, and likes trees."""
 
     def __init__(self, text: Sequence[int]) -> None:
         super().__init__(Oracle(text, 0.7, 37))
-        self.draft = Tree(10, 4, 3)
-        self.budgets: list[Tree] = []
+        self.draft = DraftBudget(10, 4, 3)
+        self.budgets: list[DraftBudget] = []
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         self.budgets += [ask.budget for ask in asks]
@@ -222,10 +224,12 @@ def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_d
     engine = Engine(target, sized)
     sampling = Sampling(max_new_tokens=60, temperature=0.9, seed=5, rule=rule)  # type: ignore[arg-type]
     first = run(target, [1, 2, 3], sampling, engine=engine)[0]
-    assert set(sized.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}
+    assert set(sized.budgets) - {DraftBudget(10, depth, 3) for depth in (1, 2, 3)} == {DraftBudget(10, 4, 3)}
     run(target, [1, 2, 3], Sampling(max_new_tokens=60), engine=engine)
-    assert Tree(1, 1, 3) in sized.budgets, "a rule that does not leaves it to the controller, who learns it is no good"
-    (pilot,) = engine.pilots
-    pilot.drafter = again = Sized([])
+    assert DraftBudget(1, 1, 3) in sized.budgets, (
+        "a rule that does not leaves it to the controller, who learns it is no good"
+    )
+    (policy,) = engine.policies
+    policy.drafter = again = Sized([])
     assert run(target, [1, 2, 3], sampling, engine=engine)[0] == first
-    assert set(again.budgets) - {Tree(10, depth, 3) for depth in (1, 2, 3)} == {Tree(10, 4, 3)}
+    assert set(again.budgets) - {DraftBudget(10, depth, 3) for depth in (1, 2, 3)} == {DraftBudget(10, 4, 3)}

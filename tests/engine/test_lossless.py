@@ -19,9 +19,9 @@ from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.vocab_map import Words
+from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.detokenizer import Logprobs, TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.stats import Stats
@@ -43,7 +43,7 @@ from paceline.testing import (
     run,
     tiny_target,
 )
-from paceline.types import Tree, Want
+from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
 from tests.toys import toy_foreigner, toy_model
 from tests.verify.test_tree import drafts
@@ -52,7 +52,7 @@ TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
-FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
+FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 EXIT = ExitConfig(hidden=32, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
@@ -68,16 +68,16 @@ DRAFTERS: dict[str, Make] = {
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
     "another model's text": lambda text: Retold(FOREIGN),
-    "stack": lambda text: Stack([NGram(), DraftModel(OTHER, 37)]),
+    "stack": lambda text: DrafterStack([NGram(), DraftModel(OTHER, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), TOY),
     "early exit": lambda text: EarlyExit(EXIT, {}, TOY, threshold=0.0),
-    "early exit, where it is sure": lambda text: Stack([NGram(), EarlyExit(EXIT, {}, TOY, threshold=0.2)]),
+    "early exit, where it is sure": lambda text: DrafterStack([NGram(), EarlyExit(EXIT, {}, TOY, threshold=0.2)]),
     "oracle at 70 %": lambda text: Oracle(text, 0.7, 37),
     "always right": lambda text: Oracle(text, 1.0, 37),
     "hostile": lambda text: Oracle(text, 0.0, 37),
 }
-SHAPES = {"chain": Tree.chain(5), "long chain": Tree.chain(11), "tree": Tree(14, 4, 3)}
+SHAPES = {"chain": DraftBudget.chain(5), "long chain": DraftBudget.chain(11), "tree": DraftBudget(14, 4, 3)}
 
 
 def no_echo(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_text_is_the_targets_own(drafter: str, shape: Tree, sampling: Sampling) -> None:
+def test_the_text_is_the_targets_own(drafter: str, shape: DraftBudget, sampling: Sampling) -> None:
     plain, finish, _ = run(TOY, PROMPT, sampling)
     tokens, ended, stats = run(TOY, PROMPT, sampling, DRAFTERS[drafter](PROMPT + plain), shape)
     assert tokens == plain
@@ -136,7 +136,7 @@ def test_the_text_is_the_targets_own(drafter: str, shape: Tree, sampling: Sampli
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_stop_condition_ends_at_the_same_token(drafter: str, shape: Tree) -> None:
+def test_every_stop_condition_ends_at_the_same_token(drafter: str, shape: DraftBudget) -> None:
     """Each reply is stopped at each of its tokens in turn, by each means; warm text, so that it varies."""
     warm = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
     text = run(TOY, PROMPT, warm)[0]
@@ -158,7 +158,7 @@ def test_every_stop_condition_ends_at_the_same_token(drafter: str, shape: Tree) 
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: Tree) -> None:
+def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: DraftBudget) -> None:
     warm = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
     text = run(TOY, PROMPT, warm)[0]
     for at in range(24):
@@ -200,7 +200,7 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
                 draft = type(draft)((true, *draft.tokens[1:]), draft.parents)
             return [draft for _ in asks]
 
-    assert run(TOY, prompt, sampling, Anything(prompt + plain, 1.0, 37), Tree(8, 8, 3))[0] == plain
+    assert run(TOY, prompt, sampling, Anything(prompt + plain, 1.0, 37), DraftBudget(8, 8, 3))[0] == plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -209,9 +209,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> N
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=4)
     for length in range(1, 6):
         for prompt in (PROMPT, PROMPT[:1], PROMPT[:2], PROMPT[:3]):
-            _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), Tree.chain(length))
+            _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), DraftBudget.chain(length))
             assert stats.tokens_per_round == 1 + length, "a row of padding was taken for the last token"
-    _, _, tree = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree(12, 4, 3))
+    _, _, tree = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget(12, 4, 3))
     assert tree.tokens_per_round > 3
 
 
@@ -238,8 +238,8 @@ def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
                 del text[-1]
 
     sampling = SAMPLINGS["greedy"]
-    plain, _, right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))
-    tokens, _, wrong = run(TOY, PROMPT, sampling, Late(TOY, 37), Tree.chain(5))
+    plain, _, right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))
+    tokens, _, wrong = run(TOY, PROMPT, sampling, Late(TOY, 37), DraftBudget.chain(5))
     assert tokens == plain, "a bad drafter costs speed, never text"
     assert wrong.rounds > 2 * right.rounds
 
@@ -247,10 +247,10 @@ def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
 def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting with another noise than the target's costs acceptance at once: the coupling is real."""
     sampling = SAMPLINGS["hot"]
-    right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))[2]
+    right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     rank = Sampler.rank
     monkeypatch.setattr(Sampler, "rank", lambda self, logits, paths, n: rank(self, logits, [[*p, 0] for p in paths], n))
-    wrong = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(5))[2]
+    wrong = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     assert wrong.accepted < right.accepted / 2
 
 
@@ -274,7 +274,7 @@ def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("name", ["greedy", "warm", "all at once"])
-def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: Tree) -> None:
+def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: DraftBudget) -> None:
     sampling = replace(SAMPLINGS[name], logprobs=3)
     plain = reported(sampling, None, shape)
     text = [token for token, _ in plain]
@@ -291,7 +291,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: Tr
     assert [p.chosen for _, p in plain] == pytest.approx([float(row[t]) for row, t in zip(rows, text, strict=True)])
 
 
-def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[tuple[int, Logprobs]]:
+def reported(sampling: Sampling, drafter: Drafter | None, shape: DraftBudget) -> list[tuple[int, Logprobs]]:
     engine = Engine(TOY, drafter, shape)
     text = TextStream(sampling, (), lambda ids: "", 200)
     request = engine.start(sampling.sampler(PROMPT), text, Stats(0, "rounding"))
@@ -308,16 +308,18 @@ def reported(sampling: Sampling, drafter: Drafter | None, shape: Tree) -> list[t
 
 
 BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
-    "model": lambda toy: Stack([Suffix(), Eagle(EAGLE, eagle_tensors(EAGLE), toy), DraftModel(OTHER, 37)]),
+    "model": lambda toy: DrafterStack([Suffix(), Eagle(EAGLE, eagle_tensors(EAGLE), toy), DraftModel(OTHER, 37)]),
     "early exit": lambda toy: EarlyExit(EXIT, {}, toy, threshold=0.2),
-    "early exit where lookup is silent": lambda toy: Stack([NGram(), EarlyExit(EXIT, {}, toy, threshold=0.1)]),
+    "early exit where lookup is silent": lambda toy: DrafterStack([NGram(), EarlyExit(EXIT, {}, toy, threshold=0.1)]),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("drafter", BATCHED)
 @pytest.mark.parametrize("sampling", ["greedy", "warm", "all at once"])
-def test_a_ragged_batch_writes_what_each_would_alone(sampling: str, drafter: str, shape: Tree, toy: Decoder) -> None:
+def test_a_ragged_batch_writes_what_each_would_alone(
+    sampling: str, drafter: str, shape: DraftBudget, toy: Decoder
+) -> None:
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(toy, prompt, how)[0] for prompt in prompts]

@@ -21,12 +21,12 @@ from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.vocab_map import Words
+from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.prefix_cache import PrefixCache
-from paceline.engine.self_check import exactness, seamless
+from paceline.engine.self_check import guarantee, seamless
 from paceline.engine.stats import Stats
 from paceline.errors import NonFiniteLogits
 from paceline.kernels import linear as runner
@@ -50,8 +50,8 @@ from paceline.testing import (
     run_together,
     tiny_target,
 )
-from paceline.types import Draft, Forward, Rows, Tree, Want
-from paceline.verify.tree import CHUNK, pack
+from paceline.types import Draft, DraftBudget, Forward, Rows, Want
+from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.cached_engine import CachedEngine, begun
 from tests.conftest import packaged_model
 from tests.kernels.test_cpu_layers import BASE, MODELS, native
@@ -60,7 +60,7 @@ from tests.toys import toy_foreigner, toy_model
 TOY = tiny_target()
 LONG = tiny_target(context_length=2048)
 OTHER = tiny_target(seed=9)
-FOREIGN = Words(toy_model(), toy_foreigner(seed=9))
+FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 PLENTY = 1 << 30
 
 
@@ -80,7 +80,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, TOY, threshold=0.0),
     "shared tokens": lambda: SharedTokens(FOREIGN),
     "retold": lambda: Retold(FOREIGN),
-    "stack": lambda: Stack([NGram(), eagle()]),
+    "stack": lambda: DrafterStack([NGram(), eagle()]),
 }
 
 Wish = tuple[int, int, tuple[int, ...], float, str]
@@ -217,16 +217,19 @@ def test_drafters_share_an_entry() -> None:
 
 def test_where_passes_leave_other_bits_only_whole_chunks_of_a_prompt_are_used() -> None:
     prefixes = PrefixCache(PLENTY)
-    text = [i % 37 for i in range(4 * CHUNK)]
-    prefixes.store(text, 2 * CHUNK + 1, saved(4 * CHUNK - 1))
-    found = [(prefixes.find(text[:length]) or saved(0)).length for length in (CHUNK + 1, CHUNK + 2, 3 * CHUNK)]
-    assert found == [0, CHUNK, 2 * CHUNK]
+    text = [i % 37 for i in range(4 * PREFILL_ROWS)]
+    prefixes.store(text, 2 * PREFILL_ROWS + 1, saved(4 * PREFILL_ROWS - 1))
+    found = [
+        (prefixes.find(text[:length]) or saved(0)).length
+        for length in (PREFILL_ROWS + 1, PREFILL_ROWS + 2, 3 * PREFILL_ROWS)
+    ]
+    assert found == [0, PREFILL_ROWS, 2 * PREFILL_ROWS]
     prefixes = PrefixCache(PLENTY)
-    prefixes.store(text, 2 * CHUNK, saved(4 * CHUNK - 1))
+    prefixes.store(text, 2 * PREFILL_ROWS, saved(4 * PREFILL_ROWS - 1))
     hit = prefixes.find(text)
     assert hit is not None
-    assert hit.length == CHUNK, "the last token of a prompt is a row of the first round"
-    prefixes.store(text[1:], CHUNK, saved(4 * CHUNK - 2))
+    assert hit.length == PREFILL_ROWS, "the last token of a prompt is a row of the first round"
+    prefixes.store(text[1:], PREFILL_ROWS, saved(4 * PREFILL_ROWS - 2))
     assert len(prefixes) == 1, "what nobody could use takes no room"
 
 
@@ -234,11 +237,11 @@ def test_in_whole_chunks_the_bits_are_those_without_a_cache() -> None:
     """On torch's own kernels, whose rows depend on the pass: logits of the first round after a hit."""
     target = tiny_target(context_length=2048, dtype=torch.bfloat16)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY))
-    prompt = [i * i % 37 for i in range(3 * CHUNK)]
-    run(target, [*prompt[: 2 * CHUNK + 9], 1, 2, 3], Sampling(max_new_tokens=30), engine=engine)
+    prompt = [i * i % 37 for i in range(3 * PREFILL_ROWS)]
+    run(target, [*prompt[: 2 * PREFILL_ROWS + 9], 1, 2, 3], Sampling(max_new_tokens=30), engine=engine)
     fresh = CachedEngine(target, None, None, PrefixCache(0))
     ours, theirs = (begun(e, prompt, Sampling()) for e in (engine, fresh))
-    assert engine.cached == [0, 2 * CHUNK]
+    assert engine.cached == [0, 2 * PREFILL_ROWS]
     assert all(map(torch.equal, engine.cache.save(ours.slot).tensors, fresh.cache.save(theirs.slot).tensors))
 
 
@@ -349,7 +352,7 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
 
 def test_rows_of_toys_depend_on_their_pass_and_the_check_says_so() -> None:
     assert not seamless(LONG, "bits")
-    assert not seamless(TOY, exactness(TOY))
+    assert not seamless(TOY, guarantee(TOY))
 
 
 @pytest.fixture(scope="module")
@@ -362,16 +365,18 @@ def real() -> Iterator[Loaded]:
 def test_the_real_models_logits_after_a_hit_are_those_without(real: Loaded) -> None:
     """A chat whose second turn begins anywhere in a chunk, over what decode rounds wrote, across a block's end."""
     target = real.target
-    free = seamless(target, exactness(target))
+    free = seamless(target, guarantee(target))
     text = real.tokenizer.encode("The lighthouse keeper wrote down the wind, the swell and every passing sail. " * 40)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY, free))
     first = [*text[:470], 9, 9]
-    reply = run(target, first, Sampling(max_new_tokens=60, ignore_eos=True), Suffix(), Tree(12, 6, 2), engine=engine)[0]
+    reply = run(
+        target, first, Sampling(max_new_tokens=60, ignore_eos=True), Suffix(), DraftBudget(12, 6, 2), engine=engine
+    )[0]
     assert len(reply) == 60
     prompt = [*first, *reply, *text[100:190]]
     fresh = CachedEngine(target, None, None, PrefixCache(0))
     asked = [(e, begun(e, prompt, Sampling())) for e in (engine, fresh)]
-    assert engine.cached[-1] >= (len(first) + 55 if free else CHUNK)
+    assert engine.cached[-1] >= (len(first) + 55 if free else PREFILL_ROWS)
     states = []
     for e, request in asked:
         draft = Draft.chain(text[:6])

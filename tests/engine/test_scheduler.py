@@ -18,7 +18,7 @@ from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine, Request
@@ -39,8 +39,8 @@ from paceline.testing import (
     run,
     tiny_target,
 )
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
-from paceline.verify.tree import CHUNK
+from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
+from paceline.verify.tree import PREFILL_ROWS
 
 TOY = tiny_target(context_length=2048)
 
@@ -90,7 +90,7 @@ SAMPLINGS = st.builds(
     stop_token_ids=st.sampled_from([(), (3, 9, 20)]),
     seed=st.integers(0, 99),
 )
-SIZES = st.sampled_from([None, Tree.chain(0), Tree.chain(2), Tree(9, 3, 3)])
+SIZES = st.sampled_from([None, DraftBudget.chain(0), DraftBudget.chain(2), DraftBudget(9, 3, 3)])
 SPECULATIONS = st.builds(Speculation, st.sampled_from([None, *NAMES]), SIZES)
 PROMPTS = st.lists(st.integers(0, 36), min_size=1, max_size=40)
 COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.sampled_from([None, None, None, 3, 9]))
@@ -100,7 +100,7 @@ COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.samp
 @given(
     coming=st.lists(COMING, min_size=1, max_size=9),
     width=st.integers(1, 6),
-    quota=st.sampled_from([1, 7, CHUNK]),
+    quota=st.sampled_from([1, 7, PREFILL_ROWS]),
     room=st.sampled_from([40, 150, 10_000]),
 )
 def test_a_reply_is_the_one_its_prompt_gets_alone(
@@ -244,7 +244,7 @@ def test_a_request_that_fails_ends_alone() -> None:
     assert not any(engine.cache.lengths)
 
 
-class Bad(Around):
+class Bad(DrafterWrapper):
     """Fails for one request, at its third draft."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -254,9 +254,9 @@ class Bad(Around):
 
 
 def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
-    engine = Engine(TOY, Bad(Oracle([], 0.3, 37)), Tree.chain(2))
+    engine = Engine(TOY, Bad(Oracle([], 0.3, 37)), DraftBudget.chain(2))
     scheduler = Scheduler(engine, 4)
-    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
+    how, drafted = Sampling(max_new_tokens=12), engine.policies.default
     good, bad = task(engine, [1, 2, 3], how, drafted), task(engine, [4, 5], how, drafted)
     scheduler.add(good)
     scheduler.add(bad)
@@ -283,7 +283,7 @@ def test_where_memory_runs_out_the_last_one_waits_and_loses_nothing(often: int) 
     scheduler = Scheduler(engine, 5)
     how = Sampling(max_new_tokens=15, temperature=0.8, seed=5)
     prompts = [random.Random(i).choices(range(37), k=4 + i) for i in range(5)]
-    tasks = [task(engine, prompt, how, engine.pilots.default) for prompt in prompts]
+    tasks = [task(engine, prompt, how, engine.policies.default) for prompt in prompts]
     for one in tasks:
         scheduler.add(one)
     shown = finish(scheduler)
@@ -318,7 +318,7 @@ def test_nothing_is_kept_of_prompts_whose_samples_are_over() -> None:
     assert not scheduler._prefilled
 
 
-class Forgets(Around):
+class Forgets(DrafterWrapper):
     """Fails for one request after its round was judged."""
 
     def __init__(self, inner: Drafter, error: Exception) -> None:
@@ -338,9 +338,9 @@ class Forgets(Around):
 
 @pytest.mark.parametrize("error", [OutOfMemory("no memory", "Use less"), ValueError("somebody's own")])
 def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exception) -> None:
-    engine = Engine(TOY, Forgets(Suffix(), error), Tree.chain(2))
+    engine = Engine(TOY, Forgets(Suffix(), error), DraftBudget.chain(2))
     scheduler = Scheduler(engine, 4)
-    how, drafted = Sampling(max_new_tokens=12), engine.pilots.default
+    how, drafted = Sampling(max_new_tokens=12), engine.policies.default
     good = [task(engine, prompt, how, drafted) for prompt in ([1, 2, 3], [9, 8])]
     bad = task(engine, [4, 5], how, drafted)
     for one in (good[0], bad, good[1]):

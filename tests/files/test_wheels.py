@@ -16,11 +16,11 @@ from paceline.bench.perplexity import score, windows
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.factory import make_drafter
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 
 pytestmark = pytest.mark.model
@@ -39,7 +39,7 @@ def demo() -> Iterator[Loaded]:
         yield model
 
 
-def drafted(demo: Loaded, spec: str, draft: Tree | None) -> LLM:
+def drafted(demo: Loaded, spec: str, draft: DraftBudget | None) -> LLM:
     return LLM(demo, make_drafter(spec, demo, lambda reference: demo), draft)
 
 
@@ -53,19 +53,19 @@ def plain(demo: Loaded) -> dict[tuple[str, Sampling], list[int]]:
     ("spec", "draft"),
     [
         ("ngram", None),
-        ("suffix", Tree.chain(7)),
-        ("suffix", Tree(12, 6, 3)),
-        ("model:itself", Tree.chain(4)),
-        ("model:itself", Tree(9, 3, 3)),
-        ("suffix+model:itself", Tree.chain(3)),
+        ("suffix", DraftBudget.chain(7)),
+        ("suffix", DraftBudget(12, 6, 3)),
+        ("model:itself", DraftBudget.chain(4)),
+        ("model:itself", DraftBudget(9, 3, 3)),
+        ("suffix+model:itself", DraftBudget.chain(3)),
     ],
 )
 @pytest.mark.parametrize("how", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_every_drafter_writes_the_plain_text(
-    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], spec: str, draft: Tree | None, how: Sampling
+    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], spec: str, draft: DraftBudget | None, how: Sampling
 ) -> None:
     llm = drafted(demo, spec, draft)
-    if llm.exact != "bits":
+    if llm.guarantee != "bits":
         pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")
     accepted = 0
     for prompt in PROMPTS:
@@ -75,13 +75,13 @@ def test_every_drafter_writes_the_plain_text(
     assert accepted > 0 or how is WARM, "speculation that never helps is no test"
 
 
-@pytest.mark.parametrize("draft", [Tree.chain(4), Tree(9, 3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", [DraftBudget.chain(4), DraftBudget(9, 3, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("how", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_layers_that_drafted_are_not_run_again_and_the_text_is_plain(
-    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], draft: Tree, how: Sampling
+    demo: Loaded, plain: dict[tuple[str, Sampling], list[int]], draft: DraftBudget, how: Sampling
 ) -> None:
     llm = LLM(demo, EarlyExit(ExitConfig(hidden=576, layers=28), {}, demo.target, threshold=0.3), draft)
-    if llm.exact != "bits":
+    if llm.guarantee != "bits":
         pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")
     out = llm.generate(PROMPTS[0], how)
     assert out.token_ids == plain[PROMPTS[0], how]
@@ -90,7 +90,7 @@ def test_layers_that_drafted_are_not_run_again_and_the_text_is_plain(
 
 def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> None:
     how = Sampling(max_new_tokens=40, ignore_eos=True)
-    stats = drafted(demo, "model:itself", Tree.chain(4)).generate(PROMPTS[0], how).stats
+    stats = drafted(demo, "model:itself", DraftBudget.chain(4)).generate(PROMPTS[0], how).stats
     assert stats.acceptance > 0.9
 
 
@@ -117,7 +117,7 @@ def test_it_speaks_english_and_stops_at_its_own_eos(demo: Loaded) -> None:
 def test_rows_agree_bit_for_bit_in_bfloat16(demo: Loaded) -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no bfloat16 products")
-    assert exactness(demo.target) == "bits"
+    assert guarantee(demo.target) == "bits"
 
 
 def test_a_second_load_needs_no_network(monkeypatch: pytest.MonkeyPatch, demo: Loaded) -> None:
@@ -140,4 +140,4 @@ def test_the_first_questions_of_spec_bench(demo: Loaded, shared_prompts: Path) -
     for row in rows:
         how = Sampling(max_new_tokens=32)
         a, b = (llm.generate(row["turns"][0], how) for llm in (speculative, plain))
-        assert a.token_ids == b.token_ids or plain.exact == "rounding"
+        assert a.token_ids == b.token_ids or plain.guarantee == "rounding"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption
-from paceline.integrations.transformers import Speculation, speculate
+from paceline.integrations.transformers import Speculator, speculate
 from paceline.testing import Oracle, tiny_target
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.models.test_transformers import BASE, CHAINS, TREES, model_of
 from tests.toys import ALPHABET, toy_tokenizer
 
@@ -35,7 +35,7 @@ BATCH = {
 }
 
 
-def drafting_itself(model: Any, shape: Tree = Tree.chain(5)) -> Speculation:  # noqa: B008
+def drafting_itself(model: Any, shape: DraftBudget = DraftBudget.chain(5)) -> Speculator:  # noqa: B008
     """The drafter is the model: every draft is right, so ends and bans fall inside accepted drafts."""
     return speculate(DraftModel(CausalLM(model), 37), draft=shape)
 
@@ -44,7 +44,7 @@ def generate(model: Any, inputs: dict[str, Any], **how: Any) -> Any:
     return model.generate(**inputs, **({"max_new_tokens": 24, "do_sample": False} | how))
 
 
-def agree(model: Any, inputs: dict[str, Any], how: Speculation, **kwargs: Any) -> Tensor:
+def agree(model: Any, inputs: dict[str, Any], how: Speculator, **kwargs: Any) -> Tensor:
     ours, theirs = generate(model, inputs, custom_generate=how, **kwargs), generate(model, inputs, **kwargs)
     assert torch.equal(ours, theirs)
     return theirs  # type: ignore[no-any-return]
@@ -73,13 +73,16 @@ PROCESSING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_is_generates_own(model: str, processing: str) -> None:
-    for inputs, how in ((ONE, speculate("suffix", draft=Tree(8, 4, 2))), (BATCH, drafting_itself(MODELS[model]))):
+    for inputs, how in (
+        (ONE, speculate("suffix", draft=DraftBudget(8, 4, 2))),
+        (BATCH, drafting_itself(MODELS[model])),
+    ):
         agree(MODELS[model], inputs, how, **PROCESSING[processing])
 
 
 def test_a_drafter_that_looks_down_other_branches_leaves_no_trace() -> None:
     """It ranks by the same processors, and shows them prefixes that never come to be."""
-    how = speculate(DraftModel(tiny_target(seed=9), 37), draft=Tree(12, 4, 3))
+    how = speculate(DraftModel(tiny_target(seed=9), 37), draft=DraftBudget(12, 4, 3))
     agree(LLAMA, BATCH, how, logits_processor=transformers.LogitsProcessorList([ByPrefix()]))
 
 
@@ -265,10 +268,10 @@ def test_a_speculation_serves_one_model_after_another_and_survives_an_error() ->
 
 def test_a_processor_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: were a draft's rows shaped with another prefix than their own, the texts would differ."""
-    from paceline.integrations.sequences import Row
+    from paceline.integrations.sequences import BatchSequence
 
-    honest = Row._ids_after
-    monkeypatch.setattr(Row, "_ids_after", lambda self, text, path: honest(self, text, ()))
+    honest = BatchSequence._ids_after
+    monkeypatch.setattr(BatchSequence, "_ids_after", lambda self, text, path: honest(self, text, ()))
     how = speculate(Oracle(generate(LLAMA, ONE)[0].tolist(), 1.0, 37))
     processors = transformers.LogitsProcessorList([ByPrefix()])
     ours = generate(LLAMA, ONE, custom_generate=how, logits_processor=processors, max_new_tokens=20)

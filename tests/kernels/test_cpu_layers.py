@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.checkpoints.lazy import Quantised
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
 from paceline.kernels.quantize import Mode
@@ -161,13 +161,13 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     target = native(c, mode)
     ours, right = whole(target, text(40))[0], whole(by_torch(c, torch.float32, mode), text(40))[0]
     assert relative(ours, right) < 0.04
-    assert exactness(target) == "bits"
+    assert guarantee(target) == "bits"
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
-    assert exactness(target) == "bits"
+    assert guarantee(target) == "bits"
     for before in (20, 21):
         prefix, path, other = text(before), text(12, 5), text(70, 6)
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])

@@ -37,7 +37,7 @@ from paceline.testing import (
     random_tensors,
     run,
 )
-from paceline.types import Draft, Tree, Want
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 
 CPU = torch.device("cpu")
@@ -261,9 +261,9 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("draft", [Tree.chain(5), Tree(14, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", [DraftBudget.chain(5), DraftBudget(14, 4, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_quantised_target_writes_its_own_plain_text(mode: Mode, draft: Tree, name: str) -> None:
+def test_a_quantised_target_writes_its_own_plain_text(mode: Mode, draft: DraftBudget, name: str) -> None:
     model = target(mode)
     for sampling in (Sampling(max_new_tokens=40), Sampling(max_new_tokens=40, temperature=0.9, top_p=0.9, seed=5)):
         plain = run(model, PROMPT, sampling)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.drafters.model import DraftModel
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import fast_bfloat16, gated, linear
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
@@ -23,8 +23,8 @@ from paceline.models.moe import Mixture
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
-from paceline.types import Draft, Tree, Want
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Want
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 from tests.verify.test_tree import path_to
 
 transformers = pytest.importorskip("transformers")
@@ -197,7 +197,7 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     tokens = text(1110)
     cache = ours.new_cache()
     slot = cache.acquire()
-    parts = [feed(ours, cache, slot, tokens[start : start + CHUNK]) for start in range(0, 1110, CHUNK)]
+    parts = [feed(ours, cache, slot, tokens[start : start + PREFILL_ROWS]) for start in range(0, 1110, PREFILL_ROWS)]
     assert_close(torch.cat(parts), expected(theirs, tokens))
     check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
 
@@ -207,14 +207,14 @@ def test_text_with_drafts_is_what_transformers_generates(case: str) -> None:
     theirs, ours = models(case)
     prompt = text(34)
     whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0].tolist()
-    for shape in (Tree.chain(4), Tree(9, 4, 3)):
+    for shape in (DraftBudget.chain(4), DraftBudget(9, 4, 3)):
         drafter = Oracle(whole, 0.7, VOCAB)
         assert run(ours, prompt, Sampling(max_new_tokens=40), drafter, shape)[0] == whole[34:]
 
 
 def test_a_draft_model_keeps_to_the_factors_of_its_request() -> None:
     ours = models("phi3, long factors")[1]
-    stats = run(ours, text(34), Sampling(max_new_tokens=30), DraftModel(ours, VOCAB), Tree.chain(3))[2]
+    stats = run(ours, text(34), Sampling(max_new_tokens=30), DraftModel(ours, VOCAB), DraftBudget.chain(3))[2]
     assert stats.acceptance == 1.0, "it drafts for itself"
 
 
@@ -259,7 +259,7 @@ def test_the_cache_holds_what_the_config_says(case: str) -> None:
     slot = cache.acquire()
     for length in (256, 512, 1024):  # where no doubling is half used
         while cache.lengths[slot] < length:
-            feed(ours, cache, slot, [1] * CHUNK)
+            feed(ours, cache, slot, [1] * PREFILL_ROWS)
         assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes  # type: ignore[attr-defined]
 
 
@@ -276,7 +276,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(case: str) -> None:
 @pytest.mark.skipif(not fast_bfloat16(), reason="no bfloat16 products that keep bits")
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
-    assert exactness(models(case, torch.bfloat16)[1]) == "bits"
+    assert guarantee(models(case, torch.bfloat16)[1]) == "bits"
 
 
 class Watched(Dense):

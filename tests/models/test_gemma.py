@@ -10,7 +10,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 
 pytestmark = pytest.mark.model
@@ -27,9 +27,9 @@ def gemma() -> Iterator[Loaded]:
 def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded) -> None:
     for how in (Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.8, top_k=40, seed=2)):
         plain = LLM(gemma).generate(PROMPT, how, raw=True)
-        drafted = LLM(gemma, Suffix(), Tree(15, 15, 3)).generate(PROMPT, how, raw=True)
+        drafted = LLM(gemma, Suffix(), DraftBudget(15, 15, 3)).generate(PROMPT, how, raw=True)
         assert drafted.token_ids == plain.token_ids
-        assert drafted.stats.exact in ("bits", "rounding")
+        assert drafted.stats.guarantee in ("bits", "rounding")
         if not how.temperature:
             assert plain.text.startswith(" Madrid")
             assert drafted.stats.tokens_per_round > 1.2

@@ -23,7 +23,7 @@ from paceline.models.families import read_config
 from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Draft, Tree, Want
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.cached_engine import CachedEngine
 from tests.toys import toy_tokenizer
@@ -218,13 +218,13 @@ def test_the_text_is_the_targets_own(name: str, temperature: float) -> None:
     sampling = Sampling(max_new_tokens=24, temperature=temperature, seed=3)
     alone, finish, _ = run(target, PROMPT, sampling)
     oracle = Oracle(PROMPT + alone, 0.7, 37)
-    drafts: list[tuple[Drafter, Tree]] = [
-        (NGram(), Tree.chain(5)),
-        (Suffix(), Tree(9, 4, 3)),
-        (DraftModel(tiny_target(seed=9), 37), Tree(9, 4, 3)),
-        (oracle, Tree.chain(5)),
-        (oracle, Tree(9, 4, 3)),
-        (Oracle(PROMPT + alone, 0.0, 37), Tree(9, 4, 3)),
+    drafts: list[tuple[Drafter, DraftBudget]] = [
+        (NGram(), DraftBudget.chain(5)),
+        (Suffix(), DraftBudget(9, 4, 3)),
+        (DraftModel(tiny_target(seed=9), 37), DraftBudget(9, 4, 3)),
+        (oracle, DraftBudget.chain(5)),
+        (oracle, DraftBudget(9, 4, 3)),
+        (Oracle(PROMPT + alone, 0.0, 37), DraftBudget(9, 4, 3)),
     ]
     for drafter, shape in drafts:
         assert run(target, PROMPT, sampling, drafter, shape)[:2] == (alone, finish)
@@ -236,15 +236,17 @@ def test_an_adapter_that_drafts_for_itself_is_always_right(name: str) -> None:
     for length in (1, 4):
         for prompt in (PROMPT, PROMPT[:1]):
             sampling = Sampling(max_new_tokens=30, temperature=0.8, seed=2)
-            stats = run(target, prompt, sampling, DraftModel(target, 37), Tree.chain(length))[2]
+            stats = run(target, prompt, sampling, DraftModel(target, 37), DraftBudget.chain(length))[2]
             assert stats.tokens_per_round == 1 + length
     if target.trees:
-        assert run(target, PROMPT, sampling, DraftModel(target, 37), Tree(12, 4, 3))[2].tokens_per_round > 3
+        assert run(target, PROMPT, sampling, DraftModel(target, 37), DraftBudget(12, 4, 3))[2].tokens_per_round > 3
 
 
 def test_a_draft_model_that_takes_no_trees_says_so() -> None:
     with pytest.raises(InvalidOption, match="tree"):
-        run(adapter("GPT-2"), PROMPT, Sampling(max_new_tokens=9), DraftModel(adapter("Bloom"), 37), Tree(9, 3, 3))
+        run(
+            adapter("GPT-2"), PROMPT, Sampling(max_new_tokens=9), DraftModel(adapter("Bloom"), 37), DraftBudget(9, 3, 3)
+        )
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Bloom"])
@@ -253,7 +255,7 @@ def test_a_ragged_batch_writes_what_each_would_alone(name: str) -> None:
     sampling = Sampling(max_new_tokens=24)
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
     alone = [run(target, prompt, sampling)[0] for prompt in prompts]
-    engine = Engine(target, Suffix(), Tree(6, 3, 2))
+    engine = Engine(target, Suffix(), DraftBudget(6, 3, 2))
     requests = []
     for count, prompt in enumerate(prompts):
         text = TextStream(Sampling(max_new_tokens=24 - 5 * count), (), lambda ids: "", 200)
@@ -269,7 +271,10 @@ def test_native_and_adapted_llama_write_the_same() -> None:
     model = model_of("Llama", BASE)
     native = Decoder(read_config(model.config.to_dict()), model.state_dict(), torch.float64, torch.device("cpu"))
     for sampling in (Sampling(max_new_tokens=40), Sampling(max_new_tokens=40, temperature=0.8, top_p=0.9, seed=1)):
-        assert run(native, PROMPT, sampling)[0] == run(CausalLM(model), PROMPT, sampling, Suffix(), Tree(8, 4, 2))[0]
+        assert (
+            run(native, PROMPT, sampling)[0]
+            == run(CausalLM(model), PROMPT, sampling, Suffix(), DraftBudget(8, 4, 2))[0]
+        )
 
 
 def test_drafts_reach_the_end_of_the_context() -> None:
@@ -375,7 +380,7 @@ def test_a_model_object_is_loaded_with_its_tokenizer() -> None:
 
 
 def test_a_model_of_chains_is_loaded_and_drafted_for() -> None:
-    llm = paceline.load(model_of(*CHAINS["Bloom"]), tokenizer=toy_tokenizer(), draft=Tree(9, 4, 3))
+    llm = paceline.load(model_of(*CHAINS["Bloom"]), tokenizer=toy_tokenizer(), draft=DraftBudget(9, 4, 3))
     alone = paceline.load(llm.model.target.model, tokenizer=toy_tokenizer(), drafter=None)  # type: ignore[attr-defined]
     how = Sampling(max_new_tokens=40)
     assert llm.generate("what is it?", how).token_ids == alone.generate("what is it?", how).token_ids

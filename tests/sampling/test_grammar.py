@@ -22,7 +22,7 @@ from paceline.sampling.grammar import Grammar, Matcher
 from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.text.tokenizer import Tokenizer
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.grammars import (
     END,
     GRAMMARS,
@@ -181,7 +181,9 @@ def test_a_model_with_rows_beyond_its_tokenizer(monkeypatch: pytest.MonkeyPatch)
     expected = alone(llm, sampling, monkeypatch)
     assert GRAMMARS["letters"][1](WORDS.decode(expected))
     assert (
-        LLM(llm.model, Unruly([*llm.encode("Hi"), *expected], 0.8), Tree.chain(4)).generate("Hi", sampling).token_ids
+        LLM(llm.model, Unruly([*llm.encode("Hi"), *expected], 0.8), DraftBudget.chain(4))
+        .generate("Hi", sampling)
+        .token_ids
         == expected
     )
 

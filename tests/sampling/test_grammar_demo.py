@@ -14,7 +14,7 @@ from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Sampler
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 
 pytest.importorskip("llguidance")
@@ -44,7 +44,7 @@ def test_a_schema_is_kept_with_every_drafter_and_its_keys_are_free(
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "forced", lambda self, most: [])
         llm = LLM(demo)
-        if llm.exact != "bits":
+        if llm.guarantee != "bits":
             pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")
         plain = llm.generate(PROMPT, how)
     said = json.loads(plain.text)
@@ -56,7 +56,7 @@ def test_a_schema_is_kept_with_every_drafter_and_its_keys_are_free(
     assert free.token_ids == plain.token_ids
     assert free.stats.rounds < plain.stats.rounds / 2
     assert free.stats.accepted == free.stats.drafted
-    for spec, draft in (("suffix", Tree(9, 4, 2)), ("eagle3", Tree(8, 4, 2))):
+    for spec, draft in (("suffix", DraftBudget(9, 4, 2)), ("eagle3", DraftBudget(8, 4, 2))):
         drafter = open_drafter(spec, demo, None, lambda reference: demo, open_head)
         out = LLM(demo, drafter, draft).generate(PROMPT, how)
         assert out.token_ids == plain.token_ids

@@ -17,7 +17,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
@@ -27,7 +27,7 @@ from paceline.sampling.grammar import Grammar, Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import eagle_config, eagle_tensors, medusa_tensors
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.grammars import (
     END,
     GRAMMARS,
@@ -79,7 +79,7 @@ def test_every_drafter_writes_the_plain_text_and_it_is_valid(
         assert free.stats.rounds < len(expected)
 
 
-class Watched(Around):
+class Watched(DrafterWrapper):
     """Looks at every draft: what a drafter ranked with the sampler must be allowed along its path."""
 
     def __init__(self, inner: Drafter, grammar: Grammar) -> None:
@@ -113,10 +113,12 @@ def ranked(llm: LLM) -> list[Drafter]:
     ]
 
 
-@pytest.mark.parametrize(("temperature", "draft"), [(0.0, Tree.chain(4)), (0.8, Tree(10, 4, 3))], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("temperature", "draft"), [(0.0, DraftBudget.chain(4)), (0.8, DraftBudget(10, 4, 3))], ids=["chain", "tree"]
+)
 @pytest.mark.parametrize("name", ["schema", "letters", "nested"])
 def test_what_is_ranked_for_a_draft_is_allowed_there(
-    plain: LLM, name: str, temperature: float, draft: Tree, monkeypatch: pytest.MonkeyPatch
+    plain: LLM, name: str, temperature: float, draft: DraftBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
     expected = alone(plain, sampling, monkeypatch)
@@ -138,7 +140,7 @@ def test_medusa_heads_draft_along_a_grammar(plain: LLM, monkeypatch: pytest.Monk
         for temperature in (0.0, 0.8):
             sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
             expected = alone(plain, sampling, monkeypatch)
-            for draft in (Tree.chain(3), Tree(12, 3, 3)):
+            for draft in (DraftBudget.chain(3), DraftBudget(12, 3, 3)):
                 drafter = Medusa(config, medusa_tensors(config), target)
                 assert LLM(plain.model, drafter, draft).generate("Hi", sampling).token_ids == expected
 
@@ -147,7 +149,7 @@ def test_medusa_heads_draft_along_a_grammar(plain: LLM, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["schema", "letters", "nested"])
 def test_other_rules_keep_to_the_grammar_too(plain: LLM, name: str, rule: Any) -> None:
     grammar, valid = GRAMMARS[name]
-    for draft in (Tree.chain(5), Tree(8, 3, 2)):
+    for draft in (DraftBudget.chain(5), DraftBudget(8, 3, 2)):
         drafter = make_drafter("model:other", plain.model, lambda reference: speaker(WORDS, seed=8))
         out = LLM(plain.model, drafter, draft).generate("Hi", how(grammar, 0.9, rule=rule))
         assert out.finish_reason == "eos"
@@ -166,7 +168,7 @@ def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest
 
     monkeypatch.setattr(Matcher, "_back", forget)
     drafter = make_drafter("model:other", plain.model, lambda reference: speaker(WORDS, seed=8))
-    llm = LLM(plain.model, drafter, Tree(8, 3, 2))
+    llm = LLM(plain.model, drafter, DraftBudget(8, 3, 2))
     with contextlib.suppress(NoTokenLeft, InvalidOption):
         assert llm.generate("Hi", how(grammar, 0.8)).token_ids != expected
 
@@ -223,7 +225,7 @@ def test_schemas_of_any_form(schema: dict[str, Any], temperature: float, seed: i
     said = json.loads(WORDS.decode(expected))
     assert expected[-1] == END
     assert fits(schema, said)
-    for draft in (Tree.chain(6), Tree(12, 4, 3)):
+    for draft in (DraftBudget.chain(6), DraftBudget(12, 4, 3)):
         drafter = Unruly([*llm.encode("Hi"), *expected], 0.8)
         assert LLM(llm.model, drafter, draft).generate("Hi", sampling).token_ids == expected
     assert llm.generate("Hi", sampling).token_ids == expected
@@ -244,7 +246,7 @@ def test_min_new_tokens_holds_as_far_as_the_grammar_lets_it(plain: LLM, monkeypa
         expected = alone(plain, sampling, monkeypatch)
         assert out.token_ids == expected
         drafter = Unruly([*plain.encode("Hi"), *expected], 0.7)
-        assert LLM(plain.model, drafter, Tree(9, 3, 3)).generate("Hi", sampling).token_ids == expected
+        assert LLM(plain.model, drafter, DraftBudget(9, 3, 3)).generate("Hi", sampling).token_ids == expected
 
 
 def test_stops_and_limits_cut_what_is_valid_so_far(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +289,7 @@ def test_a_ban_of_all_that_is_allowed_ends_that_request_alone(plain: LLM) -> Non
     banned = {token: -float("inf") for token, said in WORDS.surfaces.items() if said.startswith(b"z")}
     sampling = how(grammar, 0.0, logit_bias=banned)
     for drafter in (None, Unruly([*plain.encode("Hi"), *WORDS.spell("xzzz")], 1.0)):
-        llm = LLM(plain.model, drafter, Tree.chain(3))
+        llm = LLM(plain.model, drafter, DraftBudget.chain(3))
         with pytest.raises(NoTokenLeft, match="grammar"):
             llm.generate("Hi", sampling)
         with llm.batch(["Hi", "Hi"], [sampling, how(grammar, 0.0)]) as batch, pytest.raises(NoTokenLeft):
@@ -325,13 +327,13 @@ def test_requests_with_and_without_a_grammar_share_rounds(plain: LLM, monkeypatc
     names = ("schema", "literal", "letters")
     samplings = [*(how(GRAMMARS[name][0], 0.8) for name in names), Sampling(max_new_tokens=30, seed=1)]
     expected = [alone(plain, sampling, monkeypatch) for sampling in samplings]
-    for drafter, draft in ((None, None), (Suffix(), Tree(9, 4, 2)), (Suffix(), None)):
+    for drafter, draft in ((None, None), (Suffix(), DraftBudget(9, 4, 2)), (Suffix(), None)):
         llm = LLM(plain.model, drafter, draft)
         assert [out.token_ids for out in llm.generate(["Hi"] * 4, samplings)] == expected
 
 
 def test_a_forced_stretch_takes_few_rounds_and_asks_no_drafter(plain: LLM) -> None:
     drafter = Slots()
-    out = LLM(plain.model, drafter, Tree.chain(3)).generate("Hi", how(GRAMMARS["literal"][0], 0.8))
+    out = LLM(plain.model, drafter, DraftBudget.chain(3)).generate("Hi", how(GRAMMARS["literal"][0], 0.8))
     assert out.stats.rounds <= 1 + len(out.token_ids) // 20
     assert sum(map(bool, drafter.asked)) <= 1, "only where the text ends"

@@ -30,7 +30,7 @@ from paceline.sampling.processors import (
 )
 from paceline.sampling.sampler import LogitsProcessor, Prefix, Sampler
 from paceline.testing import Oracle, run
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 theirs = pytest.importorskip("transformers.generation.logits_process")
 transformers = pytest.importorskip("transformers")
@@ -190,9 +190,12 @@ def test_whole_greedy_replies_are_transformers_own_with_any_draft(
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, **told)
         expected = out[0, len(prompt) :].tolist()
         sampling = Sampling(max_new_tokens=48, **knobs)
-        drafts: list[tuple[Drafter | None, Tree]] = [(None, Tree.chain(0))]
+        drafts: list[tuple[Drafter | None, DraftBudget]] = [(None, DraftBudget.chain(0))]
         for accuracy in (1.0, 0.7):
-            drafts += [(Oracle(prompt + expected, accuracy, 61), tree) for tree in (Tree.chain(6), Tree(12, 4, 3))]
+            drafts += [
+                (Oracle(prompt + expected, accuracy, 61), tree)
+                for tree in (DraftBudget.chain(6), DraftBudget(12, 4, 3))
+            ]
         for drafter, tree in drafts:
             tokens, _, stats = run(target, prompt, sampling, drafter, tree, eos=[7])
             assert tokens == expected

@@ -19,7 +19,7 @@ from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.connections import Connection
 from paceline.server.limits import Settings
-from paceline.server.worker import Seats, Worker
+from paceline.server.worker import Worker, WorkerLimits
 
 
 @dataclass
@@ -58,7 +58,9 @@ class Serving:
 
 
 @contextmanager
-def serving(llm: LLM, seats: Seats | None = None, connections: int | None = None, **settings: Any) -> Iterator[Serving]:
+def serving(
+    llm: LLM, seats: WorkerLimits | None = None, connections: int | None = None, **settings: Any
+) -> Iterator[Serving]:
     """Serves until the block is left. `connections`: how many there may be, less one."""
     worker = Worker(llm, seats)
     app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))

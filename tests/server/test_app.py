@@ -16,7 +16,7 @@ from paceline.llm import LLM
 from paceline.server import errors
 from paceline.server.limits import Settings
 from paceline.server.pages import POLICY, add_page
-from paceline.server.worker import Busy, Closing
+from paceline.server.worker import Busy, ServerStopping
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
 
@@ -35,7 +35,7 @@ def test_models(served: Serving) -> None:
     assert about["drafters"] == ["suffix", "ngram"]
     assert about["default"] == "suffix"
     assert about["context_length"] == 256
-    assert about["exact"] in ("bits", "rounding")
+    assert about["guarantee"] in ("bits", "rounding")
     assert served.openai.models.retrieve("other/name").id == "other/name"
     assert served.get("/v1/models/none").status_code == 404
     assert served.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
@@ -161,7 +161,7 @@ def test_the_page_is_served_strictly(tmp_path: Path) -> None:
     ("error", "status", "kind"),
     [
         (Busy("full", "Wait"), 429, "rate_limit_error"),
-        (Closing("closing", "Wait"), 503, "server_error"),
+        (ServerStopping("closing", "Wait"), 503, "server_error"),
         (PacelineError("odd"), 500, "server_error"),
         (ZeroDivisionError("private"), 500, "server_error"),
     ],

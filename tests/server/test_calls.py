@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from paceline.sampling.grammar import Grammar
 from paceline.server.calls import Call, ForcedReader
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat
 from tests.grammars import allowed, matcher
 from tests.server.running import Serving
 from tests.vocabularies import byte_level
@@ -74,7 +74,7 @@ def named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
-def test_definitions_of_one_function_are_not_those_of_another(form: Family) -> None:
+def test_definitions_of_one_function_are_not_those_of_another(form: CallFormat) -> None:
     other = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "$defs": {"Point": {"type": "null"}}}
     grammar = form.grammar(
         [("Shape", SHAPE["function"]["parameters"]), ("Node", NODE["function"]["parameters"]), ("other", other)], None
@@ -152,7 +152,7 @@ def test_a_forced_call_that_a_stop_string_cuts_is_no_finished_one(talker: Servin
     assert "start" not in cut.message.tool_calls[0].function.arguments
 
 
-def read(form: Family, text: str, step: int, names: Any = ("add", "add_all")) -> tuple[list[Call], str]:
+def read(form: CallFormat, text: str, step: int, names: Any = ("add", "add_all")) -> tuple[list[Call], str]:
     reader = ForcedReader(form, names)
     pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])[1]]
     shown, last = reader.flush()
@@ -164,7 +164,7 @@ def read(form: Family, text: str, step: int, names: Any = ("add", "add_all")) ->
 @pytest.mark.parametrize("step", [1, 4, 1000])
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("arguments", ["{}", '{"a": {"b": [{"c": "}]"}]}}', '{"a": "}\\n</tool_call>"}'])
-def test_a_forced_call_cut_anywhere_shows_its_arguments_so_far(form: Family, arguments: str, step: int) -> None:
+def test_a_forced_call_cut_anywhere_shows_its_arguments_so_far(form: CallFormat, arguments: str, step: int) -> None:
     head, whole = form.head("add"), form.head("add") + arguments + form.tail
     for cut in range(len(whole) + 1):
         calls, said = read(form, whole[:cut], step)

@@ -19,7 +19,7 @@ from paceline.llm import LLM
 from paceline.server.errors import ApiError
 from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
-from paceline.server.worker import Seats
+from paceline.server.worker import WorkerLimits
 from tests.server.running import Serving, serving
 from tests.toys import toy_llm, toy_model
 
@@ -139,7 +139,7 @@ def test_prompts_that_are_too_long() -> None:
 
 
 def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(slow_llm(monkeypatch), Seats(slots=1, queue=1)) as it:
+    with serving(slow_llm(monkeypatch), WorkerLimits(slots=1, queue=1)) as it:
         with it.openai.chat.completions.create(model="toy", extra_body=ENDLESS, messages=CHAT, stream=True) as first:
             began(first)
             with it.openai.chat.completions.create(model="toy", extra_body=ENDLESS, messages=CHAT, stream=True):

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 client, faults, figures = import_module("serve_client"), import_module("serve_faults"), import_module("serve_figures")
 requests, servers, systems = (

@@ -9,11 +9,11 @@ import pytest
 
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
-from paceline.server.calls import Call, Reader
-from paceline.server.chat import Choice
-from paceline.server.running import Round
-from paceline.server.token_text import Words
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, Family, family, knows_tools, with_tools
+from paceline.server.calls import Call, CallReader
+from paceline.server.chat import ChatChoice
+from paceline.server.running import ReplyRound
+from paceline.server.token_text import TokenTexts
+from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat, family, knows_tools, with_tools
 from paceline.text.chat_template import check_messages, render
 from tests.toys import toy_tokenizer
 
@@ -21,7 +21,7 @@ NAMES = ("get_weather", "add")
 
 # As the models write them: Qwen2.5 and Hermes, Qwen3 with its reasoning, SmolLM2 with a list, Llama 3.1 and 3.2,
 # Mistral's older and newer forms.
-RECORDED: list[tuple[str, Family, str, str, list[tuple[str, Any]]]] = [
+RECORDED: list[tuple[str, CallFormat, str, str, list[tuple[str, Any]]]] = [
     (
         "qwen2.5",
         HERMES,
@@ -98,7 +98,7 @@ RECORDED: list[tuple[str, Family, str, str, list[tuple[str, Any]]]] = [
     ),
 ]
 
-NO_CALLS: list[tuple[Family, str]] = [
+NO_CALLS: list[tuple[CallFormat, str]] = [
     (HERMES, "just text"),
     (HERMES, "a < b and <tool_cal is no tag"),
     (HERMES, "<tool_call>\nnot json\n</tool_call> and more"),
@@ -121,8 +121,8 @@ NO_CALLS: list[tuple[Family, str]] = [
 ]
 
 
-def read(family: Family, text: str, step: int, **how: Any) -> tuple[str, list[Call]]:
-    reader, shown, calls = Reader(family, NAMES, **how), "", []
+def read(family: CallFormat, text: str, step: int, **how: Any) -> tuple[str, list[Call]]:
+    reader, shown, calls = CallReader(family, NAMES, **how), "", []
     for at in range(0, len(text), step):
         piece, found = reader.push(text[at : at + step])
         shown, calls = shown + piece, calls + found
@@ -143,12 +143,12 @@ def test_recorded_replies(case: Any, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 10_000])
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
-def test_what_is_no_call_stays_text(family: Family, text: str, step: int) -> None:
+def test_what_is_no_call_stays_text(family: CallFormat, text: str, step: int) -> None:
     assert read(family, text, step) == (text, [])
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:
-    reader = Reader(HERMES, NAMES)
+    reader = CallReader(HERMES, NAMES)
     assert reader.push("a <")[0] == "a"
     assert reader.push("b> c")[0] == " <b> c"
 
@@ -167,22 +167,22 @@ def chunk(text: str, token: int, finish: Any = None) -> Chunk:
 
 
 @pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
-def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: Family) -> None:
+def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFormat) -> None:
     call = json.dumps({"name": "add", form.key: {}})
     body = call if form is LLAMA else f"[{call}]"
-    choice = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), (5, form.opens))
-    assert choice.take(Round(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
+    choice = ChatChoice(0, TokenTexts(toy_tokenizer()), False, False, CallReader(form, NAMES), (5, form.opens))
+    assert choice.take(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
         {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
     ]
-    assert choice.take(Round(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) == []
-    called, last = choice.take(Round(0, [chunk("", 36, "eos")], 0, None, 1.0))
+    assert choice.take(ReplyRound(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) == []
+    called, last = choice.take(ReplyRound(0, [chunk("", 36, "eos")], 0, None, 1.0))
     assert called["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
     assert called["finish_reason"] is None
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
     whole = choice.whole()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
-    unread = Choice(0, Words(toy_tokenizer()), False, False, Reader(form, NAMES), None)
-    unread.take(Round(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
+    unread = ChatChoice(0, TokenTexts(toy_tokenizer()), False, False, CallReader(form, NAMES), None)
+    unread.take(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
     assert unread.whole()["message"]["content"] == "Hm." + body
 
 
@@ -198,7 +198,7 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: Family)
         (None, HERMES),
     ],
 )
-def test_families_are_told_by_their_templates(template: str | None, wanted: Family) -> None:
+def test_families_are_told_by_their_templates(template: str | None, wanted: CallFormat) -> None:
     assert family(template) is wanted
 
 
@@ -253,7 +253,7 @@ def test_messages_that_are_none(message: Any) -> None:
 @pytest.mark.parametrize("marker", [None, 5])
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_grammar_of_a_forced_call_is_one(form: Family, marker: int | None, count: int) -> None:
+def test_the_grammar_of_a_forced_call_is_one(form: CallFormat, marker: int | None, count: int) -> None:
     from paceline.sampling.grammar import Grammar
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

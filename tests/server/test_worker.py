@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scheduler import Scheduler
@@ -22,8 +22,8 @@ from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
 from paceline.server.memory import give_back
-from paceline.server.worker import Busy, Closing, Job, Reply, Seats, Worker
-from paceline.types import Draft, Tree
+from paceline.server.worker import Busy, ReplyJob, ReplyStream, ServerStopping, Worker, WorkerLimits
+from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
 from tests.toys import toy_llm, toy_model
 
@@ -35,11 +35,11 @@ def toy(**changes: int) -> LLM:
     return LLM(toy_model(**changes), {"suffix": Suffix()})
 
 
-def job(llm: LLM, prompt: str, how: Sampling, speculation: Speculation | None = None, **more: Any) -> Job:
-    return Job(llm.prompt_ids(prompt), how.seeded(), speculation=speculation, **more)
+def job(llm: LLM, prompt: str, how: Sampling, speculation: Speculation | None = None, **more: Any) -> ReplyJob:
+    return ReplyJob(llm.prompt_ids(prompt), how.seeded(), speculation=speculation, **more)
 
 
-async def read(reply: Reply) -> list[int]:
+async def read(reply: ReplyStream) -> list[int]:
     return [chunk.token_id async for chunks in reply for chunk in chunks]
 
 
@@ -58,7 +58,7 @@ def test_replies_at_once_are_those_of_each_alone() -> None:
     llm, plain = toy(), toy_llm()
     samplings = [Sampling(max_new_tokens=5 + i, temperature=0.3 * (i % 3), seed=i) for i in range(9)]
     prompts = [f"number {'abcdefghi'[i]}, please" for i in range(9)]
-    worker = Worker(llm, Seats(slots=4, quota=8, prefixes=1 << 20))
+    worker = Worker(llm, WorkerLimits(slots=4, quota=8, prefixes=1 << 20))
 
     async def work() -> list[list[int]]:
         replies = [
@@ -72,7 +72,7 @@ def test_replies_at_once_are_those_of_each_alone() -> None:
 
 def test_so_many_and_no_more() -> None:
     llm = toy()
-    worker = Worker(llm, Seats(slots=1, queue=2))
+    worker = Worker(llm, WorkerLimits(slots=1, queue=2))
 
     async def work() -> None:
         how = Sampling(max_new_tokens=30, ignore_eos=True)
@@ -89,7 +89,7 @@ def test_so_many_and_no_more() -> None:
 
 def test_a_client_that_leaves_gives_its_slot_back() -> None:
     llm = toy()
-    worker = Worker(llm, Seats(slots=1))
+    worker = Worker(llm, WorkerLimits(slots=1))
 
     async def work() -> None:
         endless = Sampling(max_new_tokens=100, ignore_eos=True)
@@ -107,14 +107,14 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
     """With time to spare they are written to their end; without, they are told that there is no more."""
     llm = toy()
-    worker = Worker(llm, Seats(slots=2))
+    worker = Worker(llm, WorkerLimits(slots=2))
 
     async def work() -> tuple[list[int], Exception | None]:
         reply = worker.submit(job(llm, "abc", Sampling(max_new_tokens=100, ignore_eos=True)))
         rounds = aiter(reply)
         first = await anext(rounds)
         worker.drain(grace)
-        with pytest.raises(Closing):
+        with pytest.raises(ServerStopping):
             worker.submit(job(llm, "abc", Sampling()))
         rest = [chunk.token_id async for chunks in rounds for chunk in chunks]
         return [first[0].token_id, *rest], reply.error
@@ -177,13 +177,13 @@ def test_what_a_broken_turn_had_ended_is_handed_over_too(monkeypatch: pytest.Mon
     assert not any(llm.engine.cache.lengths)
 
 
-class Fails(Around):
+class Fails(DrafterWrapper):
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         raise ValueError("a drafter that fails")
 
 
 def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
-    llm = LLM(toy_model(), {"suffix": Suffix(), "fails": Fails(Suffix())}, Tree.chain(3))
+    llm = LLM(toy_model(), {"suffix": Suffix(), "fails": Fails(Suffix())}, DraftBudget.chain(3))
     worker = Worker(llm)
     how = Sampling(max_new_tokens=12, ignore_eos=True)
 
@@ -228,11 +228,14 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
         )
         for i in range(12)
     ]
-    names = [pilot.name for pilot in real.engine.pilots]
-    hows = [Speculation(names[i % len(names)], chance.choice([None, Tree.chain(3), Tree(9, 3, 3)])) for i in range(12)]
+    names = [policy.name for policy in real.engine.policies]
+    hows = [
+        Speculation(names[i % len(names)], chance.choice([None, DraftBudget.chain(3), DraftBudget(9, 3, 3)]))
+        for i in range(12)
+    ]
     plain = LLM(real.model)
     alone = [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
-    worker = Worker(real, Seats(slots=5, quota=32, prefixes=64 << 20))
+    worker = Worker(real, WorkerLimits(slots=5, quota=32, prefixes=64 << 20))
 
     async def one(i: int) -> list[int]:
         await asyncio.sleep(chance.random())
@@ -242,7 +245,7 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
         return await asyncio.gather(*map(one, range(12)))
 
     together = run(worker, work())
-    if plain.exact == "bits":
+    if plain.guarantee == "bits":
         assert together == alone
     assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 10
     assert real.engine.prefixes is not None

@@ -15,14 +15,14 @@ import pytest
 
 from paceline.errors import InvalidData, InvalidOption
 from paceline.sampling.parameters import Sampling
-from paceline.train.answers import Answer, Plan, parse_answer, seed_of
+from paceline.train.answers import Answer, AnswerPlan, parse_answer, seed_of
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
 from paceline.train.writing import write_answers
 from tests.toys import toy_llm
 from tests.train.data import some_prompts, words, write_rows
 
-PLAN = Plan(answer_tokens=8, width=4)
+PLAN = AnswerPlan(answer_tokens=8, width=4)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_a_prompt_that_cannot_be_answered_is_skipped_and_counted(tmp_path: Path)
 
 
 def test_an_answer_that_fails_on_its_way_leaves_the_others_alone(tmp_path: Path) -> None:
-    class Banned(Plan):
+    class Banned(AnswerPlan):
         def sampling(self, name: str | int, temperature: float) -> Sampling:
             bans = dict.fromkeys(range(37), -float("inf")) if name == "p1" else {}
             return Sampling(max_new_tokens=4, logit_bias=bans)
@@ -150,7 +150,7 @@ def test_an_answer_that_fails_on_its_way_leaves_the_others_alone(tmp_path: Path)
 
 def test_a_file_is_continued_by_the_same_command_only(tmp_path: Path) -> None:
     prompts, path = some_prompts(tmp_path / "p.jsonl", 1), tmp_path / "answers.jsonl"
-    plan = Plan((0.0,), answer_tokens=2)
+    plan = AnswerPlan((0.0,), answer_tokens=2)
     write_answers(toy_llm(), prompts, path, plan)
     for other, said in (
         (replace(plan, answer_tokens=3), "answer tokens 2, not 3"),
@@ -179,11 +179,11 @@ def test_a_file_is_continued_by_the_same_command_only(tmp_path: Path) -> None:
 )
 def test_damage_inside_the_file_is_named(tmp_path: Path, damage: bytes, said: str) -> None:
     prompts, path = some_prompts(tmp_path / "p.jsonl", 1), tmp_path / "answers.jsonl"
-    write_answers(toy_llm(), prompts, path, Plan((0.0,), answer_tokens=1))
+    write_answers(toy_llm(), prompts, path, AnswerPlan((0.0,), answer_tokens=1))
     with path.open("ab") as file:
         file.write(damage)
     with pytest.raises(InvalidData, match=said):
-        write_answers(toy_llm(), prompts, path, Plan((0.0,), answer_tokens=1))
+        write_answers(toy_llm(), prompts, path, AnswerPlan((0.0,), answer_tokens=1))
 
 
 def test_answers_come_back_as_they_were_written() -> None:
@@ -212,6 +212,6 @@ def test_a_malformed_answer_says_what_is_wrong(change: dict[str, Any], said: str
 def test_a_mix_without_sense_is_refused() -> None:
     for temperatures in ((), (0.0, 0.0), (-1.0,)):
         with pytest.raises(InvalidOption):
-            Plan(temperatures)
+            AnswerPlan(temperatures)
     with pytest.raises(InvalidOption):
-        Plan(answer_tokens=0)
+        AnswerPlan(answer_tokens=0)

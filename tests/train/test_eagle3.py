@@ -8,9 +8,9 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.documents import Document
 from paceline.train.eagle3 import default_taps
-from paceline.train.loop import Plan, Trainer
+from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.states import States
-from paceline.types import Draft, Tree
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import pack, pack_prefix
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
@@ -66,12 +66,12 @@ def test_a_trained_head_drafts_as_well_as_training_said(tmp_path) -> None:
     texts = written(16, seed=0)
     # By heart: what a random model writes cannot be foreseen otherwise.
     states = States(TARGET, selection(texts), TAPS)
-    plan = Plan(epochs=40, batch=8, rate=1e-2, every=1e9, evaluate=1e9)
+    plan = TrainPlan(epochs=40, batch=8, rate=1e-2, every=1e9, evaluate=1e9)
     said = Trainer(made, states, states, plan, tmp_path, "toy").run().acceptance
     assert said is not None
     assert said > 2  # chance would give 1.03
     drafter = Eagle(made.config, made.tensors(), TARGET)
-    engine = Engine(TARGET, drafter, Tree.chain(3))
+    engine = Engine(TARGET, drafter, DraftBudget.chain(3))
     rounds = tokens = 0
     for document in texts:
         reply, _, stats = run(TARGET, document.prompt, Sampling(max_new_tokens=24), engine=engine)

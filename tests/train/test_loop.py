@@ -7,12 +7,12 @@ import torch
 
 from paceline.errors import InvalidOption, OutOfMemory, TrainingFailed
 from paceline.train.documents import Document
-from paceline.train.loop import CHECKPOINT, Plan, Report, Trainer
+from paceline.train.loop import CHECKPOINT, Report, Trainer, TrainPlan
 from paceline.train.recipe import Guesses, Teacher, walk
 from paceline.train.states import States
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
-PLAN = Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
+PLAN = TrainPlan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
 
 
 class Stop(Exception):

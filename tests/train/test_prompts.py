@@ -12,7 +12,7 @@ from paceline.llm import LLM
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import seed_of
-from paceline.train.jsonl import Journal, Lines
+from paceline.train.jsonl import Journal, JsonLines
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts, is_held
 from paceline.train.self_prompts import SHORTEST, Turn, write_prompts
@@ -119,7 +119,7 @@ def test_lines_know_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "l"
     path.write_bytes(b"\na\n\n\nb\nc\n\n")
     seen: list[tuple[bytes, int]] = []
-    lines = Lines(path, lambda line, number: seen.append((line, number)))
+    lines = JsonLines(path, lambda line, number: seen.append((line, number)))
     assert seen == [(lines[i], lines.number(i)) for i in range(len(lines))] == [(b"a\n", 2), (b"b\n", 5), (b"c\n", 6)]
 
 

@@ -15,14 +15,14 @@ from paceline.models.heads import BlockConfig, ExitConfig, MedusaConfig
 from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
-from paceline.train.block import Block, default_taps
-from paceline.train.early_exit import EarlyExit
+from paceline.train.block import BlockRecipe, default_taps
+from paceline.train.early_exit import EarlyExitRecipe
 from paceline.train.kinds import one_layer
-from paceline.train.loop import Plan, Trainer
-from paceline.train.medusa import Medusa
+from paceline.train.loop import Trainer, TrainPlan
+from paceline.train.medusa import MedusaRecipe
 from paceline.train.recipe import Answered, Recipe
 from paceline.train.states import States
-from paceline.types import Tree
+from paceline.types import DraftBudget
 from tests.drafters.test_block import Dense
 from tests.train.test_eagle3 import written
 from tests.train.toys import TARGET, documents, selection
@@ -32,15 +32,15 @@ LAYER = replace(one_layer(TARGET.config, 48, 2), qk_norm=True)
 
 
 def medusa() -> tuple[Recipe, type[Drafter]]:
-    return Medusa(MedusaConfig(32, 37, 3, shared=True), TARGET, EVERY), MedusaDrafter
+    return MedusaRecipe(MedusaConfig(32, 37, 3, shared=True), TARGET, EVERY), MedusaDrafter
 
 
 def early_exit() -> tuple[Recipe, type[Drafter]]:
-    return EarlyExit(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norm_eps), ExitDrafter
+    return EarlyExitRecipe(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norm_eps), ExitDrafter
 
 
 def block() -> tuple[Recipe, type[Drafter]]:
-    return Block(BlockConfig(LAYER, (1, 2, 3), 4, mask_token=36), TARGET, EVERY), BlockDrafter
+    return BlockRecipe(BlockConfig(LAYER, (1, 2, 3), 4, mask_token=36), TARGET, EVERY), BlockDrafter
 
 
 @pytest.mark.parametrize(("make", "least"), [(medusa, 1.1), (early_exit, 1.3), (block, 2.0)])
@@ -49,12 +49,12 @@ def test_a_trained_drafter_drafts_as_well_as_training_said(make, least: float, t
     recipe, kind = make()
     texts = written(12, seed=0)
     states = States(TARGET, selection(texts), recipe.taps)
-    plan = Plan(epochs=60, batch=6, rate=1e-2, every=1e9, evaluate=1e9)
+    plan = TrainPlan(epochs=60, batch=6, rate=1e-2, every=1e9, evaluate=1e9)
     said = Trainer(recipe, states, states, plan, tmp_path, "toy").run().acceptance
     assert said is not None
     assert said > least
     options = {"threshold": 0.0} if kind is ExitDrafter else {}
-    engine = Engine(TARGET, kind(recipe.config, recipe.tensors(), TARGET, **options), Tree.chain(3))
+    engine = Engine(TARGET, kind(recipe.config, recipe.tensors(), TARGET, **options), DraftBudget.chain(3))
     rounds = tokens = 0
     for document in texts:
         reply, _, stats = run(TARGET, document.prompt, Sampling(max_new_tokens=24), engine=engine)

@@ -12,7 +12,7 @@ from paceline.llm import LLM
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
 from paceline.sampling.parameters import Sampling
 from paceline.train import answers, loop, run
-from paceline.train.run import Listener, Order, train
+from paceline.train.run import Listener, TrainJob, train
 from tests.toys import toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
@@ -24,13 +24,13 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> Order:
+def order(tmp_path: Path) -> TrainJob:
     prompts = tmp_path / "prompts.jsonl"
     letters = "abcdefghijklmnopqrstuvwxyz"
     prompts.write_text("".join(json.dumps({"prompt": letters[i % 26] * (1 + i // 26)}) + "\n" for i in range(100)))
-    plan = loop.Plan(epochs=1, batch=8, rate=5e-3, every=0.0, evaluate=1e9)
-    mix = answers.Plan((0.0, 0.8), answer_tokens=12)
-    return Order("toy", "eagle3", tmp_path / "head", prompts, vocabulary=30, steps=2, rank=8, mix=mix, plan=plan)
+    plan = loop.TrainPlan(epochs=1, batch=8, rate=5e-3, every=0.0, evaluate=1e9)
+    mix = answers.AnswerPlan((0.0, 0.8), answer_tokens=12)
+    return TrainJob("toy", "eagle3", tmp_path / "head", prompts, vocabulary=30, steps=2, rank=8, mix=mix, plan=plan)
 
 
 class Killed(Exception):
@@ -43,7 +43,7 @@ def text(llm: LLM, drafter: str | None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: Order) -> None:
+def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     report = train(llm, replace(order, kind=kind), Listener(stage=stages.append))
     assert stages == ["the target answers", "counting tokens", f"training {kind}"]
@@ -62,7 +62,7 @@ def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: Order)
     assert (order.work / "answers.jsonl").exists()
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: Order, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     train(llm, order)
     whole = dict(open_head(order.out).tensors)
     again = replace(order, out=tmp_path / "again")
@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: Order, tmp_path
 
 
 def test_a_disk_that_is_full_at_the_end_loses_no_training(
-    llm: LLM, order: Order, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, order: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(
     assert open_head(order.out)
 
 
-def test_without_prompts_the_target_makes_its_own(llm: LLM, order: Order) -> None:
+def test_without_prompts_the_target_makes_its_own(llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     plan = replace(order.plan, epochs=0.2)
     train(llm, replace(order, prompts=None, own_prompts=60, plan=plan), Listener(stage=stages.append))
@@ -109,7 +109,7 @@ def test_without_prompts_the_target_makes_its_own(llm: LLM, order: Order) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: Order, tmp_path: Path) -> None:
+def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     order = replace(order, kind=kind)
     train(llm, order)
     still = replace(order.plan, rate=1e-9, epochs=0.1)
@@ -123,13 +123,15 @@ def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: Orde
         train(llm, replace(order, kind=other, out=tmp_path / "other", start=order.out))
 
 
-def test_what_training_cannot_begin_from_is_refused_before_anything_is_answered(llm: LLM, order: Order) -> None:
+def test_what_training_cannot_begin_from_is_refused_before_anything_is_answered(llm: LLM, order: TrainJob) -> None:
     with pytest.raises(ModelNotFound):
         train(llm, replace(order, start=order.out.with_name("nowhere")))
     assert not order.work.exists()
 
 
-def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(llm: LLM, order: Order, tmp_path: Path) -> None:
+def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(
+    llm: LLM, order: TrainJob, tmp_path: Path
+) -> None:
     train(llm, replace(order, vocabulary=20))
     still = replace(order.plan, rate=1e-9, epochs=0.1)
     train(llm, replace(order, vocabulary=30, out=tmp_path / "next", start=order.out, plan=still))
@@ -143,7 +145,7 @@ def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(llm: LLM, 
 
 
 @pytest.mark.parametrize("layout", ["reference", "vllm"])
-def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM, order: Order) -> None:
+def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM, order: TrainJob) -> None:
     plan = replace(order.plan, epochs=0.2)
     train(llm, replace(order, kind="medusa", plan=plan, layout=layout))
     head = open_head(order.out, allow_pickle=True)
@@ -160,17 +162,17 @@ def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM
     [
         ({"kind": "eagle9"}, "no drafter of kind 'eagle9'"),
         ({"prompts": None, "answers": Path("a")}, "answers to nothing"),
-        ({"plan": loop.Plan(epochs=0)}, "0 epochs"),
-        ({"plan": loop.Plan(rate=2.0)}, "a rate of 2"),
+        ({"plan": loop.TrainPlan(epochs=0)}, "0 epochs"),
+        ({"plan": loop.TrainPlan(rate=2.0)}, "a rate of 2"),
         ({"vocabulary": 99}, "a draft vocabulary of 99"),
     ],
 )
-def test_a_bad_order_is_refused(changes: dict[str, object], said: str, llm: LLM, order: Order) -> None:
+def test_a_bad_order_is_refused(changes: dict[str, object], said: str, llm: LLM, order: TrainJob) -> None:
     with pytest.raises(InvalidOption, match=said):
         train(llm, replace(order, **changes))
     assert not order.out.exists()
 
 
-def test_a_bad_order_is_refused_before_anything_is_loaded(order: Order) -> None:
+def test_a_bad_order_is_refused_before_anything_is_loaded(order: TrainJob) -> None:
     with pytest.raises(InvalidOption):
         run.check(replace(order, kind="nothing"))

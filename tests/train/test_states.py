@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.train.states import SHARD, Batch, States
+from paceline.train.states import SHARD, DocumentBatch, States
 from paceline.types import Forward, Rows, Want
 from paceline.verify.tree import pack_prefix
 from tests.train.toys import TAPS, TARGET, documents, selection
@@ -87,7 +87,7 @@ def test_a_batch_splits_into_parts_that_are_its_documents() -> None:
     parts = batch.split(2)
     assert [len(part) for part in parts] == [2, 2, 1]
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)
-    assert isinstance(parts[0], Batch)
+    assert isinstance(parts[0], DocumentBatch)
     assert torch.equal(torch.cat([part.states[2] for part in parts]), batch.states[2])
 
 

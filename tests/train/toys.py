@@ -12,7 +12,7 @@ from paceline.testing import tiny_target
 from paceline.train.documents import Document, Selection
 from paceline.train.eagle3 import Eagle3
 from paceline.train.kinds import one_layer
-from paceline.train.loop import Plan, Trainer
+from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.states import States
 
 TARGET = tiny_target(layers=4)
@@ -40,8 +40,10 @@ def recipe(steps: int = 3, vocabulary: int = 30, seed: int = 0, **flags: bool) -
     return Eagle3(config, TARGET, torch.arange(37)[-vocabulary:], steps)
 
 
-def trainer(folder: Path, plan: Plan | None = None, count: int = 96, identity: str = "toy", **more: object) -> Trainer:
+def trainer(
+    folder: Path, plan: TrainPlan | None = None, count: int = 96, identity: str = "toy", **more: object
+) -> Trainer:
     states = States(TARGET, selection(documents(count)), TAPS)
     held = States(TARGET, selection(documents(16, seed=1)), TAPS)
-    plan = plan or Plan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
+    plan = plan or TrainPlan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
     return Trainer(recipe(), states, held, plan, folder, identity, **more)  # type: ignore[arg-type]

@@ -23,9 +23,9 @@ from paceline.protocols import Ask, Drafter
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Ranked, Sampler
 from paceline.testing import run, tiny_target
-from paceline.types import Draft, Tree
+from paceline.types import Draft, DraftBudget
 from paceline.verify import rejection
-from paceline.verify.rules import RULES, promise, typical
+from paceline.verify.rules import RULES, text_guarantee, typical
 from paceline.verify.tree import shape
 from tests.bigram import Bigram
 from tests.toys import toy_llm
@@ -36,12 +36,12 @@ VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
 P = torch.tensor([[0.10, 0.55, 0.35], [0.35, 0.10, 0.55], [0.55, 0.35, 0.10]]).double()
 Q = torch.tensor([[0.55, 0.42, 0.03], [0.03, 0.55, 0.42], [0.42, 0.03, 0.55]]).double()
 TARGET, OTHER = Bigram(P.log() * WARM), Bigram(Q.log() * WARM)
-CHAIN, TREE = Tree.chain(2), Tree(4, 2, 2)
+CHAIN, TREE = DraftBudget.chain(2), DraftBudget(4, 2, 2)
 
 
 def chi_square(
     rule: str,
-    draft: Tree,
+    draft: DraftBudget,
     drafter: Callable[[Bigram, int], Drafter] = DraftModel,
     seeds: int = SEEDS,
     length: int = LENGTH,
@@ -67,7 +67,7 @@ def chi_square(
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", CHAIN), ("block", TREE)])
-def test_texts_have_the_targets_distribution(rule: str, draft: Tree) -> None:
+def test_texts_have_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
     assert chi_square(rule, draft) < 1
 
 
@@ -78,8 +78,10 @@ def heads(other: Bigram, vocab: int) -> Medusa:
     return Medusa(config, tensors, TARGET)
 
 
-@pytest.mark.parametrize(("rule", "draft"), [("rejection", Tree(6, 2, 2)), ("block", CHAIN), ("block", Tree(5, 2, 2))])
-def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rule: str, draft: Tree) -> None:
+@pytest.mark.parametrize(
+    ("rule", "draft"), [("rejection", DraftBudget(6, 2, 2)), ("block", CHAIN), ("block", DraftBudget(5, 2, 2))]
+)
+def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
     assert chi_square(rule, draft, heads, prompt=(2, 1)) < 1
 
 
@@ -89,7 +91,7 @@ def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rul
 def test_heads_that_draw_with_the_noise_of_the_head_above_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Noise.stream
     monkeypatch.setattr(Noise, "stream", lambda self, *key: honest(self, *key[:2]))
-    assert chi_square("rejection", Tree(6, 2, 2), heads, prompt=(2, 1)) > 1
+    assert chi_square("rejection", DraftBudget(6, 2, 2), heads, prompt=(2, 1)) > 1
 
 
 def test_typical_is_lossy_and_the_statistics_see_it() -> None:
@@ -117,19 +119,19 @@ def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch
         return Ranked([self.choose(logits, path)], [0.0], self.distribution(logits))
 
     monkeypatch.setattr(Sampler, "_rank", shared)
-    assert chi_square("rejection", Tree.chain(1), seeds=2000, length=2) > 1
+    assert chi_square("rejection", DraftBudget.chain(1), seeds=2000, length=2) > 1
 
 
 # What must hold for every text.
 
 TOY, TWIN = tiny_target(), tiny_target(seed=9)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
-SHAPES = {"chain": Tree.chain(4), "tree": Tree(9, 4, 3)}
+SHAPES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}
 
 
 @pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
-def test_without_temperature_every_rule_is_match(rule: str, draft: Tree) -> None:
+def test_without_temperature_every_rule_is_match(rule: str, draft: DraftBudget) -> None:
     plain = run(TOY, PROMPT, Sampling(max_new_tokens=24))[0]
     for drafter in (DraftModel(TWIN, 37), DraftModel(TOY, 37), NGram()):
         sampling = Sampling(max_new_tokens=24, rule=rule)  # type: ignore[arg-type]
@@ -138,7 +140,7 @@ def test_without_temperature_every_rule_is_match(rule: str, draft: Tree) -> None
 
 @pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
-def test_the_same_seed_and_drafter_give_the_same_text(rule: str, draft: Tree) -> None:
+def test_the_same_seed_and_drafter_give_the_same_text(rule: str, draft: DraftBudget) -> None:
     texts = set()
     for seed in (1, 1, 2):
         sampling = Sampling(max_new_tokens=24, temperature=1.0, top_p=0.95, seed=seed, rule=rule)  # type: ignore[arg-type]
@@ -158,7 +160,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(rule: str) -> None:
     """Any slip in q, p, the cuts or the draft's cache shows as a rejection."""
     for cuts in ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}):
         sampling = Sampling(max_new_tokens=40, temperature=0.8, seed=4, rule=rule, **cuts)  # type: ignore[arg-type]
-        stats = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), Tree.chain(4))[2]
+        stats = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(4))[2]
         assert stats.tokens_per_round == 5
 
 
@@ -174,7 +176,7 @@ def test_cut_tokens_are_never_written(rule: str) -> None:
 # What a drafter draws.
 
 
-def drawn(rule: str = "rejection", budget: Tree = SHAPES["tree"], seed: int = 1) -> Draft:
+def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1) -> Draft:
     sampler = Sampling(temperature=1.0, top_k=20, seed=seed, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
     drafter = DraftModel(TWIN, 37)
     drafter.admit(0, PROMPT)
@@ -204,11 +206,11 @@ def test_q_covers_the_targets_vocabulary() -> None:
     small = DraftModel(tiny_target(vocab_size=30), 37)
     small.admit(0, PROMPT)
     sampler = Sampling(temperature=1.0, seed=1, rule="block").sampler(PROMPT)
-    (draft,) = small.propose([Ask(0, Tree.chain(3), sampler)])
+    (draft,) = small.propose([Ask(0, DraftBudget.chain(3), sampler)])
     assert {q.shape for q in draft.q.values()} == {(37,)}
     assert all(float(q[30:].sum()) == 0 for q in draft.q.values())
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=1, rule="block")
-    assert len(run(TOY, PROMPT, sampling, small, Tree.chain(3))[0]) == 12
+    assert len(run(TOY, PROMPT, sampling, small, DraftBudget.chain(3))[0]) == 12
 
 
 def test_candidates_are_drawn_without_replacement() -> None:
@@ -278,11 +280,11 @@ def test_statistics_say_what_the_text_is() -> None:
         ("typical", 0.0, "rounding"),
     ):
         sampler = Sampling(temperature=warm, rule=rule).sampler()  # type: ignore[arg-type]
-        assert promise(sampler, "rounding") == label
+        assert text_guarantee(sampler, "rounding") == label
     llm = toy_llm(DraftModel(TWIN, 37))
-    for rule, label in (("match", llm.exact), ("block", "distribution"), ("typical", "lossy")):
+    for rule, label in (("match", llm.guarantee), ("block", "distribution"), ("typical", "lossy")):
         done = llm.generate("hello", Sampling(max_new_tokens=5, temperature=1.0, seed=1, rule=rule), raw=True)  # type: ignore[arg-type]
-        assert done.stats.exact == done.as_dict()["stats"]["exact"] == label
+        assert done.stats.guarantee == done.as_dict()["stats"]["guarantee"] == label
 
 
 def test_an_unknown_rule_is_refused() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption
-from paceline.types import Draft, Tree
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS, Place, check, close, depths, from_paths, pack, places, shape
 
 CPU = torch.device("cpu")
@@ -84,22 +84,22 @@ def test_the_check_refuses_what_is_not_a_tree(tokens: tuple[int, ...], parents: 
 
 
 def test_budgets_shrink_to_what_can_be_used() -> None:
-    assert Tree.chain(5).within(3) == Tree.chain(3)
-    assert Tree.chain(5).within(9) == Tree.chain(5)
-    assert Tree(16, 6, 3).within(2) == Tree(16, 2, 3)
-    assert Tree(16, 6, 3).within(0).nodes == 0
-    assert Tree.chain(5).within(-1) == Tree.chain(0)
-    assert Tree.chain(5).within(9, 3) == Tree.chain(3)
-    assert Tree(16, 6, 3).within(9, 4) == Tree(4, 4, 3)
-    assert Tree(16, 6, 3).within(2, 1) == Tree(1, 1, 3)
+    assert DraftBudget.chain(5).within(3) == DraftBudget.chain(3)
+    assert DraftBudget.chain(5).within(9) == DraftBudget.chain(5)
+    assert DraftBudget(16, 6, 3).within(2) == DraftBudget(16, 2, 3)
+    assert DraftBudget(16, 6, 3).within(0).nodes == 0
+    assert DraftBudget.chain(5).within(-1) == DraftBudget.chain(0)
+    assert DraftBudget.chain(5).within(9, 3) == DraftBudget.chain(3)
+    assert DraftBudget(16, 6, 3).within(9, 4) == DraftBudget(4, 4, 3)
+    assert DraftBudget(16, 6, 3).within(2, 1) == DraftBudget(1, 1, 3)
     for wrong in ((-1, 1, 1), (1, -1, 1), (1, 1, 0), (513, 9, 2)):
         with pytest.raises(InvalidOption):
-            Tree(*wrong)
+            DraftBudget(*wrong)
 
 
 @given(st.integers(0, 40), st.integers(0, 8), st.integers(1, 5))
 def test_a_fixed_shape_is_a_tree_within_its_budget(nodes: int, depth: int, branch: int) -> None:
-    wide = shape(Tree(nodes, depth, branch))
+    wide = shape(DraftBudget(nodes, depth, branch))
     places = {(*parent, rank) for parent, count in wide.items() for rank in range(count)}
     assert len(places) == min(nodes, sum(branch**d for d in range(1, depth + 1)))
     assert all(parent in places or parent == () for parent in wide), "children hang on places"
@@ -108,8 +108,8 @@ def test_a_fixed_shape_is_a_tree_within_its_budget(nodes: int, depth: int, branc
 
 
 def test_a_fixed_shape_is_widest_where_it_is_likeliest() -> None:
-    assert shape(Tree.chain(4)) == {(): 1, (0,): 1, (0, 0): 1, (0, 0, 0): 1}
-    wide = shape(Tree(16, 5, 3))
+    assert shape(DraftBudget.chain(4)) == {(): 1, (0,): 1, (0, 0): 1, (0, 0, 0): 1}
+    wide = shape(DraftBudget(16, 5, 3))
     assert wide[()] >= wide[(0,)] >= wide[(0, 0)] >= wide[(0, 0, 0)]
     assert wide[(0,)] > wide.get((1,), 0)
     assert (0, 0, 0, 0) in wide, "the first path goes all the way"
@@ -120,7 +120,7 @@ ORDERS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 
 @given(ORDERS, st.integers(0, 12), st.integers(0, 4), st.integers(1, 4))
 def test_an_order_is_cut_to_a_tree_within_its_budget(order: list[Place], nodes: int, depth: int, branch: int) -> None:
-    kept = places(Tree(nodes, depth, branch), tuple(order))
+    kept = places(DraftBudget(nodes, depth, branch), tuple(order))
     assert len(set(kept)) == len(kept) <= nodes
     assert all(place[:-1] in ((), *kept[:i]) for i, place in enumerate(kept)), "a place comes after the one above it"
     assert all(len(place) <= depth and max(place) < branch for place in kept)
@@ -130,7 +130,7 @@ def test_an_order_is_cut_to_a_tree_within_its_budget(order: list[Place], nodes: 
 
 @given(ORDERS)
 def test_closing_gaps_keeps_the_tree_and_numbers_its_siblings(order: list[Place]) -> None:
-    kept = places(Tree(30, 4, 4), tuple(order))
+    kept = places(DraftBudget(30, 4, 4), tuple(order))
     closed = close(kept)
     assert from_paths(closed).parents == from_paths(kept).parents
     assert all(place[-1] == 0 or (*place[:-1], place[-1] - 1) in closed for place in closed)
@@ -138,7 +138,7 @@ def test_closing_gaps_keeps_the_tree_and_numbers_its_siblings(order: list[Place]
 
 def test_the_first_of_an_order_stay() -> None:
     order = ((0,), (1,), (0, 2), (1, 0, 0), (2,))
-    assert places(Tree(3, 3, 3), order) == ((0,), (1,), (0, 2))
-    assert places(Tree(9, 3, 3), order) == ((0,), (1,), (0, 2), (1, 0), (1, 0, 0), (2,))
-    assert close(places(Tree(9, 3, 3), order))[2] == (0, 0)
-    assert places(Tree(9, 3, 1), order) == ((0,),)
+    assert places(DraftBudget(3, 3, 3), order) == ((0,), (1,), (0, 2))
+    assert places(DraftBudget(9, 3, 3), order) == ((0,), (1,), (0, 2), (1, 0), (1, 0, 0), (2,))
+    assert close(places(DraftBudget(9, 3, 3), order))[2] == (0, 0)
+    assert places(DraftBudget(9, 3, 1), order) == ((0,),)

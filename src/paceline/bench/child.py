@@ -16,14 +16,14 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any
 
-from paceline.bench.measure import Lost, Reply
-from paceline.bench.peers import Answer, Ask, Job, Missing
+from paceline.bench.measure import Lost, MeasuredReply
+from paceline.bench.peers import Missing, PeerAnswer, PeerPrompt, PeerSetup
 
 
 class Child:
     """The near end. Begins a peer, given as module:function, and asks it."""
 
-    def __init__(self, peer: str, job: Job) -> None:
+    def __init__(self, peer: str, job: PeerSetup) -> None:
         """Raises `Missing` if the peer cannot do the job."""
         self._errors = TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
@@ -42,12 +42,12 @@ class Child:
             self.close()
             raise
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PeerPrompt) -> MeasuredReply:
         """Its reply. Raises `Lost`."""
         said = self._tell(asdict(ask))
         if "failed" in said:
             raise Lost(said["failed"])
-        return Reply(said["token_ids"], said["first"])
+        return MeasuredReply(said["token_ids"], said["first"])
 
     def close(self) -> None:
         """Ends it."""
@@ -93,7 +93,7 @@ def serve(lines: Iterator[str], say: Callable[[dict[str, Any]], None]) -> None:
     order = json.loads(next(lines))
     module, _, name = order["peer"].partition(":")
     try:
-        answer: Answer = getattr(import_module(module), name)(Job(**order["job"]))
+        answer: PeerAnswer = getattr(import_module(module), name)(PeerSetup(**order["job"]))
     except Missing as error:
         say({"missing": [error.cause, error.fix]})
         return
@@ -102,10 +102,10 @@ def serve(lines: Iterator[str], say: Callable[[dict[str, Any]], None]) -> None:
         return
     say({"ready": True})
     for line in lines:
-        say(_answered(answer, Ask(**json.loads(line))))
+        say(_answered(answer, PeerPrompt(**json.loads(line))))
 
 
-def _answered(answer: Answer, ask: Ask) -> dict[str, Any]:
+def _answered(answer: PeerAnswer, ask: PeerPrompt) -> dict[str, Any]:
     try:
         reply = answer(ask)
     except Exception as error:  # whatever another program raises

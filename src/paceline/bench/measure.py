@@ -17,7 +17,7 @@ class Lost(PacelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class MeasuredReply:
     """What a system wrote. `first`: seconds until its first token. `stats`: only of Paceline's own."""
 
     token_ids: list[int]
@@ -25,7 +25,7 @@ class Reply:
     stats: Stats | None = None
 
 
-Write = Callable[[str], Reply]
+Write = Callable[[str], MeasuredReply]
 """A system: from a question's text to its answer, templates and tokenising included."""
 
 
@@ -39,7 +39,7 @@ class Sample:
     repeat: int
     order: int
     seconds: float
-    reply: Reply
+    reply: MeasuredReply
 
     @property
     def speed(self) -> float:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.measure import Reply
+from paceline.bench.measure import MeasuredReply
 from paceline.errors import PacelineError
 
 
@@ -24,7 +24,7 @@ class Missing(PacelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PeerSetup:
     """What a peer is told before the first prompt. `path`: of the model. `eos`: tokens that end a reply. `tokens`: of a
     reply at most. `positions`: of the longest prompt and its reply. `device`: as torch names it."""
 
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PeerPrompt:
     """A prompt, rendered. `lookup`: whether to draft by prompt lookup. `temperature`: 0 is greedy."""
 
     prompt: str
@@ -46,14 +46,14 @@ class Ask:
     seed: int = 0
 
 
-Answer = Callable[[Ask], Reply]
+PeerAnswer = Callable[[PeerPrompt], MeasuredReply]
 
 PEERS: dict[str, str] = {
     "transformers": f"{__name__}:transformers",
     "llama.cpp": f"{__name__}:llama_cpp",
     "openvino": f"{__name__}:openvino",
 }
-"""Name -> the function that begins it, `Job` to `Answer`, as module:function."""
+"""Name -> the function that begins it, `PeerSetup` to `PeerAnswer`, as module:function."""
 
 
 class Transformers:
@@ -98,13 +98,13 @@ class Transformers:
             )
 
 
-def transformers(job: Job) -> Answer:
+def transformers(job: PeerSetup) -> PeerAnswer:
     """`generate` in bfloat16, and its prompt lookup."""
     torch = import_module("torch")
     torch.set_num_threads(job.threads)
     peer = Transformers(Path(job.path), torch.bfloat16, job.device)
 
-    def answer(ask: Ask) -> Reply:
+    def answer(ask: PeerPrompt) -> MeasuredReply:
         watch = Watch()
         ids = peer.encode(ask.prompt)
         options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if ask.lookup else {}
@@ -114,12 +114,12 @@ def transformers(job: Job) -> Answer:
         out = peer.generate(ids, job.tokens, job.eos, streamer=_Puts(watch), **options)
         reply = out[0, len(ids) :].tolist()
         peer.tokenizer.decode(reply, skip_special_tokens=True)
-        return Reply(reply, watch.first)
+        return MeasuredReply(reply, watch.first)
 
     return answer
 
 
-def llama_cpp(job: Job) -> Answer:
+def llama_cpp(job: PeerSetup) -> PeerAnswer:
     """llama-cpp-python on the GGUF file, at the file's own precision, and its prompt lookup of 10 tokens."""
     library = _library("llama_cpp", "llama-cpp-python")
     path = _gguf(job, "llama.cpp")
@@ -136,7 +136,7 @@ def llama_cpp(job: Job) -> Answer:
             verbose=False,
         )
 
-    def answer(ask: Ask) -> Reply:
+    def answer(ask: PeerPrompt) -> MeasuredReply:
         llama = model(ask.lookup)
         watch = Watch()
         llama.reset()  # it would keep what two prompts in a row begin with
@@ -149,13 +149,13 @@ def llama_cpp(job: Job) -> Answer:
             if token in job.eos or len(reply) == job.tokens:
                 break
         llama.detokenize(reply)
-        return Reply(reply, watch.first)
+        return MeasuredReply(reply, watch.first)
 
     model(False)
     return answer
 
 
-def openvino(job: Job) -> Answer:
+def openvino(job: PeerSetup) -> PeerAnswer:
     """OpenVINO GenAI on the GGUF file, and its prompt lookup of 5 tokens."""
     library = _library("openvino_genai", "openvino-genai")
     path = _gguf(job, "OpenVINO GenAI")
@@ -183,20 +183,20 @@ def openvino(job: Job) -> Answer:
         options["scheduler_config"].enable_prefix_caching = False
         return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=job.threads, **options)
 
-    def answer(ask: Ask) -> Reply:
+    def answer(ask: PeerPrompt) -> MeasuredReply:
         writer, config = pipeline(ask.lookup), _openvino_config(library, job, ask)
         watch = Watch()
         tokenizer = writer.get_tokenizer()
         result = writer.generate(tokenizer.encode(ask.prompt, add_special_tokens=False), config, Seen(watch))
         reply = list(result.tokens[0])
         tokenizer.decode(reply)
-        return Reply(reply, watch.first)
+        return MeasuredReply(reply, watch.first)
 
     pipeline(False)
     return answer
 
 
-def _openvino_config(library: Any, job: Job, ask: Ask) -> Any:
+def _openvino_config(library: Any, job: PeerSetup, ask: PeerPrompt) -> Any:
     config = library.GenerationConfig()
     config.max_new_tokens = job.tokens
     config.apply_chat_template = False
@@ -245,7 +245,7 @@ def _library(name: str, packages: str) -> Any:
         raise Missing(f"{name} cannot be imported ({error})", f"pip install {packages}") from error
 
 
-def _gguf(job: Job, name: str) -> str:
+def _gguf(job: PeerSetup, name: str) -> str:
     if not job.path.endswith(".gguf"):
         raise Missing(f"{name} reads the same file, and {job.path} is no GGUF file", "Give a GGUF file")
     if job.device != "cpu":

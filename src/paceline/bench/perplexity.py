@@ -18,7 +18,7 @@ _ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class TokenScores:
     """Of each token that was predicted, in the text's order: `losses` [n], its -log p in nats (float64), and `best`
     [n], the likeliest token in its place."""
 
@@ -29,20 +29,20 @@ class Scored:
     def perplexity(self) -> float:
         return float(self.losses.mean().exp())
 
-    def agreement(self, other: Scored) -> float:
+    def agreement(self, other: TokenScores) -> float:
         """The share of places where both find the same token likeliest: at most so much of a draft is accepted."""
         return float((self.best == other.best).double().mean())
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TextWindow:
     """A stretch of text that is fed by itself; the tokens from `first` on are predicted, those before are context."""
 
     tokens: Sequence[int]
     first: int
 
 
-def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int] = ()) -> list[Window]:
+def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int] = ()) -> list[TextWindow]:
     """Stretches of `size` tokens, each but the first beginning with the last `context` of the one before: every token
     is predicted once, most with more than `context` before them. `front` (a beginning-of-text token) opens each.
 
@@ -54,22 +54,22 @@ def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int]
         )
     if len(tokens) + len(front) < 2:
         raise InvalidPrompt("the text has fewer than two tokens", "Give a longer one")
-    pieces = [Window([*front, *tokens[:size]], max(1, len(front)))]
+    pieces = [TextWindow([*front, *tokens[:size]], max(1, len(front)))]
     pieces += [
-        Window([*front, *tokens[start : start + size]], len(front) + context)
+        TextWindow([*front, *tokens[start : start + size]], len(front) + context)
         for start in range(size - context, len(tokens) - context, size - context)
     ]
     return pieces
 
 
-def score(target: Target, pieces: Sequence[Window]) -> Scored:
+def score(target: Target, pieces: Sequence[TextWindow]) -> TokenScores:
     """Feed every window on its own through the target's forward."""
     cache = target.new_cache()
     losses, best = zip(*(part for piece in pieces for part in _scored(target, cache, piece)), strict=True)
-    return Scored(torch.cat(losses), torch.cat(best))
+    return TokenScores(torch.cat(losses), torch.cat(best))
 
 
-def _scored(target: Target, cache: KVCache, piece: Window) -> Iterator[tuple[Tensor, Tensor]]:
+def _scored(target: Target, cache: KVCache, piece: TextWindow) -> Iterator[tuple[Tensor, Tensor]]:
     slot = cache.acquire(len(piece.tokens))
     for start in range(0, len(piece.tokens) - 1, _ROWS):
         chunk = piece.tokens[start : min(start + _ROWS, len(piece.tokens) - 1)]

@@ -10,16 +10,16 @@ from typing import Any
 from paceline.bench.child import Child
 from paceline.bench.figures import findings, summarise
 from paceline.bench.measure import Lost, Sample, Write, measure
-from paceline.bench.peers import PEERS, Job, Missing
+from paceline.bench.peers import PEERS, Missing, PeerSetup
 from paceline.bench.questions import Question
 from paceline.bench.source import provenance
-from paceline.bench.systems import OURS, Order, System, own_systems, peer_systems
+from paceline.bench.systems import OURS, Comparison, System, own_systems, peer_systems
 from paceline.llm import LLM
 
 
 def run(
     targets: Mapping[str, LLM],
-    order: Order,
+    order: Comparison,
     questions: Sequence[Question],
     on_sample: Callable[[Sample, int], object] = lambda sample, total: None,
     **settings: Any,
@@ -50,13 +50,13 @@ def run(
 
 
 def _peers(
-    stack: ExitStack, llm: LLM, order: Order, questions: Sequence[Question]
+    stack: ExitStack, llm: LLM, order: Comparison, questions: Sequence[Question]
 ) -> tuple[dict[System, Write], list[str]]:
     """Those that can begin, one after the other, and a line for each that cannot."""
     longest = max(len(llm.encode(question.text)) for question in questions)
     positions = min(llm.model.target.context_length, longest + order.tokens)
     device = str(llm.model.target.device)
-    job = Job(str(llm.model.path), tuple(llm.model.eos), order.tokens, positions, order.threads, device)
+    job = PeerSetup(str(llm.model.path), tuple(llm.model.eos), order.tokens, positions, order.threads, device)
     found: dict[System, Write] = {}
     missing = []
     for name in dict.fromkeys(order.against):
@@ -69,7 +69,7 @@ def _peers(
     return found, missing
 
 
-def _begin(name: str, job: Job) -> Child | Missing | Lost:
+def _begin(name: str, job: PeerSetup) -> Child | Missing | Lost:
     try:
         return Child(PEERS[name], job)
     except (Missing, Lost) as error:
@@ -84,11 +84,11 @@ def _figures(systems: Sequence[System], samples: Sequence[Sample]) -> dict[str, 
     return {"systems": summaries, "findings": findings(summaries)}
 
 
-def _settings(targets: Mapping[str, LLM], order: Order, questions: Sequence[Question]) -> dict[str, Any]:
+def _settings(targets: Mapping[str, LLM], order: Comparison, questions: Sequence[Question]) -> dict[str, Any]:
     llm = next(iter(targets.values()))
     return {
         "model": str(llm.model.path),
         **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()},
         "questions": len(questions),
-        "exact": {precision or "as loaded": target.exact for precision, target in targets.items()},
+        "guarantee": {precision or "as loaded": target.guarantee for precision, target in targets.items()},
     }

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from paceline.bench.child import Child
-from paceline.bench.measure import Reply, Write
-from paceline.bench.peers import PEERS, Ask
+from paceline.bench.measure import MeasuredReply, Write
+from paceline.bench.peers import PEERS, PeerPrompt
 from paceline.drafters.factory import AUTO, check_spec, open_drafter
 from paceline.errors import InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import RuleName
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 OURS = "paceline"
 
@@ -45,7 +45,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Comparison:
     """What to compare: every drafter at every precision and temperature, beside plain decoding.
 
     `drafters`: as for `paceline.load`, each with a size of its own as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
@@ -77,13 +77,13 @@ class Order:
         return Sampling(max_new_tokens=self.tokens, temperature=temperature, seed=self.seed, rule=rule)
 
 
-def split_size(drafter: str) -> tuple[str, Tree | None]:
+def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
     """DRAFTER@SIZE -> (DRAFTER, its size, None if there is none): what else follows an "@" is a LoRA adapter."""
     found = re.fullmatch(r"(.+)@(?:([0-9]{1,9})|([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9}))", drafter)
     if found is None:
         return drafter, None
     length, *tree = found.groups()[1:]
-    return found[1], Tree.chain(int(length)) if length else Tree(*map(int, tree))
+    return found[1], DraftBudget.chain(int(length)) if length else DraftBudget(*map(int, tree))
 
 
 def split_precision(precision: str) -> tuple[Mode | None, Mode | None]:
@@ -100,7 +100,7 @@ def _mode(name: str) -> Mode | None:
     return cast(Mode, name)
 
 
-def own_systems(targets: Mapping[str, LLM], order: Order) -> dict[System, Write]:
+def own_systems(targets: Mapping[str, LLM], order: Comparison) -> dict[System, Write]:
     """Paceline's; `targets`: the model by precision. Drafters of one target share its weights, as all temperatures do
     a drafter. Raises `PacelineError`."""
     found: dict[System, Write] = {}
@@ -116,22 +116,22 @@ def own_systems(targets: Mapping[str, LLM], order: Order) -> dict[System, Write]
 
 
 def _own(llm: LLM, sampling: Sampling) -> Write:
-    def write(text: str) -> Reply:
+    def write(text: str) -> MeasuredReply:
         began, first = time.perf_counter(), 0.0
         with llm.stream(text, sampling) as stream:
             for _ in stream:
                 first = first or time.perf_counter() - began
         done = stream.completion
-        return Reply(done.token_ids, first, done.stats)
+        return MeasuredReply(done.token_ids, first, done.stats)
 
     return write
 
 
-def peer_systems(name: str, child: Child, llm: LLM, order: Order) -> dict[System, Write]:
+def peer_systems(name: str, child: Child, llm: LLM, order: Comparison) -> dict[System, Write]:
     """A peer's: plainly and with its prompt lookup. `llm` renders, so that nobody's template differs."""
 
-    def writer(ask: Ask) -> Write:
-        def write(text: str) -> Reply:
+    def writer(ask: PeerPrompt) -> Write:
+        def write(text: str) -> MeasuredReply:
             began = time.perf_counter()
             rendered = replace(ask, prompt=render(llm, text))
             before = time.perf_counter() - began
@@ -141,7 +141,7 @@ def peer_systems(name: str, child: Child, llm: LLM, order: Order) -> dict[System
         return write
 
     return {
-        System(name, drafter, temperature=temperature): writer(Ask("", temperature, bool(drafter), order.seed))
+        System(name, drafter, temperature=temperature): writer(PeerPrompt("", temperature, bool(drafter), order.seed))
         for temperature in order.temperatures
         for drafter in ("", "lookup")
     }

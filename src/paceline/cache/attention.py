@@ -35,7 +35,7 @@ class LayerAttention:
         return self.window, self.mutual
 
 
-class Plan:
+class SlabPlan:
     """Where the rows of one pass are written in a slab, and what each of them sees there."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Plan:
         return mask.to(keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
 
     @cached_property
-    def _lines(self) -> _Lines:
+    def _lines(self) -> _WriteRows:
         """`stores`, for torch."""
         device, (_, _, kv, capacity, head_dim) = self.slabs[0].device, self.slabs[0].shape
         # Rows of the slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
@@ -83,7 +83,9 @@ class Plan:
         wanted = [lines[row] for row in x.sources]
         plain = wanted == list(range(self.rows.tokens.numel()))
         sources = None if plain else torch.tensor(wanted, dtype=torch.long, device=device)
-        return _Lines(columns, sources, copied, copies, [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs])
+        return _WriteRows(
+            columns, sources, copied, copies, [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs]
+        )
 
     @cached_property
     def _views(self) -> list[Sequence[Tensor]]:
@@ -106,7 +108,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
+class _WriteRows:
     """Where a pass writes, as lines of the flat slabs of each layer: see `_Stores`."""
 
     columns: Tensor
@@ -119,12 +121,12 @@ class _Lines:
 class SlabPass:
     """One forward pass over a `SlabCache` (`protocols.Pass`)."""
 
-    def __init__(self, plans: Sequence[Plan], layers: Sequence[LayerAttention], prefill: bool) -> None:
+    def __init__(self, plans: Sequence[SlabPlan], layers: Sequence[LayerAttention], prefill: bool) -> None:
         """`plans`: one per kind, in the order in which the layers first name them."""
         self.plans = plans
         order = list(dict.fromkeys(layer.kind for layer in layers))
         counts = [0] * len(order)
-        self._layers: list[tuple[Plan, int, LayerAttention]] = []
+        self._layers: list[tuple[SlabPlan, int, LayerAttention]] = []
         for layer in layers:
             kind = order.index(layer.kind)
             self._layers.append((plans[kind], counts[kind], layer))
@@ -146,7 +148,7 @@ class SlabPass:
         return mixed if plan.count == q.shape[1] else F.pad(mixed, (0, 0, 0, q.shape[1] - plan.count))
 
 
-def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttention) -> Tensor:
+def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, how: LayerAttention) -> Tensor:
     """A prompt is cut into the same chunks whatever is drafted, so the fastest kernel will do."""
     b, t, heads, d = q.shape
     keys, values = (x.view(b, -1, plan.reach, d) for x in (keys, values))
@@ -157,7 +159,7 @@ def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttenti
     return mixed.transpose(1, 2).reshape(b, t, heads * d)
 
 
-def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, how: LayerAttention) -> Tensor:
+def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, how: LayerAttention) -> Tensor:
     """Gives a row the same bits whatever lies between its ancestors and whatever travels with it.
 
     The softmax is taken apart so that its sum can be one that no order of columns changes: weights of 8 bits add up

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import BLOCK, LayerAttention, Plan, SlabPass
+from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan
 from paceline.cache.layout import layout
 from paceline.errors import OutOfMemory, is_out_of_memory
 from paceline.protocols import Saved
-from paceline.types import Rows, Tree
+from paceline.types import DraftBudget, Rows
 
 
 def ring(window: int) -> int:
@@ -299,7 +299,7 @@ class SlabCache:
             length = self._tops[slot] = 0
         self._lengths[slot] = length
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
         left = BLOCK - 1 - self._lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2
@@ -312,7 +312,7 @@ class SlabCache:
         self._reach(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places.index(slot) for slot in rows.slots]
         plans = [
-            Plan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
+            SlabPlan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
             for slab, (window, mutual) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, rows.prefill)

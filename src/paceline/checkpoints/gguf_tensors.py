@@ -23,7 +23,7 @@ Fix = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How one architecture's tensors lie.
 
     `names`: part of a layer -> Hugging Face's. `experts`: the same for parts that stack all experts along their first
@@ -62,19 +62,19 @@ _GEMMA = {
 _MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
 
 LAYOUTS = {
-    "llama": Layout(
+    "llama": TensorLayout(
         {**_LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
         {"ffn_gate_exps": f"{_MIXTRAL}.w1", "ffn_down_exps": f"{_MIXTRAL}.w2", "ffn_up_exps": f"{_MIXTRAL}.w3"},
         paired=True,
     ),
-    "smollm3": Layout(_LAYER, paired=True),
-    "qwen2": Layout(_LAYER),
-    "qwen3": Layout({**_LAYER, **_QK_NORMS}),
-    "qwen3moe": Layout(
+    "smollm3": TensorLayout(_LAYER, paired=True),
+    "qwen2": TensorLayout(_LAYER),
+    "qwen3": TensorLayout({**_LAYER, **_QK_NORMS}),
+    "qwen3moe": TensorLayout(
         {**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
-    "phi3": Layout(
+    "phi3": TensorLayout(
         {
             **_ATTENTION,
             "attn_qkv": "self_attn.qkv_proj",
@@ -82,8 +82,8 @@ LAYOUTS = {
             "ffn_down": "mlp.down_proj",
         }
     ),
-    "gemma2": Layout(_GEMMA, shifted=True),
-    "gemma3": Layout({**_GEMMA, **_QK_NORMS}, shifted=True),
+    "gemma2": TensorLayout(_GEMMA, shifted=True),
+    "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
 }
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to the config."""
@@ -95,7 +95,7 @@ class GGUFTensors(LazyTensors):
     Raises `UnsupportedModel` for tensors or tensor types that `layout` and the `gguf` library do not know.
     """
 
-    def __init__(self, file: GGUFFile, layout: Layout, config: Mapping[str, Any]) -> None:
+    def __init__(self, file: GGUFFile, layout: TensorLayout, config: Mapping[str, Any]) -> None:
         self._file, self._config, self._layout = file, config, layout
         self._names = self._tensors = _named(file, layout)
         for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
@@ -123,7 +123,7 @@ class GGUFTensors(LazyTensors):
         return None
 
 
-def _named(file: GGUFFile, layout: Layout) -> dict[str, GGUFTensor]:
+def _named(file: GGUFFile, layout: TensorLayout) -> dict[str, GGUFTensor]:
     found: dict[str, GGUFTensor] = {}
     unknown = []
     for name, tensor in file.tensors.items():
@@ -139,7 +139,7 @@ def _named(file: GGUFFile, layout: Layout) -> dict[str, GGUFTensor]:
     return found
 
 
-def _hf_names(name: str, tensor: GGUFTensor, layout: Layout) -> dict[str, GGUFTensor]:
+def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, GGUFTensor]:
     """Hugging Face's name of a GGUF tensor, or one for each of its experts; none where it is not known."""
     if name in _TOP:
         return {_TOP[name]: tensor}

@@ -145,7 +145,7 @@ def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """An adapter's files in the base model's terms.
 
     `changes`: module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
@@ -178,7 +178,7 @@ class Adapter:
         return a, b
 
 
-def open_adapter(path: Path, *, allow_pickle: bool = False) -> Adapter:
+def open_adapter(path: Path, *, allow_pickle: bool = False) -> LoraAdapter:
     """A folder in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
     Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B.
@@ -196,7 +196,7 @@ def open_adapter(path: Path, *, allow_pickle: bool = False) -> Adapter:
             whole[_WRAPPED.sub("", name)] = key
     if not changes:
         raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
-    adapter = Adapter(path, rules, tensors, changes, whole)
+    adapter = LoraAdapter(path, rules, tensors, changes, whole)
     for module in changes:
         adapter.factors(module)
     return adapter
@@ -205,7 +205,7 @@ def open_adapter(path: Path, *, allow_pickle: bool = False) -> Adapter:
 class Merged(LazyTensors):
     """A base model's tensors with an adapter's changes: merged at each access, in float32 or better."""
 
-    def __init__(self, base: Mapping[str, Tensor], adapter: Adapter, *, untied: bool) -> None:
+    def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
         """`untied`: the head starts as the embedding, and is a tensor of its own from here on."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
@@ -276,7 +276,7 @@ class Merged(LazyTensors):
         return bias + change
 
 
-def _misfit(adapter: Adapter, name: str, shapes: str) -> AdapterMismatch:
+def _misfit(adapter: LoraAdapter, name: str, shapes: str) -> AdapterMismatch:
     return AdapterMismatch(
         f"the adapter {adapter.path} does not fit its base model at {name}: {shapes}",
         f"It was trained for {_base_name(adapter.path) or 'another model'}; load it with that",
@@ -307,7 +307,7 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     return replace(base, config=config, tensors=Merged(base.tensors, adapter, untied=untied), tokenizer=tokenizer)
 
 
-def _vocabulary(adapter: Adapter, size: int | None, tied: bool) -> dict[str, int]:
+def _vocabulary(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
     """The new `vocab_size` where tokens were added before training: embedding and head then come whole."""
     rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):

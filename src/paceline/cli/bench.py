@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.bench.questions import Question
-    from paceline.bench.systems import Order
+    from paceline.bench.systems import Comparison
     from paceline.llm import LLM
 
 
@@ -84,14 +84,14 @@ class BenchOptions:
     seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of every system.")] = None
 
-    def order(self) -> Order:
+    def order(self) -> Comparison:
         """In the library's terms. Raises `InvalidOption`."""
         import torch
 
-        from paceline.bench.systems import Order
+        from paceline.bench.systems import Comparison
 
         set_threads(self.threads)
-        return Order(
+        return Comparison(
             _names(self.drafters),
             _names(self.against),
             _temperatures(self.temperature),
@@ -141,7 +141,7 @@ def bench(
 
 
 def _run(
-    targets: Mapping[str, LLM], order: Order, questions: Sequence[Question], quiet: bool, **settings: Any
+    targets: Mapping[str, LLM], order: Comparison, questions: Sequence[Question], quiet: bool, **settings: Any
 ) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress

@@ -104,7 +104,7 @@ def _report(plain: Completion, fast: Completion) -> None:
         console.print(f"texts identical: [green]yes[/green], all {len(fast.token_ids)} tokens")
         return
     console.print(f"texts identical: [red]NO[/red], they differ from token {differs} on")
-    if fast.stats.exact == "bits":
+    if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
     console.print("This machine promises equal texts up to rounding; try --dtype float32.")
 

@@ -15,9 +15,9 @@ import typer
 from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
-from paceline.cli.writing import Job, write_one_by_one, write_together
+from paceline.cli.writing import WritingOptions, write_one_by_one, write_together
 from paceline.errors import InvalidOption, ModelNotFound
-from paceline.text.prompt_rows import Row
+from paceline.text.prompt_rows import PromptRow
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -99,12 +99,12 @@ def generate(
     if out.logprobs is not None and not out.as_json:
         raise InvalidOption("--logprobs has nowhere to go in a text", "Give --json too")
     sampling.check(logprobs=out.logprobs)
-    rows = [Row(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
+    rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
     _keep_apart(prompts, out.output)
     with _destination(out.output) as file:
         llm = _load(load, model, raw, quiet)
         _clear(file, out.output)
-        job = Job(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
+        job = WritingOptions(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
         if out.samples > 1 or (out.width > 1 and prompts is not None):
             failed = write_together(job, rows, out.samples, max(out.width, out.samples), quiet)
         elif prompts is None:
@@ -149,7 +149,7 @@ def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
     return llm
 
 
-def _one(job: Job, row: Row, quiet: bool) -> None:
+def _one(job: WritingOptions, row: PromptRow, quiet: bool) -> None:
     completion = job.write(row)
     if not quiet:
         typer.echo(summary(completion, job.sampling), err=True)

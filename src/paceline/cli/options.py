@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.sampling.parameters import Sampling
-    from paceline.types import Tree
+    from paceline.types import DraftBudget
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
 
@@ -190,16 +190,16 @@ class LoadOptions(ModelOptions):
         return self.open(progress=progress, drafter=self.drafter, draft=draft, **modes)
 
 
-def parse_draft(text: str) -> int | Tree | Literal["auto"]:
+def parse_draft(text: str) -> int | DraftBudget | Literal["auto"]:
     """What --draft says. Raises `InvalidOption`."""
     if text == "auto":
         return "auto"
     if re.fullmatch(r"[0-9]{1,9}", text):
         return int(text)
     if tree := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text):
-        from paceline.types import Tree
+        from paceline.types import DraftBudget
 
-        return Tree(*map(int, tree.groups()))
+        return DraftBudget(*map(int, tree.groups()))
     raise InvalidOption(
         f"--draft {text!r} is not possible", "Give auto, a length, or NODESxDEPTHxBRANCH such as 16x4x2"
     )

@@ -14,7 +14,7 @@ from paceline.errors import InvalidPrompt
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.bench.perplexity import Scored, Window
+    from paceline.bench.perplexity import TextWindow, TokenScores
     from paceline.llm import LLM
 
 _MODES = ("int8", "int4")
@@ -54,7 +54,7 @@ def perplexity(
     Console().print(_table(results))
 
 
-def _facts(name: str, scored: Scored, plain: Scored) -> dict[str, Any]:
+def _facts(name: str, scored: TokenScores, plain: TokenScores) -> dict[str, Any]:
     same = plain.agreement(scored)
     return {"weights": name, "perplexity": scored.perplexity, "same_top1": same, "tokens": len(scored.best)}
 
@@ -68,7 +68,7 @@ def _text(file: Path) -> str:
 
 def _measured(
     model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], shown: bool
-) -> tuple[str, Scored]:
+) -> tuple[str, TokenScores]:
     """What the weights are called, held so, and how the model then predicts the text. It is dropped again."""
     from rich.console import Console
 
@@ -80,7 +80,7 @@ def _measured(
         return _name(llm, mode), score(llm.model.target, pieces)
 
 
-def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Window]:
+def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[TextWindow]:
     """A model that is used to a beginning-of-text token gets one in front of every window."""
     from paceline.bench.perplexity import windows
 

@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli.options import note
 from paceline.errors import InvalidPrompt
-from paceline.text.prompt_rows import Row, parse_row, text_of
+from paceline.text.prompt_rows import PromptRow, parse_row, text_of
 
 STDIN = "-"
 _PATIENCE = 2.0
@@ -62,12 +62,12 @@ def _from_stdin(asked: bool) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[PromptRow]:
     """All rows of a JSONL file ("-": stdin), checked. Raises `InvalidPrompt` naming file and line, or `OSError`."""
     from_stdin = str(path) == STDIN
     name = "stdin" if from_stdin else str(path)
     data = sys.stdin.buffer.read() if from_stdin else path.read_bytes()
-    rows: dict[str | int | None, tuple[int, Row]] = {}
+    rows: dict[str | int | None, tuple[int, PromptRow]] = {}
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue

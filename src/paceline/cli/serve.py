@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.server.worker import Seats
+    from paceline.server.worker import WorkerLimits
 
 T = TypeVar("T")
 
@@ -151,11 +151,11 @@ class LimitOptions:
         ),
     ] = None
 
-    def seats(self, llm: LLM) -> Seats:
-        from paceline.server.worker import Seats
+    def seats(self, llm: LLM) -> WorkerLimits:
+        from paceline.server.worker import WorkerLimits
 
         positions = _positions(llm, self.cache_memory)
-        return Seats(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
+        return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
 
 
 def serve(

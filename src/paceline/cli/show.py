@@ -87,7 +87,7 @@ def summary(reply: Completion, sampling: Sampling) -> str:
         parts.append(f"{stats.drafter}: {_drafts(stats)}")
     if sampling.temperature > 0:
         parts.append(f"seed {stats.seed}")
-    if stats.exact == "lossy":
+    if stats.guarantee == "lossy":
         parts.append("lossy: not the target's own text")
     if cut := cut_at(reply, sampling):
         parts.append(cut)

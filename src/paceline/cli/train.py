@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.train.loop import Report
-    from paceline.train.run import Order
+    from paceline.train.run import TrainJob
 
 Number = TypeVar("Number", int, float)
 
@@ -28,7 +28,7 @@ _ORDERED = (
     *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
     *("start", "vocabulary", "ffn", "layers", "rank", "steps", "layout"),
 )
-"""Options that an `Order` knows by the same name."""
+"""Options that an `TrainJob` knows by the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +98,23 @@ class TrainOptions:
         int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of data, order and weights.", rich_help_panel=_LOOP)
     ] = 0
 
-    def order(self, target: str, kind: str, out: Path) -> Order:
+    def order(self, target: str, kind: str, out: Path) -> TrainJob:
         """All of it in the library's terms. Raises `InvalidOption`."""
         from paceline.train import answers, loop, run
 
         chosen: dict[str, Any] = {name: getattr(self, name) for name in _ORDERED}
-        return run.Order(
+        return run.TrainJob(
             target,
             kind,
             out,
             **chosen,
             taps=None if self.taps is None else _listed(self.taps, int, "--taps {} are no layers", "2,15,27"),
-            mix=answers.Plan(
+            mix=answers.AnswerPlan(
                 _listed(self.temperatures, float, "--temperatures {} is no list of numbers", "0,0.8"),
                 self.answer_tokens,
                 self.seed,
             ),
-            plan=loop.Plan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
+            plan=loop.TrainPlan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
             command=shlex.join(["paceline", *sys.argv[1:]]),
         )
 

@@ -13,7 +13,7 @@ import typer
 from paceline.cli.errors import complain
 from paceline.cli.show import Display, cut_at
 from paceline.errors import InvalidPrompt, PacelineError
-from paceline.text.prompt_rows import Row
+from paceline.text.prompt_rows import PromptRow
 
 if TYPE_CHECKING:
     from paceline.engine.results import Completion
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WritingOptions:
     """How replies are made and written."""
 
     llm: LLM
@@ -31,7 +31,7 @@ class Job:
     as_json: bool
     file: TextIO
 
-    def write(self, row: Row) -> Completion:
+    def write(self, row: PromptRow) -> Completion:
         """One reply: its text as it comes, or a JSON line when it is whole."""
         if self.as_json:
             completion = self.llm.generate(row.prompt, self.sampling, raw=self.raw)
@@ -45,7 +45,7 @@ class Job:
         finally:
             display.end()
 
-    def whole(self, row: Row, sample: int | None, completion: Completion) -> None:
+    def whole(self, row: PromptRow, sample: int | None, completion: Completion) -> None:
         """A finished reply, under its prompt's id and, where there are several, its number."""
         number = {} if sample is None else {"sample": sample}
         if self.as_json:
@@ -63,10 +63,10 @@ class Job:
         self.file.flush()
 
 
-def write_one_by_one(job: Job, rows: list[Row], quiet: bool) -> int:
+def write_one_by_one(job: WritingOptions, rows: list[PromptRow], quiet: bool) -> int:
     """Every row in turn; returns how many failed."""
     failed = 0
-    progress = _Progress(len(rows), quiet)
+    progress = _ProgressLine(len(rows), quiet)
     for row in rows:
         # The line stays while a JSON reply is computed; a text would be written over it.
         if not job.as_json:
@@ -84,9 +84,9 @@ def write_one_by_one(job: Job, rows: list[Row], quiet: bool) -> int:
     return failed
 
 
-def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: bool) -> int:
+def write_together(job: WritingOptions, rows: list[PromptRow], samples: int, width: int, quiet: bool) -> int:
     """All rows in one batch, written in their order; returns how many prompts failed."""
-    progress = _Progress(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
+    progress = _ProgressLine(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
     prompts = [(row, _prompt_ids(job, row)) for row in rows]
     sound = [row for row, ids in prompts if ids]
     failed = len(rows) - len(sound)
@@ -125,7 +125,7 @@ def write_together(job: Job, rows: list[Row], samples: int, width: int, quiet: b
     return failed
 
 
-def _prompt_ids(job: Job, row: Row) -> list[int] | None:
+def _prompt_ids(job: WritingOptions, row: PromptRow) -> list[int] | None:
     """The row's token ids; None, said on stderr, where it cannot be answered."""
     try:
         return job.llm.prompt_ids(row.prompt, raw=job.raw)
@@ -134,7 +134,7 @@ def _prompt_ids(job: Job, row: Row) -> list[int] | None:
         return None
 
 
-class _Progress:
+class _ProgressLine:
     """One line on stderr: rewritten in place on a terminal, else repeated every few seconds."""
 
     def __init__(self, total: int, quiet: bool, what: str = "prompts") -> None:

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.independent import independent
-from paceline.drafters.pending_states import Heard, SavedStates, save_states
+from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
 from paceline.protocols import Ask, Drafter, Host
-from paceline.types import Draft, Tap, Tree, Verdict
-from paceline.verify.tree import CHUNK
+from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.verify.tree import PREFILL_ROWS
 
 
 @dataclass(slots=True)
-class _Slot:
-    """`own`: the slot in the context's cache. `heard`: hidden states [taps * H] that it does not hold yet."""
+class _BlockSlot:
+    """`own`: the slot in the context's cache. `pending`: hidden states [taps * H] that it does not hold yet."""
 
     own: int
-    heard: Heard = field(default_factory=Heard)
+    pending: PendingStates = field(default_factory=PendingStates)
 
 
 class Block(Drafter):
@@ -45,25 +45,25 @@ class Block(Drafter):
                 "Use the drafter that was trained for this target",
             )
         self._config, self.taps = config, config.taps
-        self.draft = Tree.chain(config.depth)
+        self.draft = DraftBudget.chain(config.depth)
         self._network = BlockNetwork(config, tensors, target)
         self._cache = self._network.new_cache()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _BlockSlot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)))
+        self._slots[slot] = _BlockSlot(self._cache.acquire(len(prompt)))
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         state = self._slots[source]
-        self._slots[slot] = _Slot(self._cache.fork(state.own), state.heard.copy())
+        self._slots[slot] = _BlockSlot(self._cache.fork(state.own), state.pending.copy())
 
     def save(self, slot: int) -> SavedStates | None:
         state = self._slots[slot]
-        return save_states(self._cache, state.own, state.heard)
+        return save_states(self._cache, state.own, state.pending)
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None:
         state = self._slots[slot]
-        state.heard = saved.load(self._cache, state.own, length)
+        state.pending = saved.load(self._cache, state.own, length)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._hear(self._slots[slot], taps)
@@ -71,9 +71,9 @@ class Block(Drafter):
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._hear(self._slots[slot], out, verdict.path)
 
-    def _hear(self, state: _Slot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        state.heard.add(self.taps, taps, path)
-        if state.heard.full:
+    def _hear(self, state: _BlockSlot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        state.pending.add(self.taps, taps, path)
+        if state.pending.full:
             # Hidden states take several times the room of the keys and values made of them.
             self._catch_up([state])
 
@@ -103,10 +103,10 @@ class Block(Drafter):
         return self._network.logits(x[:, first : first + depth])
 
     @torch.inference_mode()
-    def _catch_up(self, states: Sequence[_Slot]) -> None:
+    def _catch_up(self, states: Sequence[_BlockSlot]) -> None:
         """Make keys and values of all that waits, in passes that fit a window's ring."""
-        while late := [state for state in states if len(state.heard)]:
-            parts = [state.heard.take(CHUNK) for state in late]
+        while late := [state for state in states if len(state.pending)]:
+            parts = [state.pending.take(PREFILL_ROWS) for state in late]
             features = pad_sequence(parts, batch_first=True)
             self._network.read(self._cache, [state.own for state in late], features, [len(part) for part in parts])
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.growth import Growth
 from paceline.drafters.model import DraftModel, SavedText
-from paceline.drafters.transcript import Reader, Respelled, Transcript, continuation
-from paceline.drafters.vocab_map import Words
+from paceline.drafters.transcript import Respelled, TokenReader, Transcript, continuation
+from paceline.drafters.vocab_map import VocabMap
 from paceline.errors import TokenizerMismatch
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampling.sampler import Ranked, Sampler
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Verdict, Want
+from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import from_paths
 
 SHARED = 0.85
@@ -27,13 +27,13 @@ SHARED = 0.85
 more when not (LOG.md)."""
 
 _LIKELIEST = Sampler()
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R", bound=TokenReader)
 
 
 def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
     """A drafter from a model whose tokenizer is not the target's: `SharedTokens` where the two write most of a text
     with the same tokens, else `Retold`. Says which on the log. Raises `TokenizerMismatch` where one has no words."""
-    words = Words(target, draft)
+    words = VocabMap(target, draft)
     for side, said in (("The target", words.said), (name, words.drafted)):
         if not said:
             raise TokenizerMismatch(f"{side} has no token that says anything", "Draft with a language model")
@@ -48,7 +48,7 @@ def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
 class _Foreign(DraftModel, Generic[R]):
     """A draft model that reads the target's text in tokens of its own."""
 
-    def __init__(self, model: Target, vocab_size: int, words: Words, reader: Callable[[], R]) -> None:
+    def __init__(self, model: Target, vocab_size: int, words: VocabMap, reader: Callable[[], R]) -> None:
         super().__init__(model, vocab_size)
         self._words, self._reader = words, reader
         self._readers: dict[int, R] = {}
@@ -72,9 +72,9 @@ class _Foreign(DraftModel, Generic[R]):
         self._unread.pop(slot, None)
         super().release(slot)
 
-    def limit(self, ask: Ask) -> Tree:
+    def limit(self, ask: Ask) -> DraftBudget:
         # A text of nothing that the draft can read gives it nothing to go on from.
-        return super().limit(ask) if self._slots[ask.slot].text else Tree.chain(0)
+        return super().limit(ask) if self._slots[ask.slot].text else DraftBudget.chain(0)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         for ask in asks:
@@ -98,7 +98,7 @@ class SharedTokens(_Foreign[Respelled]):
     its own; it never drafts them.
     """
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: VocabMap) -> None:
         model = _Interpreter(words)
         super().__init__(model, model.vocab_size, words, lambda: Respelled(words, model.vocab_size))
 
@@ -107,7 +107,7 @@ class _Interpreter:
     """The draft model as a `Target` with the target's vocabulary: token ids below `vocab_size` are the target's, the
     draft's own follow."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: VocabMap) -> None:
         self._model = words.draft.target
         self.vocab_size = words.target.target.vocab_size
         self.context_length, self.device = self._model.context_length, self._model.device
@@ -134,7 +134,7 @@ class Retold(_Foreign[Transcript]):
     are not the target's, so no noise can be shared, and a draw of its own would meet the target's less often (LOG.md).
     """
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: VocabMap) -> None:
         model = words.draft.target
         super().__init__(model, model.vocab_size, words, lambda: Transcript(words))
 
@@ -172,7 +172,7 @@ def _branches(draft: Draft) -> list[list[int]]:
     return [way for row, way in enumerate(ways) if row not in draft.parents]
 
 
-def _within(draft: Draft, budget: Tree) -> Draft:
+def _within(draft: Draft, budget: DraftBudget) -> Draft:
     """The first nodes of a tree, as many as the budget has; texts that part early may meet in few tokens."""
     rows, children = {0: 0}, Counter[int]()
     kept: list[tuple[int, int]] = []

@@ -12,20 +12,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
 from paceline.drafters.model import SHARED
-from paceline.drafters.pending_states import Heard, SavedStates, save_states
+from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import Ask, Host
 from paceline.sampling.sampler import Ranked
-from paceline.types import Draft, Rows, Tap, Tree, Verdict
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Rows, Tap, Verdict
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 
 @dataclass(slots=True)
-class _Slot:
+class _EagleSlot:
     """`own`: the slot in the head's cache, which holds a row per position whose features it has seen. `text`: all that
-    is known. `heard`: features [taps * target H] of the positions after those in the cache.
+    is known. `pending`: features [taps * target H] of the positions after those in the cache.
 
     `root`: the two [H] that the newest row in the cache gave (see `EagleNetwork.step`), None before the first. `grown`
     [1 + rows, H]: hidden states of this round, the root's and then those of the rows that `pack_level` laid out.
@@ -33,7 +33,7 @@ class _Slot:
 
     own: int
     text: list[int]
-    heard: Heard = field(default_factory=Heard)
+    pending: PendingStates = field(default_factory=PendingStates)
     root: tuple[Tensor, Tensor] | None = None
     grown: Tensor | None = None
 
@@ -52,27 +52,27 @@ class Eagle(Growing):
         self.taps: tuple[Tap, ...] = config.taps
         # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
         # (benchmarks/results/2026-11-21-learned.md).
-        self.draft = Tree(24, 6, 4) if free_rows(target.device) > 24 else Tree.chain(3)
+        self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net = EagleNetwork(config, tensors, target)
         self._cache = self._net.new_cache()
         self._device = target.device
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _EagleSlot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt))
+        self._slots[slot] = _EagleSlot(self._cache.acquire(len(prompt)), list(prompt))
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         like = self._slots[source]
-        self._slots[slot] = _Slot(self._cache.fork(like.own), list(prompt), like.heard.copy(), like.root)
+        self._slots[slot] = _EagleSlot(self._cache.fork(like.own), list(prompt), like.pending.copy(), like.root)
 
     def save(self, slot: int) -> SavedStates | None:
         state = self._slots[slot]
-        return save_states(self._cache, state.own, state.heard)
+        return save_states(self._cache, state.own, state.pending)
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None:
         """Row i is made of what the target felt at i and of token i + 1. The root's states come with the next row."""
         state = self._slots[slot]
-        state.heard = saved.load(self._cache, state.own, length)
+        state.pending = saved.load(self._cache, state.own, length)
 
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
@@ -87,51 +87,51 @@ class Eagle(Growing):
         self._hear(self._slots[slot], out, verdict.path)
 
     @torch.inference_mode()
-    def _hear(self, state: _Slot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        state.heard.add(self.taps, taps, path)
-        while state.heard.full:
-            self._feed_alone(state, CHUNK)
+    def _hear(self, state: _EagleSlot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        state.pending.add(self.taps, taps, path)
+        while state.pending.full:
+            self._feed_alone(state, PREFILL_ROWS)
 
-    def limit(self, ask: Ask) -> Tree:
+    def limit(self, ask: Ask) -> DraftBudget:
         """Nothing where features are missing: of a first token, or of a text that was not fed."""
         state = self._slots[ask.slot]
-        known = self._cache.lengths[state.own] + len(state.heard)
-        return ask.budget if 0 < known == len(state.text) - 1 else Tree.chain(0)
+        known = self._cache.lengths[state.own] + len(state.pending)
+        return ask.budget if 0 < known == len(state.text) - 1 else DraftBudget.chain(0)
 
     @torch.inference_mode()
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         for state in states:
-            while len(state.heard) > SHARED:
-                self._feed_alone(state, min(CHUNK, len(state.heard) - 1))
+            while len(state.pending) > SHARED:
+                self._feed_alone(state, min(PREFILL_ROWS, len(state.pending) - 1))
         # Asked again before anything was observed, a request has nothing to catch up with.
-        if behind := [state for state in states if len(state.heard)]:
+        if behind := [state for state in states if len(state.pending)]:
             self._catch_up(behind)
         roots = [state.root for state in states if state.root is not None]
         for state, (hidden, _) in zip(states, roots, strict=True):
             state.grown = hidden[None]
         return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
-    def _catch_up(self, states: Sequence[_Slot]) -> None:
-        """One pass over all features heard, each with the token after its own."""
+    def _catch_up(self, states: Sequence[_EagleSlot]) -> None:
+        """One pass over all features pending, each with the token after its own."""
         slots = [state.own for state in states]
         lengths = [self._cache.lengths[slot] for slot in slots]
         tokens = [state.text[length + 1 :] for state, length in zip(states, lengths, strict=True)]
         rows = pack(
             [line[0] for line in tokens], [Draft.chain(line[1:]) for line in tokens], slots, lengths, self._device
         )
-        heard = [state.heard.take(len(state.heard)) for state in states]
-        hidden, outs = self._step(rows, pad_sequence(heard, batch_first=True))
-        for i, (state, features) in enumerate(zip(states, heard, strict=True)):
+        pending = [state.pending.take(len(state.pending)) for state in states]
+        hidden, outs = self._step(rows, pad_sequence(pending, batch_first=True))
+        for i, (state, features) in enumerate(zip(states, pending, strict=True)):
             last = len(features) - 1
             state.root = hidden[i, last], outs[i, last]
             self._cache.commit(state.own, range(1, last + 1))
 
-    def _feed_alone(self, state: _Slot, count: int) -> None:
-        """The first `count` features heard, in a pass of their own."""
+    def _feed_alone(self, state: _EagleSlot, count: int) -> None:
+        """The first `count` features pending, in a pass of their own."""
         done = self._cache.lengths[state.own]
         rows = pack_prefix(state.text[done + 1 : done + 1 + count], state.own, done, self._device)
-        self._step(rows, state.heard.take(count)[None])
+        self._step(rows, state.pending.take(count)[None])
         self._cache.commit(state.own, range(1, count))
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:

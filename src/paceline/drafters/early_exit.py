@@ -17,7 +17,7 @@ from paceline.models.layers import RMSNorm
 from paceline.models.weights import Weights
 from paceline.protocols import Ask, KVCache, Target
 from paceline.sampling.sampler import Ranked
-from paceline.types import Carried, Draft, Tap, Tree, Verdict, Want
+from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import pack
 
 
@@ -35,7 +35,7 @@ class EarlyExit(Growing):
     2404.18911 (when to stop; an adapter before the head).
     """
 
-    draft = Tree.chain(5)
+    draft = DraftBudget.chain(5)
 
     def __init__(
         self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Target, threshold: float = 0.5
@@ -67,7 +67,7 @@ class EarlyExit(Growing):
     def release(self, slot: int) -> None:
         self._streams.pop(slot, None)
 
-    def limit(self, ask: Ask) -> Tree:
+    def limit(self, ask: Ask) -> DraftBudget:
         """No more levels than the draft has room for: what was fed stays in it."""
         # What a round left here that broke off is not of this one.
         self._streams[ask.slot] = []

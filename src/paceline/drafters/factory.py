@@ -18,13 +18,13 @@ from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.cross import cross
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import Stack
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.protocols import Drafter
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
@@ -67,7 +67,7 @@ def make_drafter(
     if isinstance(spec, Drafter):
         return spec
     parts = [_make(part, target, load, read) for part in _split(spec)]
-    return parts[0] if len(parts) == 1 else Stack(parts)
+    return parts[0] if len(parts) == 1 else DrafterStack(parts)
 
 
 def open_drafter(
@@ -205,12 +205,12 @@ def _shipped(name: str, target: Loaded) -> Path:
     return path
 
 
-def to_tree(draft: int | Tree | Literal["auto"]) -> Tree | None:
+def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:
     """A draft length, a tree, or None for "auto". Raises `InvalidOption`."""
-    if isinstance(draft, Tree):
+    if isinstance(draft, DraftBudget):
         return draft
     if draft == "auto":
         return None
     if isinstance(draft, bool) or not isinstance(draft, int):
-        raise InvalidOption(f"draft={draft!r} is not possible", 'Give a length, a paceline.Tree or "auto"')
-    return Tree.chain(draft)
+        raise InvalidOption(f"draft={draft!r} is not possible", 'Give a length, a paceline.DraftBudget or "auto"')
+    return DraftBudget.chain(draft)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.layout import NONE
 from paceline.protocols import Ask, Drafter
 from paceline.sampling.sampler import Ranked
-from paceline.types import Draft, Rows, Tree
+from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
 ROOT = -1
@@ -24,7 +24,7 @@ ROOT = -1
 class Nodes(ABC):
     """A tree while it grows: token, parent node (`ROOT`: the pending token) and depth (from 1) of each node."""
 
-    budget: Tree
+    budget: DraftBudget
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Growth:
     _level: int = 0
 
     @staticmethod
-    def begin(ask: Ask, budget: Tree) -> Growth:
+    def begin(ask: Ask, budget: DraftBudget) -> Growth:
         return Growth(ask, Drawn(budget) if ask.sampler.draws else Chosen(budget))
 
     @property
@@ -165,7 +165,7 @@ class Growing(Drafter):
     """
 
     @abstractmethod
-    def limit(self, ask: Ask) -> Tree:
+    def limit(self, ask: Ask) -> DraftBudget:
         """As much of the ask's budget as can be drafted now; without nodes the request is left out of the passes."""
 
     @abstractmethod

@@ -10,11 +10,11 @@ from heapq import heappop, heappush
 from torch import Tensor
 
 from paceline.sampling.sampler import Ranked, Sampler, Subset
-from paceline.types import Draft, Tree
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
 
 
-def independent(sampler: Sampler, budget: Tree, logits: Tensor, subset: Subset | None = None) -> Draft:
+def independent(sampler: Sampler, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
     """The draft within `budget` for one request, row d of logits [D, V] being the guess at depth d + 1.
 
     The likeliest nodes of all that could be, where a node is as likely as its path's candidates together. Under a rule
@@ -46,7 +46,7 @@ def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset
     return ranked
 
 
-def _likeliest(budget: Tree, ranked: Sequence[Ranked]) -> Draft:
+def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
     """Best first: a node's child and its next sibling are less likely than itself, so nothing better is missed."""
     costs = [[-score for score in best.scores] for best in ranked]
     tokens: list[int] = []
@@ -65,7 +65,7 @@ def _likeliest(budget: Tree, ranked: Sequence[Ranked]) -> Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FixedTree:
     """A fixed tree. `nodes`: of each the parent's row, the depth (from 0) and the rank. `widths`: candidates of each
     depth."""
 
@@ -103,7 +103,7 @@ def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
 
 
 @lru_cache(maxsize=256)
-def fixed(budget: Tree, order: tuple[Place, ...], drawn: bool) -> Shape:
+def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
     """The tree that `budget` leaves (see `tree.places`). `drawn`: siblings take draws in their order, with no gap, and
     what hangs from an only child is a chain.
 
@@ -115,4 +115,4 @@ def fixed(budget: Tree, order: tuple[Place, ...], drawn: bool) -> Shape:
     rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
     nodes = tuple((rows[place[:-1]], len(place) - 1, place[-1]) for place in kept)
     depth = max(map(len, kept), default=0)
-    return Shape(nodes, tuple(1 + max(place for _, at, place in nodes if at == level) for level in range(depth)))
+    return FixedTree(nodes, tuple(1 + max(place for _, at, place in nodes if at == level) for level in range(depth)))

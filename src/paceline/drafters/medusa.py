@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafters.independent import Shape, fixed, rank
+from paceline.drafters.independent import FixedTree, fixed, rank
 from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import Ask, Drafter, Host
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import places
 
-_WHOLE = Tree(512, 512, 1 << 20)
+_WHOLE = DraftBudget(512, 512, 1 << 20)
 """A budget that cuts nothing."""
 
 
@@ -33,9 +33,9 @@ class Medusa(Drafter):
         """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
         `UnsupportedModel` for a target without ends."""
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
-        self.draft = Tree(15, config.heads, 4)
+        self.draft = DraftBudget(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
-            whole = Tree(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
+            whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
             # The best places come first, and more rows than are nearly free cost more than they bring.
             self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
         self._states: dict[int, Tensor] = {}
@@ -85,8 +85,8 @@ class Medusa(Drafter):
         # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
         self._states[slot] = taps["final"][row].clone()
 
-    def _shape(self, ask: Ask) -> Shape:
+    def _shape(self, ask: Ask) -> FixedTree:
         """Without a state (a prompt of one token was not fed) there is nothing to say."""
         if ask.slot not in self._states:
-            return Shape((), ())
+            return FixedTree((), ())
         return fixed(ask.budget.within(self._depth), self._order, ask.sampler.draws)

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from paceline.drafters.growth import Growing, Growth, pack_level
 from paceline.protocols import Ask, Saved, Target
 from paceline.sampling.sampler import Ranked
-from paceline.types import Draft, Tap, Tree, Verdict, Want
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Tap, Verdict, Want
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 SHARED = 32
 """Requests catch up in one pass while none has more tokens to feed than this; more go ahead in chunks of their own,
@@ -21,7 +21,7 @@ because everybody's rows are padded to the longest."""
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ModelSlot:
     """`own`: the slot in the draft model's cache. `text`: all that is known, of which the cache holds a prefix."""
 
     own: int
@@ -39,16 +39,16 @@ class SavedText(Saved):
 class DraftModel(Growing):
     """Drafts with any `Target` of the same vocabulary, which may live on another device in another dtype."""
 
-    draft = Tree.chain(5)
+    draft = DraftBudget.chain(5)
 
     def __init__(self, model: Target, vocab_size: int) -> None:
         """`vocab_size`: the target's; a padded draft vocabulary is cut to it."""
         self._model, self._vocab = model, vocab_size
         self._cache = model.new_cache()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _ModelSlot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _Slot(self._cache.acquire(len(prompt)), list(prompt))
+        self._slots[slot] = _ModelSlot(self._cache.acquire(len(prompt)), list(prompt))
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._slots[slot].text += verdict.tokens
@@ -71,7 +71,7 @@ class DraftModel(Growing):
         if state:
             self._cache.release(state.own)
 
-    def limit(self, ask: Ask) -> Tree:
+    def limit(self, ask: Ask) -> DraftBudget:
         return ask.budget.within(self._model.context_length - len(self._slots[ask.slot].text))
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
@@ -88,12 +88,12 @@ class DraftModel(Growing):
             self._cache.commit(slot, range(1, len(tokens)))
         return [line[-1:] if level else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
-    def _ahead(self, state: _Slot) -> list[int]:
+    def _ahead(self, state: _ModelSlot) -> list[int]:
         """What is known and not yet cached, the pending token at least; a long text is fed here, up to that one."""
         # Asked again before anything was observed, it feeds the pending token again.
         self._cache.truncate(state.own, min(self._cache.lengths[state.own], len(state.text) - 1))
         while len(state.text) - (done := self._cache.lengths[state.own]) > SHARED:
-            chunk = state.text[done : min(done + CHUNK, len(state.text) - 1)]
+            chunk = state.text[done : min(done + PREFILL_ROWS, len(state.text) - 1)]
             self._model.forward(pack_prefix(chunk, state.own, done, self._model.device), self._cache, Want("none"))
             self._cache.commit(state.own, range(1, len(chunk)))
         return state.text[self._cache.lengths[state.own] :]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _ID_BITS = 32
 """Token ids are below 2**31, so id + 1 is a digit from 1 to 2**32 - 1."""
@@ -29,7 +29,7 @@ class NGram(Drafter):
     Raises `InvalidOption` unless 1 <= min_n <= max_n <= 64.
     """
 
-    draft = Tree.chain(15)
+    draft = DraftBudget.chain(15)
 
     def __init__(self, max_n: int = 5, min_n: int = 1) -> None:
         if not 1 <= min_n <= max_n <= 64:
@@ -52,7 +52,7 @@ class NGram(Drafter):
         return [_propose(ask.budget, self._slots[ask.slot]) for ask in asks]
 
 
-def _propose(budget: Tree, index: _Index) -> Draft:
+def _propose(budget: DraftBudget, index: _Index) -> Draft:
     index.catch_up()
     n, start = index.lookup()
     count = min(budget.nodes, budget.depth)

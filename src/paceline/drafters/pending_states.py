@@ -10,14 +10,14 @@ from torch import Tensor
 
 from paceline.protocols import KVCache, Saved
 from paceline.types import Tap
-from paceline.verify.tree import CHUNK
+from paceline.verify.tree import PREFILL_ROWS
 
-HELD = 8 * CHUNK
+HELD = 8 * PREFILL_ROWS
 """Positions whose states may wait. Reading them is saved where nobody asks for a draft, which is worth some memory (of
 three taps of width 4096 in bfloat16: 48 MiB)."""
 
 
-class Heard:
+class PendingStates:
     """States [n, width], in the order of positions."""
 
     def __init__(self, parts: Sequence[Tensor] = ()) -> None:
@@ -57,12 +57,12 @@ class Heard:
         self._count = max(0, self._count - most)
         return states[:most]
 
-    def copy(self) -> Heard:
-        return Heard(self._parts)
+    def copy(self) -> PendingStates:
+        return PendingStates(self._parts)
 
-    def first(self, count: int) -> Heard:
-        """The first `count` of them. What was heard is never written to, so that both may hold the same."""
-        return Heard([torch.cat(self._parts)[:count]] if count else ())
+    def first(self, count: int) -> PendingStates:
+        """The first `count` of them. What was pending is never written to, so that both may hold the same."""
+        return PendingStates([torch.cat(self._parts)[:count]] if count else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,21 @@ class SavedStates(Saved):
     """Of a drafter with a cache of its own: what that holds, and the states that it had yet to read."""
 
     cache: Saved
-    heard: Heard
+    pending: PendingStates
 
     def holds(self, length: int, prompt: int) -> bool:
         return length <= self.length and self.cache.holds(min(length, self.cache.length), prompt)
 
-    def load(self, cache: KVCache, slot: int, length: int) -> Heard:
+    def load(self, cache: KVCache, slot: int, length: int) -> PendingStates:
         """The cache's slot begins with the first `length` tokens, or with those of them that had been read. Returns the
         states of the others."""
         read = cache.load(slot, self.cache, min(length, self.cache.length))
-        return self.heard.first(length - read)
+        return self.pending.first(length - read)
 
 
 @torch.inference_mode()
-def save_states(cache: KVCache, slot: int, heard: Heard) -> SavedStates | None:
-    """None where nothing has been heard."""
-    kept, waiting = cache.save(slot), heard.first(len(heard))
+def save_states(cache: KVCache, slot: int, pending: PendingStates) -> SavedStates | None:
+    """None where nothing has been pending."""
+    kept, waiting = cache.save(slot), pending.first(len(pending))
     length = kept.length + len(waiting)
     return SavedStates(length, (*kept.tensors, *waiting.parts), kept, waiting) if length else None

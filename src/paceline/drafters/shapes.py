@@ -1,8 +1,8 @@
 """The best tree of a fixed shape: measure which places the target's tokens are found at, then take the likeliest.
 
 accuracy = Accuracy()
-llm = paceline.load(..., drafter=Measured(drafter, accuracy), draft=Tree(60, 4, 8))  # wide, and let it write
-shape = best(accuracy.chances(), Tree(64, 4, 8)).fastest({4: 0.0099, 8: 0.0133, 16: 0.0157, 64: 0.046})
+llm = paceline.load(..., drafter=Measured(drafter, accuracy), draft=DraftBudget(60, 4, 8))  # wide, and let it write
+shape = best(accuracy.chances(), DraftBudget(64, 4, 8)).fastest({4: 0.0099, 8: 0.0133, 16: 0.0157, 64: 0.046})
 places(budget, shape.places)  # or MedusaConfig.paths
 """
 
@@ -17,9 +17,9 @@ from itertools import zip_longest
 import numpy as np
 from torch import Tensor
 
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.protocols import Ask, Drafter
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import Place
 
 Chance = Callable[[Place], float]
@@ -69,7 +69,7 @@ class Accuracy:
         return chance
 
 
-class Measured(Around):
+class Measured(DrafterWrapper):
     """Counts how a drafter's trees fare; the last round of a reply is not heard of."""
 
     def __init__(self, inner: Drafter, accuracy: Accuracy) -> None:
@@ -88,13 +88,13 @@ class Measured(Around):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MeasuredShape:
     """`places`: the most useful first. `expected[n]`: tokens per round with the first n, the target's own included."""
 
     places: tuple[Place, ...]
     expected: tuple[float, ...]
 
-    def fastest(self, seconds: Mapping[int, float], drafting: float = 0.0) -> Shape:
+    def fastest(self, seconds: Mapping[int, float], drafting: float = 0.0) -> MeasuredShape:
         """As many places as give the most tokens per second; none where no draft pays.
 
         `seconds`: what a pass of so many rows takes, the places and the pending token; in between it is interpolated,
@@ -104,10 +104,10 @@ class Shape:
         counts = range(min(len(self.places), rows[-1] - 1) + 1)
         took = np.interp([n + 1 for n in counts], rows, times) + [drafting * (n > 0) for n in counts]
         most = max(counts, key=lambda n: self.expected[n] / took[n])
-        return Shape(self.places[:most], self.expected[: most + 1])
+        return MeasuredShape(self.places[:most], self.expected[: most + 1])
 
 
-def best(chance: Chance, budget: Tree) -> Shape:
+def best(chance: Chance, budget: DraftBudget) -> MeasuredShape:
     """The tree within the budget that keeps the most tokens per round, and every smaller one with it.
 
     A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
@@ -127,7 +127,7 @@ def best(chance: Chance, budget: Tree) -> Shape:
             below = (*place, rank)
             if (chances := odds * chance(below)) < 0.0:
                 heappush(heap, (chances, below))
-    return Shape(tuple(kept), tuple(expected))
+    return MeasuredShape(tuple(kept), tuple(expected))
 
 
 def _together(counts: Mapping[Place, int]) -> Counter[tuple[int, int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter, Saved
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SavedStack(Saved):
         return all(part.holds(length, prompt) for part in self.needed)
 
 
-class Stack(Drafter):
+class DrafterStack(Drafter):
     """Per request the first drafter with something to say wins; a later one is asked only where the earlier are silent.
 
     All are told about every token, so each can take over at any round. None is asked for more than its own `draft`
@@ -37,7 +37,9 @@ class Stack(Drafter):
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         sizes = [d.draft for d in drafters]
-        self.draft: Tree = Tree(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))
+        self.draft: DraftBudget = DraftBudget(
+            max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes)
+        )
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         for drafter in self._drafters:
@@ -91,8 +93,8 @@ class Stack(Drafter):
             drafter.release(slot)
 
 
-def _within(ask: Ask, size: Tree) -> Ask:
+def _within(ask: Ask, size: DraftBudget) -> Ask:
     """The same request, for no more than `size`."""
     budget = ask.budget
     nodes, depth = min(budget.nodes, size.nodes), min(budget.depth, size.depth)
-    return replace(ask, budget=Tree(nodes, depth, min(budget.branch, size.branch)))
+    return replace(ask, budget=DraftBudget(nodes, depth, min(budget.branch, size.branch)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.drafters.automaton import SuffixAutomaton
 from paceline.errors import InvalidOption
 from paceline.protocols import Ask, Drafter
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import MIN_ROWS
 
 # Measured by replaying 438 recorded answers (LOG.md); the estimate of speed is flat around all of them.
@@ -48,7 +48,7 @@ class Suffix(Drafter):
     target whose pass grows by some 4 % per row. Raises `InvalidOption` for a limit below 2 or a floor outside 0 to 1.
     """
 
-    draft = Tree(nodes=15, depth=15, branch=3)
+    draft = DraftBudget(nodes=15, depth=15, branch=3)
 
     def __init__(self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
         if limit < 2 or not 0.0 <= floor <= 1.0:
@@ -56,11 +56,11 @@ class Suffix(Drafter):
         self._limit, self._floor = limit, floor
         self._memory = SuffixAutomaton(limit) if remember else None
         self._finished: list[deque[int]] = []
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _SuffixSlot] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         reply = deque(prompt[-1:], maxlen=self._limit) if self._memory else None
-        self._slots[slot] = _Slot(SuffixAutomaton(self._limit), list(prompt), reply)
+        self._slots[slot] = _SuffixSlot(SuffixAutomaton(self._limit), list(prompt), reply)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         state = self._slots[slot]
@@ -88,7 +88,7 @@ class Suffix(Drafter):
 
 
 @dataclass(slots=True)
-class _Slot:
+class _SuffixSlot:
     """`fresh`: tokens that `own` has not seen. `reply`: the reply so far and the token before it, to be remembered.
 
     `state`, `length`: where the text stands in the memory, as of its `generation`.
@@ -117,7 +117,7 @@ class _Slot:
         return [own, (memory, self.state, self.length)]
 
 
-def grow(contexts: list[Context], budget: Tree, floor: float, free: int = MIN_ROWS - 1) -> Draft:
+def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1) -> Draft:
     """The draft that follows these contexts: best first, while a node's chance to be accepted is at least `floor`.
 
     `free`: so many nodes are drafted however unlikely they are, since no pass has fewer rows than `MIN_ROWS`.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from paceline.drafters.vocab_map import Words
+from paceline.drafters.vocab_map import VocabMap
 
 _OPEN, _KEPT, _BEFORE = 400, 80, 80
 """Characters: so many may be encoded again with every round, at least so many after the text has been cut, and so many
@@ -19,7 +19,7 @@ _TAIL = 12
 _WORD = re.compile(r"(?<=\S)(?=\s)")
 
 
-class Reader(Protocol):
+class TokenReader(Protocol):
     """Reads target tokens, a few at a time."""
 
     ids: list[int]
@@ -36,7 +36,7 @@ class Respelled:
     `first`: what to add to every draft id.
     """
 
-    def __init__(self, words: Words, first: int = 0) -> None:
+    def __init__(self, words: VocabMap, first: int = 0) -> None:
         self._words, self._first = words, first
         self.ids = [first + i for i in words.opening]
 
@@ -55,7 +55,7 @@ class Transcript:
     a text in its own way does so there. Incomplete characters wait for their last byte.
     """
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: VocabMap) -> None:
         self._words = words
         self.ids = list(words.opening)
         self._begin()
@@ -112,7 +112,7 @@ class Transcript:
         self._open = self._open[cut:]
 
 
-def continuation(words: Words, text: Sequence[int], drafted: bytes) -> list[int]:
+def continuation(words: VocabMap, text: Sequence[int], drafted: bytes) -> list[int]:
     """Target tokens that continue the target tokens `text` by the bytes `drafted`, as the target would cut them there.
 
     `drafted` ends with a whole character, and with the text before it begins with one.

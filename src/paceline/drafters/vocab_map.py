@@ -23,7 +23,7 @@ El tiempo pasa rápidamente cuando uno lee. Die Straße führt über den Fluss. 
 """Text of several kinds, to see which tokens a tokenizer really uses."""
 
 
-class Words:
+class VocabMap:
     """The words of a target and of a draft model that has another tokenizer."""
 
     def __init__(self, target: Loaded, draft: Loaded) -> None:

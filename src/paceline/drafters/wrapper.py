@@ -10,7 +10,7 @@ from paceline.protocols import Ask, Drafter, Saved
 from paceline.types import Draft, Tap, Verdict
 
 
-class Around(Drafter):
+class DrafterWrapper(Drafter):
     """Passes everything on: override what you want to see or change."""
 
     def __init__(self, inner: Drafter) -> None:

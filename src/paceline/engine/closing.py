@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TypeVar
 
-_Self = TypeVar("_Self", bound="Closing")
+_Self = TypeVar("_Self", bound="Closable")
 
 
-class Closing(ABC):
+class Closable(ABC):
     """Closed by `close`, at the end of a `with` block, or when nothing refers to it any more."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from paceline.engine.cost_model import Curve, Fading
-from paceline.types import Draft, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Verdict
 
 _MEMORY = 0.95
 """What a round's acceptance still weighs when the next one is counted: texts change within some twenty rounds."""
@@ -41,7 +41,7 @@ _LATE = 32
 """Tokens behind from which on drafting takes visibly longer because it must catch up first."""
 
 
-class _Kept:
+class _AcceptanceRates:
     """How far drafts of one size were right: of the rounds kept to depth d, the share that was kept to d + 1.
 
     Recent rounds say it, as far as there are any; then all that this drafter has done; then, of a depth that was hardly
@@ -93,12 +93,12 @@ class _Kept:
         return found
 
 
-class _Company:
+class _BatchCosts:
     """What rounds of so many requests have shown: seconds of drafting by depth, and by size of draft what a pass costs
     of one without drafts. Its mean rows would not do: a mean of many empty drafts and a few long ones hides what the
     long ones cost."""
 
-    def __init__(self, together: int, sizes: Sequence[Tree]) -> None:
+    def __init__(self, together: int, sizes: Sequence[DraftBudget]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
         self.dearer = [Fading(1.0 + _ROW * together * size.nodes) for size in sizes]
@@ -108,14 +108,14 @@ class _Company:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundOutcome:
     """What came of a choice, for the requests of a round that it was made for.
 
     `budgets`: what each one could use of the chosen size. `drafting`, `verifying`: seconds of making drafts, and of all
     the rest. `together`, `rows`: all requests of the round and the rows of its pass, where there were others.
     """
 
-    budgets: Sequence[Tree]
+    budgets: Sequence[DraftBudget]
     drafts: Sequence[Draft]
     verdicts: Sequence[Verdict]
     drafting: float
@@ -138,25 +138,25 @@ class Controller:
     and a promising size is tried often. What it knows outlives requests. It decides how soon a text comes, never which.
     """
 
-    def __init__(self, most: Tree) -> None:
-        self.sizes: list[Tree] = _sizes(most)
+    def __init__(self, most: DraftBudget) -> None:
+        self.sizes: list[DraftBudget] = _sizes(most)
         """From nothing to `most`."""
         self._depths = [size.depth for size in self.sizes]
         # A chain begins as a longer one does, so that every length tells of all; a smaller tree is right less often.
         self._chains = most.branch == 1
-        kept = _Kept(most.depth)
-        self._kept = [kept if self._chains else _Kept(size.depth) for size in self.sizes]
+        kept = _AcceptanceRates(most.depth)
+        self._kept = [kept if self._chains else _AcceptanceRates(size.depth) for size in self.sizes]
         # A pass that goes on where drafting left off (early exit) costs less than its rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
         self._catch_up = Fading()
-        self._companies: dict[int, _Company] = {}
+        self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = 0
         self._saved, self._credit = 0.0, 0.0
         self._granted = False
         self._at, self._behind = len(self.sizes) - 1, 0
 
-    def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> Tree:
+    def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> DraftBudget:
         """For a round of so many requests.
 
         `behind`: tokens that they have got since they were last drafted for, all together, with their prompts where
@@ -164,8 +164,8 @@ class Controller:
         """
         self._round += 1
         self._behind = behind
-        company = self._company(together)
-        seconds, tokens = self._seconds(company, together), self._tokens()
+        batch_costs = self._costs_of(together)
+        seconds, tokens = self._seconds(batch_costs, together), self._tokens()
         # What is drafted must make up for catching up, too: within the next tokens, and within a try at once.
         debt, ahead = self._catch_up.value * behind, min(ahead, _AHEAD)
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
@@ -176,9 +176,9 @@ class Controller:
         losses[0] -= debt
         if ahead < _AHEAD or self._round > _EARLY:
             self._credit = 0.0
-        self._at = self._try(best, losses, company)
-        company.tried[self._at] = self._round
-        company.tries[self._at] += 1
+        self._at = self._try(best, losses, batch_costs)
+        batch_costs.tried[self._at] = self._round
+        batch_costs.tries[self._at] += 1
         return self.sizes[self._at]
 
     def price(self, together: int) -> float:
@@ -190,9 +190,13 @@ class Controller:
         plain = passes.at(together)
         return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
 
-    def _try(self, best: int, losses: Sequence[float], company: _Company) -> int:
+    def _try(self, best: int, losses: Sequence[float], batch_costs: _BatchCosts) -> int:
         """Another size than the best one, where it is time to try one."""
-        due = [at for at in range(best) if self._round - company.tried[at] >= _SOON << min(company.tries[at], _OFTEN)]
+        due = [
+            at
+            for at in range(best)
+            if self._round - batch_costs.tried[at] >= _SOON << min(batch_costs.tries[at], _OFTEN)
+        ]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
         # No more is saved than the next try takes: a calm hour must not pay for a hundred tries at once.
         self._saved = min(self._saved, max(losses[found], 0.0))
@@ -204,32 +208,32 @@ class Controller:
         self._last_try = self._round
         return found
 
-    def learn(self, round: Round) -> None:
+    def learn(self, round: RoundOutcome) -> None:
         """What the size that was chosen last gave."""
-        at, company = self._at, self._company(round.together)
+        at, batch_costs = self._at, self._costs_of(round.together)
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
         self._passes[resumed].add(round.rows, round.verifying, self._round)
         if not self._granted and self._passes[False].known:
-            self._granted, self._credit = True, _CREDIT * self._passes[False].at(company.together)
+            self._granted, self._credit = True, _CREDIT * self._passes[False].at(batch_costs.together)
         if not at:
             return
         alone = round.together == len(round.drafts)
         if alone and all(budget == self.sizes[at] for budget in round.budgets):
             # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
             plain = self._passes[False].at(round.together)
-            company.dearer[at].add(self._passes[resumed].at(round.rows) / plain, self._round)
-            company.seen[at] = True
+            batch_costs.dearer[at].add(self._passes[resumed].at(round.rows) / plain, self._round)
+            batch_costs.seen[at] = True
             self._resumed = resumed
-            self._learn_drafting(company, round)
+            self._learn_drafting(batch_costs, round)
         for budget, verdict in zip(round.budgets, round.verdicts, strict=True):
             if verdict.finish is None:
                 self._learn_kept(len(verdict.path), budget.depth)
 
-    def _learn_drafting(self, company: _Company, round: Round) -> None:
+    def _learn_drafting(self, batch_costs: _BatchCosts, round: RoundOutcome) -> None:
         """Drafting that had to catch up tells what that costs, and nothing else."""
-        seen, depth = company.drafting, self.sizes[self._at].depth
-        if self._behind < _LATE * company.together:
+        seen, depth = batch_costs.drafting, self.sizes[self._at].depth
+        if self._behind < _LATE * batch_costs.together:
             seen.add(depth, round.drafting, self._round)
         elif seen.known:
             self._catch_up.add(max(0.0, round.drafting - seen.at(depth)) / self._behind, self._round)
@@ -241,21 +245,21 @@ class Controller:
         for other, kept in enumerate(self._kept[1:], 1):
             kept.add(accepted, depth, 1.0 if other == self._at else _HEARSAY, self._round)
 
-    def _company(self, together: int) -> _Company:
+    def _costs_of(self, together: int) -> _BatchCosts:
         # Under load no two rounds have the same company: nearly so many tell of each other.
         together = next((size for size in _TOGETHER if size >= together), together)
-        if together not in self._companies:
-            self._companies[together] = _Company(together, self.sizes)
-        return self._companies[together]
+        if together not in self._batch_costs:
+            self._batch_costs[together] = _BatchCosts(together, self.sizes)
+        return self._batch_costs[together]
 
-    def _seconds(self, company: _Company, together: int) -> list[float]:
+    def _seconds(self, batch_costs: _BatchCosts, together: int) -> list[float]:
         """Of a round of so many requests, by size of draft."""
-        passes, drafting = self._passes[self._resumed], company.drafting
+        passes, drafting = self._passes[self._resumed], batch_costs.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
         first = self._passes[False].at(together)
         costs = [
             first * dearer.value if seen else passes.at(together * (1 + size.nodes))
-            for dearer, seen, size in zip(company.dearer[1:], company.seen[1:], self.sizes[1:], strict=True)
+            for dearer, seen, size in zip(batch_costs.dearer[1:], batch_costs.seen[1:], self.sizes[1:], strict=True)
         ]
         return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]
 
@@ -268,10 +272,10 @@ class Controller:
         return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
 
 
-def _sizes(most: Tree) -> list[Tree]:
+def _sizes(most: DraftBudget) -> list[DraftBudget]:
     """From nothing to `most`: each chain two thirds of the next longer one, each tree half of the next larger one."""
     sizes = [most]
     while sizes[0].nodes > 1:
         nodes = sizes[0].nodes * 2 // 3 if most.branch == 1 else sizes[0].nodes // 2
         sizes.insert(0, most.within(min(most.depth, nodes), nodes))
-    return sizes if not most.nodes else [Tree.chain(0), *sizes]
+    return sizes if not most.nodes else [DraftBudget.chain(0), *sizes]

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.engine.detokenizer import Chunk, Origin, TextStream
-from paceline.engine.draft_policy import Group, Pilot, Pilots, Speculation, learn
+from paceline.engine.draft_policy import DraftPolicies, DraftPolicy, PolicyGroup, Speculation, learn
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.prompt_logprobs import PromptLogprobs
-from paceline.engine.self_check import exactness, seamless
-from paceline.engine.stats import Clock, Exact, Stats
+from paceline.engine.self_check import guarantee, seamless
+from paceline.engine.stats import Clock, Guarantee, Stats
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import Ask, Drafter, KVCache, Target
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, FinishReason, Forward, Rows, Tap, Tree, Verdict, Want
+from paceline.types import Draft, DraftBudget, FinishReason, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.rules import RULES
-from paceline.verify.tree import CHUNK, pack, pack_prefix
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 _FORCED = 32
 """Tokens at most of a draft that cannot be wrong."""
@@ -36,17 +36,17 @@ class Request:
     stream: TextStream
     stats: Stats
     slot: int
-    pilot: Pilot | None = None
+    policy: DraftPolicy | None = None
     """What drafts for it."""
-    most: Tree | None = None
+    most: DraftBudget | None = None
     """At most so much per round; None: as much as suits the drafter."""
     scores: PromptLogprobs | None = None
     """Takes the prompt's own log-probabilities; a prompt that is scored is fed whole, whatever is known of it."""
-    heard: int = 0
+    num_seen_tokens: int = 0
     """How much of the text the drafter had been told when it last made a draft."""
     finish: FinishReason | None = None
     error: Exception | None = None
-    seated: bool = True
+    active: bool = True
     """Whether it holds its slot."""
     spoilt: bool = False
     """A round broke off after it was judged: what it has shown and what the cache holds may differ."""
@@ -100,12 +100,12 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: Tree | None = None
+        self, target: Target, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
     ) -> None:
         """`drafter`: one, or several by name, of which the first is the default. `draft`: how much to draft per round;
         None leaves it to a controller, up to what the drafter likes."""
         self.target = target
-        self.pilots = Pilots(drafter, draft)
+        self.policies = DraftPolicies(drafter, draft)
         self.cache: KVCache = target.new_cache()
         self.prefixes: PrefixCache | None = None
         """Beginnings of texts that may come again; set by `remember`."""
@@ -113,14 +113,14 @@ class Engine:
         self._late: list[Request] = []
 
     @cached_property
-    def exact(self) -> Exact:
+    def guarantee(self) -> Guarantee:
         """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
-        return exactness(self.target)
+        return guarantee(self.target)
 
     @cached_property
     def seamless(self) -> bool:
-        """Whether prompts may be cut anywhere and texts go on from each other, bit for bit (`exact.seamless`)."""
-        return seamless(self.target, self.exact)
+        """Whether prompts may be cut anywhere and texts go on from each other, bit for bit (`self_check.seamless`)."""
+        return seamless(self.target, self.guarantee)
 
     def remember(self, limit: int) -> None:
         """From now on prompts that begin like an earlier text are fed from there. `limit`: bytes of what is kept."""
@@ -138,21 +138,21 @@ class Engine:
         """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
         between. `like`: a request with the same prompt that has been prefilled, so that this one need not be.
         """
-        how = speculation or self.pilots.default
-        pilot = self.pilots[how.drafter]
+        how = speculation or self.policies.default
+        policy = self.policies[how.drafter]
         begun = like is not None and len(like.text) > like.sampler.prompt
         # A drafter that was fed hidden states has by now those of the reply as well.
-        if like and pilot and pilot.drafter.taps and (begun or like.pilot is not pilot):
+        if like and policy and policy.drafter.taps and (begun or like.policy is not policy):
             like = None
         slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
-        request = Request(sampler, stream, stats, slot, pilot, how.most)
+        request = Request(sampler, stream, stats, slot, policy, how.most)
         with self._unless_it_fails(request):
             if like:
                 self.cache.truncate(slot, request.position)
-            if pilot and like and like.pilot is pilot and not begun:
-                pilot.drafter.fork(slot, like.slot, request.text)
-            elif pilot:
-                pilot.drafter.admit(slot, request.text)
+            if policy and like and like.policy is policy and not begun:
+                policy.drafter.fork(slot, like.slot, request.text)
+            elif policy:
+                policy.drafter.admit(slot, request.text)
         return request
 
     @_alone
@@ -163,10 +163,10 @@ class Engine:
     @_alone
     def resume(self, request: Request) -> None:
         """Take a slot again; a prefill of all that the text has by now must follow."""
-        request.slot, request.seated, request.heard = self.cache.acquire(request.sampler.prompt), True, 0
+        request.slot, request.active, request.num_seen_tokens = self.cache.acquire(request.sampler.prompt), True, 0
         with self._unless_it_fails(request):
-            if request.pilot:
-                request.pilot.drafter.admit(request.slot, request.text)
+            if request.policy:
+                request.policy.drafter.admit(request.slot, request.text)
 
     def prefill(self, request: Request) -> None:
         """All of the prompt but its last token. That one is row 0 of the first round."""
@@ -174,7 +174,7 @@ class Engine:
             pass
 
     @_alone
-    def feed(self, request: Request, most: int = CHUNK) -> int:
+    def feed(self, request: Request, most: int = PREFILL_ROWS) -> int:
         """The next chunk of the prompt. Returns its tokens; 0 where nothing is left.
 
         `most`: no more than so many at once, where it makes no difference how a prompt is cut.
@@ -182,15 +182,15 @@ class Engine:
         clock = Clock()
         scores = request.scores
         done = self.cache.lengths[request.slot] or (0 if scores else self._recall(request))
-        most = CHUNK if most < CHUNK and not self.seamless else most
+        most = PREFILL_ROWS if most < PREFILL_ROWS and not self.seamless else most
         chunk = request.text[done : min(done + most, request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
-            out = self._forward(rows, Want("all" if scores else "none", taps=self.pilots.taps([request])))
+            out = self._forward(rows, Want("all" if scores else "none", taps=self.policies.taps([request])))
             self.cache.commit(request.slot, range(1, len(chunk)))
-            if request.pilot:
+            if request.policy:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
-                request.pilot.drafter.feed(request.slot, chunk, taps)
+                request.policy.drafter.feed(request.slot, chunk, taps)
             if scores:
                 scores.push(done, request.text[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
             if done + len(chunk) == request.position:
@@ -203,14 +203,14 @@ class Engine:
         """Begin with what is known of the prompt. Returns how many of its tokens that is."""
         if self.prefixes is None:
             return 0
-        pilot = request.pilot
-        hit = self.prefixes.find(request.text, pilot.name if pilot and pilot.drafter.needs_past else None)
+        policy = request.policy
+        hit = self.prefixes.find(request.text, policy.name if policy and policy.drafter.needs_past else None)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
         # A cache may deny what was found, for a text that goes on under its first prompt's rotary factors (`resume`).
-        if pilot and known and (saved := hit.drafters.get(pilot.name)):
-            pilot.drafter.load(request.slot, saved, hit.length)
+        if policy and known and (saved := hit.drafters.get(policy.name)):
+            policy.drafter.load(request.slot, saved, hit.length)
         if not request.stats.rounds:  # else it goes on with a text of its own, which is no hit
             request.stats.cached = known
         return known
@@ -219,9 +219,9 @@ class Engine:
         """What was computed of a text is kept for others, as long as there is memory. What failed is not."""
         if self.prefixes is None or request.error or request.spoilt:
             return
-        pilot = request.pilot
+        policy = request.policy
         with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
-            saved = {pilot.name: pilot.drafter.save(request.slot)} if pilot else {}
+            saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
             self.prefixes.store(request.text, request.sampler.prompt, self.cache.save(request.slot), saved)
 
     @_alone
@@ -230,7 +230,7 @@ class Engine:
         clock = Clock()
         # What a grammar forces needs no drafter, and says nothing of one.
         drafts = [self._forced(request) for request in requests]
-        groups = self.pilots.group(requests, drafts, self.cache)
+        groups = self.policies.group(requests, drafts, self.cache)
         self._propose(requests, groups, drafts)
         clock.lap("draft")
         out = self._verify(requests, drafts)
@@ -259,17 +259,17 @@ class Engine:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        if not request.seated:
+        if not request.active:
             return
-        request.seated = False
+        request.active = False
         # Whatever fails on the way, the slot is free again.
         try:
             if self.cache.lengths[request.slot] >= request.position:
                 self._keep(request)
         finally:
             try:
-                if request.pilot:
-                    request.pilot.drafter.release(request.slot)
+                if request.policy:
+                    request.policy.drafter.release(request.slot)
             finally:
                 self.cache.release(request.slot)
 
@@ -284,11 +284,11 @@ class Engine:
 
     def _forced(self, request: Request) -> Draft:
         """What can only come next, whatever the target says: it is right, and costs no more than its rows."""
-        draft = Tree.chain(_FORCED) if request.most is None else request.most
+        draft = DraftBudget.chain(_FORCED) if request.most is None else request.most
         room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
         return Draft.chain(request.sampler.forced(room.depth))
 
-    def _propose(self, requests: Sequence[Request], groups: Sequence[Group], drafts: list[Draft]) -> None:
+    def _propose(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
         """Fills in the drafts of each group."""
         for group in groups:
             if not any(budget.nodes for budget in group.budgets):
@@ -296,9 +296,9 @@ class Engine:
             asks = []
             for i, budget in zip(group.at, group.budgets, strict=True):
                 request = requests[i]
-                request.heard = len(request.text)
+                request.num_seen_tokens = len(request.text)
                 asks.append(Ask(request.slot, budget, request.sampler, self.cache, group.price))
-            for i, draft in zip(group.at, group.pilot.propose(asks, self.target.vocab_size), strict=True):
+            for i, draft in zip(group.at, group.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
@@ -309,22 +309,22 @@ class Engine:
             [r.position for r in requests],
             self.target.device,
         )
-        return self._forward(rows, Want("all", taps=self.pilots.taps(requests)))
+        return self._forward(rows, Want("all", taps=self.policies.taps(requests)))
 
     def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             self.cache.commit(request.slot, verdict.path)
             request.text.extend(verdict.tokens)
             request.finish = verdict.finish
-            if request.pilot and not verdict.finish:
+            if request.policy and not verdict.finish:
                 self._tell(request, verdict, {tap: states[i] for tap, states in out.taps.items()})
 
     @staticmethod
     def _tell(request: Request, verdict: Verdict, taps: dict[Tap, Tensor]) -> None:
         """A drafter that fails here ends its own request, which shows what it has; the others go on."""
-        assert request.pilot is not None
+        assert request.policy is not None
         try:
-            request.pilot.drafter.observe(request.slot, verdict, taps)
+            request.policy.drafter.observe(request.slot, verdict, taps)
         except Exception as error:
             request.error, request.finish = error, "error"
 

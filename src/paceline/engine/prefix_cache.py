@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.protocols import Saved
-from paceline.verify.tree import CHUNK
+from paceline.verify.tree import PREFILL_ROWS
 
 Tokens = NDArray[np.int64]
 
@@ -46,7 +46,7 @@ class PrefixCache:
     """
 
     def __init__(self, limit: int, seamless: bool = False) -> None:
-        """`limit`: in bytes. `seamless`: whether `exact.seamless` says so of the target."""
+        """`limit`: in bytes. `seamless`: whether `self_check.seamless` says so of the target."""
         self._limit, self._seamless = limit, seamless
         self._entries: list[_Entry] = []
         """The latest use last."""
@@ -79,8 +79,8 @@ class PrefixCache:
     def store(
         self, tokens: Sequence[int], prompt: int, target: Saved, drafters: Mapping[str, Saved | None] | None = None
     ) -> None:
-        """Keep what was computed of a text. `prompt`: so many of its tokens were fed as a prompt, whole `CHUNK`s from
-        the first token on; the others were written by rounds. `drafters`: what `Drafter.save` gave, by name.
+        """Keep what was computed of a text. `prompt`: so many of its tokens were fed as a prompt, in chunks of
+        `PREFILL_ROWS` from the first token on; the others were written by rounds. `drafters`: what `Drafter.save` gave, by name.
 
         A request that failed must not be stored: what it computed may not be finite.
         """
@@ -128,13 +128,13 @@ class PrefixCache:
     def _whole(self, entry: _Entry, length: int) -> int:
         """The rule by which a text depends on no cache, bit for bit.
 
-        Where every pass leaves the same bits (`exact.seamless`) all may be used, to any token: prompts, replies, chats.
+        Where every pass leaves the same bits (`self_check.seamless`) all may be used, up to any token.
         Elsewhere rows depend on the pass that computed them. Then only whole chunks that were fed as a prompt are used:
         a prompt that is fed alone is cut at the same places, and what follows is the same passes.
         """
         if self._seamless:
             return max(0, length)
-        return max(0, min(length, entry.prompt - 1)) // CHUNK * CHUNK
+        return max(0, min(length, entry.prompt - 1)) // PREFILL_ROWS * PREFILL_ROWS
 
     def _covers(self, one: _Entry, other: _Entry) -> bool:
         """Whether `one` can do all that `other` can, but for drafters: a text that goes on from it, in a cache that can

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.engine.closing import Closing
+from paceline.engine.closing import Closable
 from paceline.engine.detokenizer import Chunk, Logprobs
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scheduler import Begin, Scheduler, Task
@@ -40,7 +40,7 @@ class Completion:
         }
 
 
-class Reply:
+class GrowingReply:
     """A request and what has been shown of it."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -54,7 +54,7 @@ class Reply:
 
     def close(self) -> None:
         """Give back what the request holds; closing twice does nothing."""
-        if self.request.seated:
+        if self.request.active:
             self._engine.finish(self.request)
             self.request.stats.close()
 
@@ -75,14 +75,14 @@ class Reply:
         )
 
 
-class Stream(Closing, Iterator[Chunk]):
+class Stream(Closable, Iterator[Chunk]):
     """A reply as it grows: iterate over its chunks; close it, or leave its `with` block, to stop early.
 
     `completion` is the reply so far, whole once the iteration has ended.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._reply = engine, Reply(engine, request)
+        self._engine, self._reply = engine, GrowingReply(engine, request)
         self._ready: deque[Chunk] = deque()
         self._prefilled = False
 
@@ -121,14 +121,14 @@ class Stream(Closing, Iterator[Chunk]):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchItem:
     """One reply of a batch that has not begun. `prompt`: the number of its prompt, whose prefill replies share."""
 
     prompt: int
     begin: Begin
 
 
-class Batch(Closing, Iterator[tuple[int, Chunk]]):
+class Batch(Closable, Iterator[tuple[int, Chunk]]):
     """Several replies at once, in ragged rounds: iterate over (index of the reply, chunk).
 
     Up to `width` requests share a pass. Each accepts its own number of tokens; one that ends makes room for the next
@@ -136,11 +136,11 @@ class Batch(Closing, Iterator[tuple[int, Chunk]]):
     error is raised when all others are done; a `PacelineError` brings every completion as its `partial`.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], width: int) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[BatchItem], width: int) -> None:
         self._engine, self._scheduler = engine, Scheduler(engine, width)
         self._tasks = [Task(job.begin, group=job.prompt) for job in jobs]
         self._index = {task: index for index, task in enumerate(self._tasks)}
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, GrowingReply] = {}
         self._ready: deque[tuple[int, Chunk]] = deque()
         for task in self._tasks:
             self._scheduler.add(task)
@@ -163,7 +163,7 @@ class Batch(Closing, Iterator[tuple[int, Chunk]]):
         for task, chunks in self._scheduler.turn():
             index = self._index[task]
             if task.request and index not in self._replies:
-                self._replies[index] = Reply(self._engine, task.request)
+                self._replies[index] = GrowingReply(self._engine, task.request)
             self._ready.extend((index, chunk) for chunk in chunks)
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ from math import inf
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.engine import Engine, Request
 from paceline.errors import OutOfMemory, TimedOut
-from paceline.verify.tree import CHUNK
+from paceline.verify.tree import PREFILL_ROWS
 
 Begin = Callable[[Request | None], Request]
 """Takes a slot for a reply; given a request with the same prompt that has been prefilled, if there is one."""
@@ -89,7 +89,7 @@ class Scheduler:
         return bool(self.waiting or self.entering or self.running)
 
     @property
-    def seated(self) -> list[Task]:
+    def active(self) -> list[Task]:
         """Those that hold a slot. Other threads may ask."""
         entering = self.entering  # read once: the next moment it may be another, or none
         return [*self.running, *([entering] if entering else [])]
@@ -105,7 +105,7 @@ class Scheduler:
 
     def close(self) -> list[Event]:
         """End all replies here."""
-        everyone = [*self.waiting, *self.seated]
+        everyone = [*self.waiting, *self.active]
         for task in everyone:
             self._end(task)
         self.waiting.clear()
@@ -116,7 +116,7 @@ class Scheduler:
     def _expire(self) -> list[Task]:
         """Those that nobody waits for any more, or for too long."""
         now, ended = self._clock(), []
-        for task in [*self.seated, *self.waiting]:
+        for task in [*self.active, *self.waiting]:
             if not task.cancelled and now >= task.deadline:
                 task.error = TimedOut("the reply took longer than it was given", "Give more time, or ask for less")
             if task.cancelled or task.error:
@@ -127,7 +127,7 @@ class Scheduler:
         return ended
 
     def _end(self, task: Task) -> None:
-        self._unseat(task)
+        self._leave_batch(task)
         if task.request:
             self._engine.finish(task.request)
             task.request.stats.close()
@@ -136,7 +136,7 @@ class Scheduler:
                 del self._prefilled[task.group]
         task.done = True
 
-    def _unseat(self, task: Task) -> None:
+    def _leave_batch(self, task: Task) -> None:
         self._most = self._width
         if task is self.entering:
             self.entering = None
@@ -189,10 +189,10 @@ class Scheduler:
         task.began = task.began or self._clock()
         if task.request is None:
             like = self._prefilled.get(task.group) if task.group is not None else None
-            task.request = task.begin(like if like and like.seated else None)
-        elif not task.request.seated:
+            task.request = task.begin(like if like and like.active else None)
+        elif not task.request.active:
             self._engine.resume(task.request)
-        fed = self._engine.feed(task.request, int(min(most, CHUNK)))
+        fed = self._engine.feed(task.request, int(min(most, PREFILL_ROWS)))
         if self._engine.cache.lengths[task.request.slot] == task.request.position:
             self.entering = None
             self.running.append(task)
@@ -209,20 +209,20 @@ class Scheduler:
 
     def _yield_room(self) -> None:
         """Where texts have outgrown the memory there is, those that came last make room."""
-        while len(self.seated) > 1:
-            if self._fits(len(self.seated), max(task.length for task in self.seated)):
+        while len(self.active) > 1:
+            if self._fits(len(self.active), max(task.length for task in self.active)):
                 return
-            self._put_back(_latest(self.seated))
+            self._put_back(_latest(self.active))
 
     def _put_back(self, task: Task) -> bool:
         """It waits again, before all others; False where it is alone and waiting would not help."""
-        if len(self.seated) < 2:
+        if len(self.active) < 2:
             return False
-        self._unseat(task)
+        self._leave_batch(task)
         if task.request:
             self._engine.suspend(task.request)
         self.waiting.appendleft(task)
-        self._most = len(self.seated)
+        self._most = len(self.active)
         return True
 
     # Rounds

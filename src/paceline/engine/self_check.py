@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK
-from paceline.engine.stats import Exact
+from paceline.engine.stats import Guarantee
 from paceline.protocols import KVCache, Target
-from paceline.types import Draft, Tree, Want
-from paceline.verify.tree import CHUNK, beside, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Want
+from paceline.verify.tree import PREFILL_ROWS, beside, pack, pack_prefix
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
 """Tokens before the rows compared; those rows; rows of the longest pass, rounded up."""
 
 
-def exactness(target: Target) -> Exact:
+def guarantee(target: Target) -> Guarantee:
     """ "bits" if rows fed one by one, in chains, in trees and beside another request all give the very same logits.
 
     Then text with speculation is plain decoding's text bit for bit; otherwise up to rounding: a token may differ
@@ -36,7 +36,7 @@ def exactness(target: Target) -> Exact:
         plain.append(_logits(target, cache, slot, token, Draft())[0])
         cache.commit(slot, ())
     alone = torch.stack(plain)
-    trees = cache.fit(slot, Tree(nodes=8, depth=4, branch=2)).branch > 1
+    trees = cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1
     for draft, rows in _other_ways(path, trees):
         cache.truncate(slot, before)
         if not torch.equal(_logits(target, cache, slot, path[0], draft)[rows], alone):
@@ -44,20 +44,20 @@ def exactness(target: Target) -> Exact:
     return "bits" if torch.equal(_shared(target, cache, slot, path, before), alone) else "rounding"
 
 
-def seamless(target: Target, exact: Exact) -> bool:
+def seamless(target: Target, guarantee: Guarantee) -> bool:
     """Whether a token leaves the same keys and values, bit for bit, in whatever pass it is fed: in a prompt's chunks,
-    however they are cut, or as a row of a round. `exact`: what `exactness` says, which rounds must keep to.
+    however they are cut, or as a row of a round. `guarantee`: what `guarantee` says, which rounds must keep to.
 
     Then any text can go on from any other that begins like it (`prefix.py`). Costs a prompt a little longer than
     `BLOCK`, since sums are cut there, and as many passes as it has other ways to feed parts of it.
     """
     length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
-    if exact != "bits" or length < 2 * _LONGEST:
+    if guarantee != "bits" or length < 2 * _LONGEST:
         return False
     tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
     cache = target.new_cache()
     slot = cache.acquire(length)
-    _feed(target, cache, slot, tokens, (CHUNK,), prompt=True)
+    _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
     whole, late = cache.save(slot), length - 2 * _LONGEST
     ways = ((0, 2 * _LONGEST, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
     for start, end, sizes, prompt in ways:
@@ -77,7 +77,7 @@ def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], size
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))
         if not prompt:
-            count = 1 + cache.fit(slot, Tree.chain(count - 1)).nodes
+            count = 1 + cache.fit(slot, DraftBudget.chain(count - 1)).nodes
         rows = pack([rest[0]], [Draft.chain(tuple(rest[1:count]))], [slot], [length], target.device)
         target.forward(replace(rows, prefill=prompt), cache, Want("none"))
         cache.commit(slot, range(1, count))

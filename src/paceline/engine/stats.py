@@ -9,7 +9,7 @@ from typing import Any, Literal
 from paceline.types import Draft, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
-Exact = Literal["bits", "rounding", "distribution", "lossy"]
+Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
 """What a text is: plain decoding's bit for bit, or up to rounding; one drawn from the same distribution (the rules
 rejection and block); or none of these (typical)."""
 
@@ -20,12 +20,12 @@ class Stats:
 
     `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and kept. `accepted_at[i]`: rounds whose
     draft was kept to depth i + 1 at least. `cached`: tokens of the prompt that were known already. `seed`: the one
-    used. `exact`: what the text keeps of plain decoding's, on this machine and under this rule. `drafter`: the name of
-    the one that drafted, None for plain decoding. `seconds`: where the time went.
+    used. `guarantee`: what the text keeps of plain decoding's, on this machine and under this rule. `drafter`: the name
+    of the one that drafted, None for plain decoding. `seconds`: where the time went.
     """
 
     seed: int
-    exact: Exact
+    guarantee: Guarantee
     drafter: str | None = None
     rounds: int = 0
     tokens: int = 0
@@ -73,7 +73,7 @@ class Stats:
             "accepted_at": list(self.accepted_at),
             "cached": self.cached,
             "seed": self.seed,
-            "exact": self.exact,
+            "guarantee": self.guarantee,
             "drafter": self.drafter,
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }

@@ -20,26 +20,26 @@ CORRECT = "Correct the file or fetch the model again"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """What a field may hold: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
 
     what: str
     holds: Callable[[Any], bool]
     many: str = ""
 
-    def __or__(self, other: Kind) -> Kind:
+    def __or__(self, other: FieldKind) -> FieldKind:
         many = f"{self.many} or {other.many}"
-        return Kind(f"{self.what} or {other.what}", lambda value: self.holds(value) or other.holds(value), many)
+        return FieldKind(f"{self.what} or {other.what}", lambda value: self.holds(value) or other.holds(value), many)
 
 
-def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, Kind]) -> None:
+def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, FieldKind]) -> None:
     """Raises `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
     for name, kind in fields.items():
         if name in values:
             check_value(where, name, values[name], kind)
 
 
-def check_value(where: str | Path, name: str, value: Any, kind: Kind) -> None:
+def check_value(where: str | Path, name: str, value: Any, kind: FieldKind) -> None:
     """`check` of a single field."""
     if not kind.holds(value):
         raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", CORRECT)
@@ -50,16 +50,16 @@ def shown(value: Any) -> str:
     return one_line("null" if value is None else repr(value), 80)
 
 
-def whole(low: int = 0, high: int = 2**31 - 1) -> Kind:
+def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
     """A whole number in this range, both ends included."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
-    return Kind(f"a whole number from {low} to {high}", holds, f"whole numbers from {low} to {high}")
+    return FieldKind(f"a whole number from {low} to {high}", holds, f"whole numbers from {low} to {high}")
 
 
-def number(low: float, high: float) -> Kind:
+def number(low: float, high: float) -> FieldKind:
     """A finite number in this range, both ends included."""
 
     def holds(value: Any) -> bool:
@@ -67,28 +67,28 @@ def number(low: float, high: float) -> Kind:
             return False
         return low <= value <= high and math.isfinite(value)
 
-    return Kind(f"a number from {low:g} to {high:g}", holds, f"numbers from {low:g} to {high:g}")
+    return FieldKind(f"a number from {low:g} to {high:g}", holds, f"numbers from {low:g} to {high:g}")
 
 
-def listed(kind: Kind) -> Kind:
+def listed(kind: FieldKind) -> FieldKind:
     """A list whose elements are all of this kind."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, list) and all(map(kind.holds, value))
 
-    return Kind(f"a list of {kind.many}", holds, f"lists of {kind.many}")
+    return FieldKind(f"a list of {kind.many}", holds, f"lists of {kind.many}")
 
 
-def mapping(kind: Kind) -> Kind:
+def mapping(kind: FieldKind) -> FieldKind:
     """An object whose values are all of this kind."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, dict) and all(map(kind.holds, value.values()))
 
-    return Kind(f"an object of {kind.many}", holds, f"objects of {kind.many}")
+    return FieldKind(f"an object of {kind.many}", holds, f"objects of {kind.many}")
 
 
-def record(**fields: Kind) -> Kind:
+def record(**fields: FieldKind) -> FieldKind:
     """An object with these fields, of these kinds."""
 
     def holds(value: Any) -> bool:
@@ -97,14 +97,14 @@ def record(**fields: Kind) -> Kind:
         )
 
     what = " and ".join(f"{name} ({kind.what})" for name, kind in fields.items())
-    return Kind(f"an object with {what}", holds, f"objects with {what}")
+    return FieldKind(f"an object with {what}", holds, f"objects with {what}")
 
 
-ANYTHING = Kind("anything", lambda value: True, "anything")
-FLAG = Kind("true or false", lambda value: isinstance(value, bool), "true or false")
-TEXT = Kind("a string", lambda value: isinstance(value, str), "strings")
-OBJECT = Kind("an object", lambda value: isinstance(value, dict), "objects")
-NULL = Kind("null", lambda value: value is None, "null")
+ANYTHING = FieldKind("anything", lambda value: True, "anything")
+FLAG = FieldKind("true or false", lambda value: isinstance(value, bool), "true or false")
+TEXT = FieldKind("a string", lambda value: isinstance(value, str), "strings")
+OBJECT = FieldKind("an object", lambda value: isinstance(value, dict), "objects")
+NULL = FieldKind("null", lambda value: value is None, "null")
 
 LAYERS, EXPERTS = 4096, 4096
 _LAYERS, _SIZE, _TOKENS, _ROWS = whole(1, LAYERS), whole(1, 2**20), whole(2, 2**40), whole(1, 2**24)
@@ -112,7 +112,7 @@ _ID, _EXPERTS = whole(0, 2**32 - 1), whole(1, EXPERTS)
 _EPS, _BASE, _FACTOR, _SHARE = number(0, 1), number(2, 1e15), number(1e-6, 1e9), number(0, 1)
 _CAP = number(1e-6, 1e9)
 
-IDENTITY: Mapping[str, Kind] = {
+IDENTITY: Mapping[str, FieldKind] = {
     "model_type": TEXT,
     "architectures": listed(TEXT) | NULL,
     "is_encoder_decoder": FLAG | NULL,
@@ -123,7 +123,7 @@ IDENTITY: Mapping[str, Kind] = {
 }
 """config.json of any model, whatever runs it."""
 
-ROPE: Mapping[str, Kind] = {
+ROPE: Mapping[str, FieldKind] = {
     "type": TEXT | NULL,
     "rope_type": TEXT | NULL,
     "rope_theta": _BASE | NULL,
@@ -143,7 +143,7 @@ ROPE: Mapping[str, Kind] = {
 }
 """`rope_scaling` and `rope_parameters`; the latter may hold one such object per type of layer."""
 
-DECODER: Mapping[str, Kind] = {
+DECODER: Mapping[str, FieldKind] = {
     "vocab_size": _ROWS,
     "hidden_size": _SIZE,
     "num_hidden_layers": _LAYERS,
@@ -167,19 +167,19 @@ DECODER: Mapping[str, Kind] = {
 }
 """config.json of a model that Paceline's own decoder runs."""
 
-QWEN: Mapping[str, Kind] = {"use_sliding_window": FLAG | NULL, "max_window_layers": whole()}
-SMOLLM3: Mapping[str, Kind] = {
+QWEN: Mapping[str, FieldKind] = {"use_sliding_window": FLAG | NULL, "max_window_layers": whole()}
+SMOLLM3: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
     "no_rope_layers": listed(whole(0, 1)) | NULL,
     "no_rope_layer_interval": whole(1),
 }
-GEMMA: Mapping[str, Kind] = {
+GEMMA: Mapping[str, FieldKind] = {
     "hidden_activation": TEXT,
     "query_pre_attn_scalar": _CAP,
     "rope_local_base_freq": _BASE,
     "sliding_window_pattern": whole(1),
 }
-MIXTURE: Mapping[str, Kind] = {
+MIXTURE: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,
@@ -190,7 +190,7 @@ MIXTURE: Mapping[str, Kind] = {
     "mlp_only_layers": listed(whole()) | NULL,
 }
 
-GENERATION: Mapping[str, Kind] = {
+GENERATION: Mapping[str, FieldKind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,
     "do_sample": FLAG | NULL,
     "temperature": number(0, 1000) | NULL,
@@ -204,7 +204,7 @@ GENERATION: Mapping[str, Kind] = {
 """generation_config.json."""
 
 _NAMED = TEXT | record(content=TEXT) | NULL
-TOKENIZER: Mapping[str, Kind] = {
+TOKENIZER: Mapping[str, FieldKind] = {
     **{f"{role}_token": _NAMED for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")},
     "add_bos_token": FLAG | NULL,
     "add_eos_token": FLAG | NULL,
@@ -213,7 +213,7 @@ TOKENIZER: Mapping[str, Kind] = {
 }
 """tokenizer_config.json and special_tokens_map.json."""
 
-ADAPTER: Mapping[str, Kind] = {
+ADAPTER: Mapping[str, FieldKind] = {
     "r": whole(1, 2**20),
     "lora_alpha": number(-1e6, 1e6),
     "rank_pattern": mapping(whole(1, 2**20)) | NULL,
@@ -225,13 +225,13 @@ ADAPTER: Mapping[str, Kind] = {
 """adapter_config.json."""
 
 _TAPS = listed(whole(0, LAYERS))
-HEAD_IDENTITY: Mapping[str, Kind] = {
+HEAD_IDENTITY: Mapping[str, FieldKind] = {
     "architectures": listed(TEXT) | NULL,
     "speculators_model_type": TEXT | NULL,
 }
 """config.json of a folder that may be a learned drafter: what tells it from a model."""
 
-HEAD: Mapping[str, Kind] = {
+HEAD: Mapping[str, FieldKind] = {
     "speculators_config": OBJECT | NULL,
     "transformer_layer_config": OBJECT,
     "paceline": OBJECT | NULL,
@@ -258,7 +258,7 @@ HEAD: Mapping[str, Kind] = {
 }
 """config.json of a learned drafter, and the objects within it."""
 
-GGUF: Mapping[str, Kind] = {
+GGUF: Mapping[str, FieldKind] = {
     "general.architecture": TEXT,
     "general.type": TEXT,
     "split.count": whole(0, 65535),
@@ -276,7 +276,7 @@ GGUF: Mapping[str, Kind] = {
 """A GGUF's metadata that is the same for every architecture."""
 
 _PER_LAYER = listed(ANYTHING)
-GGUF_ARCHITECTURE: Mapping[str, Kind] = {
+GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "block_count": _LAYERS,
     "context_length": _TOKENS,
     "embedding_length": _SIZE,

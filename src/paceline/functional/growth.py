@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.functional.candidates import CandidateTree, TreeConfig, require, topk
 from paceline.functional.draws import gumbel_like, log_softmax, temperatures
 from paceline.functional.levels import Head, Step, clean, grow_levels
-from paceline.functional.nodes import Nodes
+from paceline.functional.nodes import NodeBatch
 from paceline.verify.tree import depths, from_paths
 
 
@@ -86,7 +86,7 @@ def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateT
     tokens, log_probs = _likeliest(used, max(shape.tokens) + 1)
     ranks, parents, below = torch.tensor([shape.tokens, shape.parents, depths(shape.parents)[1:]], device=logits.device)
     chosen = log_probs[:, below - 1, ranks]
-    nodes = Nodes(
+    nodes = NodeBatch(
         tokens=tokens[:, below - 1, ranks],
         parents=parents.expand_as(chosen),
         depths=below.expand_as(chosen),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.functional.candidates import CandidateTree, TreeConfig, require, widen
-from paceline.functional.nodes import Nodes
+from paceline.functional.nodes import NodeBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class Front:
         rows = torch.zeros_like(scores, dtype=torch.int64)
         return Front(rows, scores, rows == 0, rows.new_zeros(*rows.shape, 0, dtype=torch.bool), states)
 
-    def children(self, tokens: Tensor, log_probs: Tensor, depth: int, room: int) -> Nodes:
+    def children(self, tokens: Tensor, log_probs: Tensor, depth: int, room: int) -> NodeBatch:
         """The first `room` of the children [B, W, branch], as one block. Nothing grows where nothing lives."""
         scores = (self.scores[..., None] + log_probs).masked_fill(~self.live[..., None], -torch.inf)
         parents = self.rows[..., None].expand_as(tokens)
         flat = [x.flatten(1)[:, :room] for x in (tokens, parents, torch.full_like(tokens, depth), log_probs, scores)]
-        return Nodes(*flat)
+        return NodeBatch(*flat)
 
 
 @dataclass(slots=True)
-class Growth:
+class LevelGrowth:
     """What has grown: a block of children for each front. `floor`: log-probability [B, 1] below which nothing grows."""
 
     config: TreeConfig
     floor: Tensor
     broken: Tensor
-    blocks: list[Nodes] = field(default_factory=list)
+    blocks: list[NodeBatch] = field(default_factory=list)
     fronts: list[Front] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ class Growth:
     def size(self) -> int:
         return sum(block.tokens.shape[1] for block in self.blocks)
 
-    def add(self, front: Front, block: Nodes) -> None:
+    def add(self, front: Front, block: NodeBatch) -> None:
         self.fronts.append(front)
         self.blocks.append(block)
 
@@ -102,9 +102,9 @@ class Growth:
         return level, lambda own_states: Front(rows, best.values, live, visible, own_states)
 
     def tree(self, wanted: Tensor) -> tuple[CandidateTree, Tensor]:
-        """`Nodes.keep` of all that has grown."""
+        """`NodeBatch.keep` of all that has grown."""
         config = self.config
-        return Nodes.join(self.blocks).keep(wanted, config.max_nodes, config.branch, config.depth, self.broken)
+        return NodeBatch.join(self.blocks).keep(wanted, config.max_nodes, config.branch, config.depth, self.broken)
 
     def by_row(self, values: Sequence[Tensor], row_of: Tensor, count: int) -> Tensor:
         """`values`, [B, W, V] of each front, at the rows that it has in the tree: [B, count, V], 0 elsewhere."""
@@ -116,13 +116,13 @@ class Growth:
 
 def grow_levels(
     step: Step, root: Tensor, head: Head | None, config: TreeConfig, propose: Propose, limit: int
-) -> Growth:
+) -> LevelGrowth:
     """Ask, choose and ask again until the tree is `config.depth` deep or `limit` nodes have grown."""
     fine = root.ndim == 2 and root.is_floating_point()
     require(fine, f"root is {root.dtype} {[*root.shape]}", "Give float logits [B, V], or with a head states [B, H]")
     batch = len(root)
     floor = config.floor(widen(root))
-    growth = Growth(config, floor, torch.zeros_like(floor[:, 0], dtype=torch.bool))
+    growth = LevelGrowth(config, floor, torch.zeros_like(floor[:, 0], dtype=torch.bool))
     logits = read(root[:, None], head, batch, 1)
     front = Front.root(root[:, None] if head else None, logits.new_zeros(batch, 1))
     for depth in range(1, config.depth + 1):

@@ -12,7 +12,7 @@ from paceline.functional.candidates import NONE, CandidateTree
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NodeBatch:
     """M grown nodes per request, [B, M] each, parents first. A score of -inf is no node, nor is anything below it."""
 
     tokens: Tensor
@@ -22,9 +22,9 @@ class Nodes:
     scores: Tensor
 
     @staticmethod
-    def join(blocks: Sequence[Nodes]) -> Nodes:
+    def join(blocks: Sequence[NodeBatch]) -> NodeBatch:
         """One after the other: the parents of each are rows of the whole."""
-        return Nodes(
+        return NodeBatch(
             tokens=torch.cat([block.tokens for block in blocks], 1),
             parents=torch.cat([block.parents for block in blocks], 1),
             depths=torch.cat([block.depths for block in blocks], 1),

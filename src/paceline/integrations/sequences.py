@@ -24,7 +24,7 @@ _BY_ROW = {f"{name}LogitsWarper" for name in _SHAPING} | {f"{name}LogitsProcesso
 """Processors of transformers that treat every sequence of a batch alike."""
 
 
-class Row:
+class BatchSequence:
     """Sequence `index` of a batch of `count`. `prompt`: its tokens without the padding.
 
     Processors and criteria may hold something per sequence (a padding length, a function that asks for the batch
@@ -85,7 +85,7 @@ def _treats_rows_alike(processor: object) -> bool:
 class Stops(TextStream):
     """Ends a reply where transformers' criteria do, inside a draft too, and shows nothing: tokens are all it is for."""
 
-    def __init__(self, row: Row, text: Sequence[int], left: int, criteria: bool) -> None:
+    def __init__(self, row: BatchSequence, text: Sequence[int], left: int, criteria: bool) -> None:
         """`text`: what the sequence's sampler holds, and its engine grows. `criteria`: False to stop at `left` only."""
         self.left = left
         self._row, self._text_so_far, self._asked = row, text, criteria
@@ -125,7 +125,7 @@ def rows_of(
     model_kwargs: dict[str, Any],
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
-) -> list[Row]:
+) -> list[BatchSequence]:
     """The sequences of a batch [B, T]. Raises `InvalidOption` for masks and positions that are more than padding on the
     left."""
     count, width = input_ids.shape
@@ -143,6 +143,6 @@ def rows_of(
     if positions is not None and not bool(((positions.to(usual) == usual) | (keep == 0)).all()):
         raise InvalidOption("position_ids are not those of the text", "Leave position_ids out")
     return [
-        Row(i, count, ids, pad, processors, criteria)
+        BatchSequence(i, count, ids, pad, processors, criteria)
         for i, (ids, pad) in enumerate(zip(input_ids, padding.tolist(), strict=True))
     ]

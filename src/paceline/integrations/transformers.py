@@ -14,11 +14,11 @@ from paceline.drafters.factory import check_spec, open_drafter, to_tree
 from paceline.engine.engine import Engine, Request
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption
-from paceline.integrations.sequences import Recorder, Row, Stops, rows_of
+from paceline.integrations.sequences import BatchSequence, Recorder, Stops, rows_of
 from paceline.protocols import Drafter
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Sampler
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def speculate(
     drafter: str | Drafter | None = "auto",
     *,
-    draft: int | Tree | Literal["auto"] = "auto",
+    draft: int | DraftBudget | Literal["auto"] = "auto",
     tokenizer: Any = None,
     streamer: BaseStreamer | None = None,
-) -> Speculation:
+) -> Speculator:
     """A `custom_generate` that writes what `generate` writes, with drafts.
 
     drafter, draft: as in `paceline.load`; "model:REF" also needs the target's `tokenizer`, to compare vocabularies.
@@ -53,14 +53,14 @@ def speculate(
     check_spec(drafter)
     if isinstance(drafter, str) and "model:" in drafter and tokenizer is None:
         raise InvalidOption(f"{drafter!r} is compared with the target's vocabulary", "Give tokenizer=... too")
-    return Speculation(drafter, to_tree(draft), tokenizer, streamer)
+    return Speculator(drafter, to_tree(draft), tokenizer, streamer)
 
 
-class Speculation:
+class Speculator:
     """What `speculate` returns. Keeps the drafter, and so what it remembers, from call to call."""
 
     def __init__(
-        self, drafter: str | Drafter | None, draft: Tree | None, tokenizer: Any, streamer: BaseStreamer | None
+        self, drafter: str | Drafter | None, draft: DraftBudget | None, tokenizer: Any, streamer: BaseStreamer | None
     ) -> None:
         self._spec, self._draft, self._tokenizer, self._streamer = drafter, draft, tokenizer, streamer
         self._engine: Engine | None = None
@@ -91,7 +91,7 @@ class Speculation:
         if self._spec in (None, "none") and not generation_config.do_sample:
             choice = (logits_processor, stopping_criteria, generation_config)
             return self._undrafted(model, input_ids, *choice, streamer=streamer, **model_kwargs)
-        job = _Job(engine, rows, input_ids, generation_config, streamer)
+        job = _GenerateCall(engine, rows, input_ids, generation_config, streamer)
         self.stats = job.stats
         ends = any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
         return job.run(generation_config._pad_token_tensor if ends else None)
@@ -131,13 +131,13 @@ class Speculation:
         return open_drafter(self._spec, loaded)
 
 
-class _Job:
+class _GenerateCall:
     """One call of `generate`: a request per sequence, all in the same passes."""
 
     def __init__(
         self,
         engine: Engine,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSequence],
         input_ids: Tensor,
         config: GenerationConfig,
         streamer: BaseStreamer | None,
@@ -167,7 +167,7 @@ class _Job:
     def _replies(self) -> list[list[int]]:
         return [sampler.text[sampler.prompt :] for sampler in self._samplers]
 
-    def _sampler(self, row: Row) -> Sampler:
+    def _sampler(self, row: BatchSequence) -> Sampler:
         config = self._config
         keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         return (Recorder if keeps else Sampler)(

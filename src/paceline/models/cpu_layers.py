@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, Plan, SlabPass
+from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import library
@@ -29,7 +29,7 @@ class _Heads(Structure):
 _NORMS = ("before_mix", "after_mix", "before_mlp", "after_mlp", "query_norm", "key_norm")
 
 
-class _Layer(Structure):
+class _CLayer(Structure):
     _fields_ = (
         *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in _NORMS),
@@ -39,7 +39,7 @@ class _Layer(Structure):
     )
 
 
-class _Slot(Structure):
+class _CSlot(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("place", "length")),
         *((name, c_int32) for name in ("first", "rows", "columns")),
@@ -53,7 +53,7 @@ class _View(Structure):
         *((name, c_int64) for name in ("layer_stride", "capacity", "place_lines")),
         *((name, c_int32) for name in ("window", "stores", "copies")),
         *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
-        ("slots", POINTER(_Slot)),
+        ("slots", POINTER(_CSlot)),
     )
 
 
@@ -61,7 +61,7 @@ class _Rotation(Structure):
     _fields_ = (("cosines", c_void_p), ("signed_sines", c_void_p), ("rotated", c_int32))
 
 
-class _Pass(Structure):
+class _CPass(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
         ("lines", c_void_p),
@@ -86,12 +86,12 @@ class NativeStack:
             kind = kinds.index(attention.kind)
             table.append(self._structure(layer, attention, kind, counts[kind], rope))
             counts[kind] += 1
-        self._table = (_Layer * len(table))(*table)
+        self._table = (_CLayer * len(table))(*table)
         lib = library()
         assert lib is not None
         self._run = lib.paceline_layers
         self._run.argtypes = (
-            *(c_void_p, c_int32, POINTER(_Pass), c_void_p, c_void_p, c_int32),
+            *(c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p),
         )
 
@@ -109,11 +109,11 @@ class NativeStack:
         inner = [tap for tap in taps if first < tap < end]
         heard = x.new_empty(len(inner), *x.shape)
         if first < end:
-            seen = _Seen(attention.plans, ropes)
+            seen = _KernelPass(attention.plans, ropes)
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(
-                    ctypes.addressof(self._table) + first * ctypes.sizeof(_Layer),
+                    ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer),
                     end - first,
                     byref(seen.c),
                     x.data_ptr(),
@@ -125,7 +125,7 @@ class NativeStack:
         found: dict[Tap, Tensor] = dict(zip(inner, heard, strict=True))
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
-    def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _Layer:
+    def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _CLayer:
         mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
         assert isinstance(mlp, Dense)
         assert isinstance(mlp.gate_up, NativeGated)
@@ -137,7 +137,7 @@ class NativeStack:
             *(layer.mlp_norm.weight, _after(layer.mlp)),
             *((None, None) if head_norm is None else (head_norm.weight[0], head_norm.weight[-1])),
         )
-        return _Layer(
+        return _CLayer(
             *(_linear(part).matrix.c for part in parts),
             *(self._pointer(norm) for norm in norms),
             *(layer.mlp_norm.eps, self._hidden, mlp.gate_up.out, _ACTIVATIONS[mlp.gate_up.activation]),
@@ -177,20 +177,20 @@ def _after(part: Part) -> Tensor | None:
     return part.norm.weight if isinstance(part, Sandwiched) else None
 
 
-class _Seen:
+class _KernelPass:
     """A pass as the kernels see it."""
 
-    def __init__(self, plans: Sequence[Plan], ropes: Sequence[Rope]) -> None:
+    def __init__(self, plans: Sequence[SlabPlan], ropes: Sequence[Rope]) -> None:
         self._held: list[object] = []
         rows = plans[0].rows
-        self.c = _Pass(
+        self.c = _CPass(
             *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
             self._longs(rows.lines),
             (_View * len(plans))(*(self._view(plan) for plan in plans)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
         )
 
-    def _view(self, plan: Plan) -> _View:
+    def _view(self, plan: SlabPlan) -> _View:
         keys, values = plan.slabs
         stores = plan.stores
         counts = plan.rows.counts
@@ -200,13 +200,13 @@ class _Seen:
             *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
             *(plan.window or 0, len(stores.columns), len(stores.copies)),
             *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
-            (_Slot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
+            (_CSlot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
         )
 
-    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _Slot:
+    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _CSlot:
         self._held.append(x)
         pointers = (t.data_ptr() for t in (x.visible, x.deep, x.below))
-        return _Slot(place, length, first, rows, len(x.sources), *pointers)
+        return _CSlot(place, length, first, rows, len(x.sources), *pointers)
 
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:

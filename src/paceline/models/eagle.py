@@ -42,7 +42,7 @@ class EagleNetwork:
         weights = Weights(tensors, host.dtype, host.device)
         self._layer, self._host = layer, host
         self._embed = _embedding(config, weights, host)
-        self._entry: _Entry = _Third(config, weights) if config.version == 3 else _First(config, weights)
+        self._entry: _InputMixer = _Third(config, weights) if config.version == 3 else _First(config, weights)
         body = Layer(
             None,
             make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width),
@@ -93,7 +93,7 @@ class EagleNetwork:
         return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
 
 
-class _Entry(Protocol):
+class _InputMixer(Protocol):
     """How embedding and hidden state become one. `width`: of what the attention is given."""
 
     width: int

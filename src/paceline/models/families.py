@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, Kind, check
+from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, FieldKind, check
 from paceline.kernels.linear import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
@@ -30,7 +30,7 @@ class Family:
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
     reads: frozenset[str] = frozenset()
     defaults: Raw = field(default_factory=dict)
-    fields: Mapping[str, Kind] = field(default_factory=dict)
+    fields: Mapping[str, FieldKind] = field(default_factory=dict)
 
 
 def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from paceline.models.rope import Rope
 from paceline.types import Tap
 
 
-class Stack(Protocol):
+class LayerStack(Protocol):
     def run(
         self,
         x: Tensor,
@@ -32,7 +32,9 @@ class Stack(Protocol):
         ...
 
 
-def stack(layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int], dtype: torch.dtype) -> Stack:
+def stack(
+    layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int], dtype: torch.dtype
+) -> LayerStack:
     """`how`: the layers' attention, as their cache has it. `rope_of`: which of the factors each one takes. `dtype`: of
     the stream and the cache."""
     return NativeStack(layers, how, rope_of) if runs(layers, dtype) else TorchStack(layers, rope_of)

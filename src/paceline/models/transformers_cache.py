@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from paceline.protocols import Saved
-from paceline.types import Rows, Tree
+from paceline.types import DraftBudget, Rows
 
 _FIRST = 128
 """Positions that a layer first makes room for. It doubles when a text outgrows it."""
 
 
 @dataclass(slots=True)
-class _Window:
+class _PassWindow:
     """Where the present pass writes and reads: slot `slots[b]` from position `starts[b]` on, up to `end`. `places`:
     slots that exist."""
 
@@ -30,14 +30,14 @@ class _Window:
     places: int = 0
 
 
-class _Layer(DynamicLayer):  # type: ignore[misc]
+class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of every slot, `keys` and `values` each [places, kv_heads, capacity, D].
 
     The model writes through `update` and gets back what the pass may see. Columns past a slot's end may hold anything
     that was once written: the mask hides them.
     """
 
-    def __init__(self, window: _Window) -> None:
+    def __init__(self, window: _PassWindow) -> None:
         super().__init__()
         self._window = window
 
@@ -86,8 +86,8 @@ class SlotCache:
     def __init__(self, trees: bool) -> None:
         """`trees`: whether the model can verify more than a chain."""
         self._trees = trees
-        self._window = _Window()
-        self._model_cache = Cache(layer_class_to_replicate=partial(_Layer, self._window))
+        self._window = _PassWindow()
+        self._model_cache = Cache(layer_class_to_replicate=partial(_SlotLayer, self._window))
         self._lengths: list[int] = []
         self.prompts: list[int] = []
         self._free: list[int] = []
@@ -137,7 +137,7 @@ class SlotCache:
         if not saved.holds(length, self.prompts[slot]):
             return 0
         self._window.places, self._window.end = len(self._lengths), length
-        layers += [_Layer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]
+        layers += [_SlotLayer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]
         pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
         for layer, (keys, values) in zip(layers, pairs, strict=True):
             layer.room(keys[None], values[None])
@@ -154,9 +154,9 @@ class SlotCache:
     def truncate(self, slot: int, length: int) -> None:
         self._lengths[slot] = length
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it, or a chain where the model's attention takes no tree."""
-        return budget if self._trees else Tree.chain(budget.depth)
+        return budget if self._trees else DraftBudget.chain(budget.depth)
 
     def begin(self, rows: Rows) -> Cache:
         """The cache to hand to the model as `past_key_values`."""
@@ -177,5 +177,5 @@ class SlotCache:
                     side[slot][:, target] = side[slot][:, source]
         self._lengths[slot] = length + 1 + len(path)
 
-    def _layers(self) -> list[_Layer]:
+    def _layers(self) -> list[_SlotLayer]:
         return [layer for layer in self._model_cache.layers if layer.is_initialized]

@@ -141,7 +141,7 @@ class Matcher(Forcing):
         self._read: list[int] = []
         self._sure = 0
         """So many of the tokens read are committed."""
-        self._runs: list[_Run | None] = [None]
+        self._runs: list[_ForcedTokens | None] = [None]
         """What is forced after each of the tokens read, as far as that has been asked."""
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Matcher(Forcing):
 
     def forced(self, prefix: Prefix, most: int) -> list[int]:
         """The tokens that must follow, at most so many; none where there is a choice or the text may end."""
-        run: _Run = self._safely(self._forced, prefix)
+        run: _ForcedTokens = self._safely(self._forced, prefix)
         return run.tokens[run.at : run.at + most]
 
     def _safely(self, ask: Callable[[Prefix], Any], prefix: Prefix) -> Any:
@@ -208,8 +208,8 @@ class Matcher(Forcing):
         single = allowed and not allowed & (allowed - 1)
         return allowed.bit_length() - 1 if single else bits
 
-    def _forced(self, prefix: Prefix) -> _Run:
-        return self._run() if self._go(prefix) and not self._over else _Run([])
+    def _forced(self, prefix: Prefix) -> _ForcedTokens:
+        return self._run() if self._go(prefix) and not self._over else _ForcedTokens([])
 
     @property
     def _over(self) -> bool:
@@ -254,7 +254,7 @@ class Matcher(Forcing):
         self._runs.append(run.rest() if run else None)
         return True
 
-    def _run(self) -> _Run:
+    def _run(self) -> _ForcedTokens:
         """What is forced where the matcher stands.
 
         Asked of llguidance once, where a forced stretch begins: it spells the whole stretch anew each time, and not
@@ -266,7 +266,7 @@ class Matcher(Forcing):
             self._check()
             valid = self._now.validate_tokens(tokens) if tokens else 0
             text = takewhile(lambda token: token not in self._ends, tokens[:valid])
-            run = self._runs[-1] = _Run(list(text))
+            run = self._runs[-1] = _ForcedTokens(list(text))
         return run
 
     def _check(self) -> None:
@@ -276,7 +276,7 @@ class Matcher(Forcing):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ForcedTokens:
     """Forced tokens, of which the first `at` have been read."""
 
     tokens: list[int]
@@ -289,9 +289,9 @@ class _Run:
     def next(self) -> int:
         return self.tokens[self.at]
 
-    def rest(self) -> _Run | None:
+    def rest(self) -> _ForcedTokens | None:
         """After one token more; None where that is the last one, and more may be forced then."""
-        return _Run(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
+        return _ForcedTokens(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
 
 
 _Allowed = int | bytes | None

@@ -136,7 +136,7 @@ def one_line(said: str) -> str:
 def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
     """A model's tokens as llguidance knows them."""
     tokens, special = spelled(tokenizer, size, ends)
-    return grammar_compile.Words(tokens, special, sorted(ends), tokenizer.spell).tokenizer()
+    return grammar_compile.TokenTable(tokens, special, sorted(ends), tokenizer.spell).tokenizer()
 
 
 def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:

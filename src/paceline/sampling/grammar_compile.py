@@ -50,7 +50,7 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
     return compiled
 
 
-class Words:
+class TokenTable:
     """What llguidance asks of a tokenizer. `tokens`: the bytes of each; `special`: ids that no text spells."""
 
     bos_token_id = None
@@ -79,7 +79,7 @@ _PREPARED: dict[str, LLTokenizer] = {}
 def prepare(argument: tuple[str, Sequence[bytes], Sequence[int], Sequence[int]]) -> None:
     """Make the tokenizer that `measure` knows as `key`, from (key, tokens, special, ends)."""
     key, tokens, special, ends = argument
-    _PREPARED[key] = Words(tokens, special, ends, lambda text: []).tokenizer()
+    _PREPARED[key] = TokenTable(tokens, special, ends, lambda text: []).tokenizer()
 
 
 def measure(argument: tuple[str, str, str, bool]) -> int:

@@ -42,7 +42,7 @@ def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
     return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
 
 
-class _Seen:
+class _SeenTokens:
     """Which tokens stand in the text, each once, per device."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RepetitionPenalty:
 
     def __init__(self, penalty: float) -> None:
         self._penalty = penalty
-        self._seen = _Seen()
+        self._seen = _SeenTokens()
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         ids = self._seen.at(prefix, logits)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.server.tools import FENCED, MISTRAL, Family
+from paceline.server.tools import FENCED, MISTRAL, CallFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ def _kept(text: str, sign: str) -> int:
 
 
 class ForcedReader:
-    """Reads a reply that is one call written by `Family.grammar`, and shows its arguments as they come."""
+    """Reads a reply that is one call written by `CallFormat.grammar`, and shows its arguments as they come."""
 
-    def __init__(self, family: Family, names: Collection[str]) -> None:
+    def __init__(self, family: CallFormat, names: Collection[str]) -> None:
         self._family, self._names = family, list(names)
         self._held, self._arguments = "", ""
         self._called: str | None = None
@@ -83,18 +83,18 @@ class ForcedReader:
         return "", [] if self.complete or not self._inside else list(self._show(self._held))
 
 
-class Reader:
+class CallReader:
     """Splits a reply, as it comes, into text and calls.
 
     White space around calls is theirs, and is not shown. `names`: the functions there are; a call of another is text.
     `single`: what comes after the first call is dropped.
     """
 
-    def __init__(self, family: Family, names: Collection[str], single: bool = False) -> None:
+    def __init__(self, family: CallFormat, names: Collection[str], single: bool = False) -> None:
         self._family, self._names, self._single = family, frozenset(names), single
         self._forms = (family, FENCED)
         self._held = ""
-        self._inside: Family | None = None
+        self._inside: CallFormat | None = None
         """The form of the call that `_held` is in."""
         self._began = False
         self._space = ""
@@ -161,7 +161,7 @@ class Reader:
         self._held = held[shown:]
         return held[:shown] or None
 
-    def _within(self, form: Family) -> str | list[Call] | None:
+    def _within(self, form: CallFormat) -> str | list[Call] | None:
         """The call, once it is whole."""
         if not form.closes:
             return None
@@ -176,10 +176,10 @@ class Reader:
         return f"{form.opens}{inner}{form.closes}" if calls is None else calls
 
     @staticmethod
-    def _opener(held: str, form: Family) -> str:
+    def _opener(held: str, form: CallFormat) -> str:
         return "" if form.bare and held.startswith("{") else form.opens
 
-    def _parse(self, text: str, form: Family) -> list[Call] | None:
+    def _parse(self, text: str, form: CallFormat) -> list[Call] | None:
         """The calls, or None for what is none."""
         found = _PARSERS[form.name](text.strip(), form.key)
         if not found or any(name not in self._names for name, _ in found):

@@ -10,14 +10,14 @@ from typing import Any
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
-from paceline.server.calls import Call, ForcedReader, Piece, Reader
+from paceline.server.calls import Call, CallReader, ForcedReader, Piece
 from paceline.server.errors import bad_request
 from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
-from paceline.server.running import Plan, Round
+from paceline.server.running import ReplyRound, RequestPlan
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
-from paceline.server.token_text import Words
-from paceline.server.tools import Family
+from paceline.server.token_text import TokenTexts
+from paceline.server.tools import CallFormat
 from paceline.server.worker import Busy
 from paceline.text.chat_template import check_messages
 
@@ -25,14 +25,14 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"
 
 
 @dataclass(slots=True)
-class Choice:
+class ChatChoice:
     """One reply of a chat, as it grows. `former`: calls are shown as OpenAI's `function_call`."""
 
     index: int
-    words: Words
+    words: TokenTexts
     logprobs: bool
     trace: bool
-    reader: Reader | ForcedReader | None
+    reader: CallReader | ForcedReader | None
     opener: tuple[int, str] | None
     """The token that begins a call without being shown, and what it stands for."""
     former: bool = False
@@ -46,7 +46,7 @@ class Choice:
         """The first event of a stream."""
         return self._event({"role": "assistant", "content": None if isinstance(self.reader, ForcedReader) else ""})
 
-    def take(self, round_: Round) -> list[dict[str, Any]]:
+    def take(self, round_: ReplyRound) -> list[dict[str, Any]]:
         """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
         ended = round_.chunks[-1].finish_reason
         text, pieces = self._read(round_)
@@ -61,7 +61,7 @@ class Choice:
             events.append({**self._event({}), "finish_reason": self.finish})
         return events
 
-    def _read(self, round_: Round) -> tuple[str, list[Piece]]:
+    def _read(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
         if self.reader is None:
             return "".join(chunk.text for chunk in round_.chunks), []
         opener, sign = self.opener or (None, "")
@@ -80,7 +80,7 @@ class Choice:
             new = piece.as_dict()
         return {"function_call": new["function"]} if self.former else {"tool_calls": [_numbered(self.calls, new)]}
 
-    def _about(self, round_: Round) -> dict[str, Any]:
+    def _about(self, round_: ReplyRound) -> dict[str, Any]:
         """What was asked for beside the text."""
         found: dict[str, Any] = {}
         if self.logprobs:
@@ -147,7 +147,7 @@ class Calling:
     def names(self) -> list[str]:
         return [tool.function.name for tool in self.tools]
 
-    def grammar(self, family: Family, marker: int | None, body: ChatRequest) -> str | None:
+    def grammar(self, family: CallFormat, marker: int | None, body: ChatRequest) -> str | None:
         """Of a reply that must be a call, or is one or JSON of a form; None: it may be any text, or there are no tools.
 
         A form asked for besides is that of the content, of which a forced call has none.
@@ -161,7 +161,7 @@ class Calling:
         return family.grammar(functions, marker, None if self.forced else content)
 
 
-def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: ChatRequest) -> Plan:
+def plan(llm: LLM, settings: Settings, words: TokenTexts, trials: Trials, body: ChatRequest) -> RequestPlan:
     """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     family = tools.family(llm.tokenizer.chat_template)
@@ -178,18 +178,18 @@ def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: ChatR
     former = bool(body.functions)
     single = former or body.parallel_tool_calls is False
 
-    def reader() -> Reader | ForcedReader | None:
+    def reader() -> CallReader | ForcedReader | None:
         if calling.forced:
             return ForcedReader(family, calling.names)
-        return Reader(family, calling.names, single) if calling.tools else None
+        return CallReader(family, calling.names, single) if calling.tools else None
 
-    def choice(index: int) -> Choice:
-        return Choice(index, words, bool(body.logprobs), bool(body.trace), reader(), opener, former)
+    def choice(index: int) -> ChatChoice:
+        return ChatChoice(index, words, bool(body.logprobs), bool(body.trace), reader(), opener, former)
 
-    return Plan(options.jobs(llm, settings, body, [tokens], sampling), choice)
+    return RequestPlan(options.jobs(llm, settings, body, [tokens], sampling), choice)
 
 
-def _opener(llm: LLM, family: Family) -> tuple[int, str] | None:
+def _opener(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
     token = llm.tokenizer.token_id(family.opens)
     return (token, family.opens) if token is not None and token in llm.tokenizer.special_ids else None
 

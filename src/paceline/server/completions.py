@@ -17,9 +17,9 @@ from paceline.server.chat import FINISH
 from paceline.server.errors import bad_request
 from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
-from paceline.server.running import Plan, Round
+from paceline.server.running import ReplyRound, RequestPlan
 from paceline.server.schema import CompletionRequest
-from paceline.server.token_text import Words
+from paceline.server.token_text import TokenTexts
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _LENGTH = 16
@@ -36,7 +36,7 @@ class TextChoice:
     `shown`: whether there is a reply, or the prompt alone."""
 
     index: int
-    words: Words
+    words: TokenTexts
     logprobs: bool
     trace: bool
     before: str = ""
@@ -51,7 +51,7 @@ class TextChoice:
         """The first event of a stream, if there is something to echo by then."""
         return self._choice(self.before) if self.before and not self.scored else None
 
-    def take(self, round_: Round) -> list[dict[str, Any]]:
+    def take(self, round_: ReplyRound) -> list[dict[str, Any]]:
         """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
         ended = round_.chunks[-1].finish_reason
         events = self._echoed() + (self._shown(round_) if self.shown else [])
@@ -67,7 +67,7 @@ class TextChoice:
         self.chunks, self.scored = self.scored(), None
         return [{**self._choice(self.before), "logprobs": self.words.text_logprobs(self.chunks, 0)}]
 
-    def _shown(self, round_: Round) -> list[dict[str, Any]]:
+    def _shown(self, round_: ReplyRound) -> list[dict[str, Any]]:
         event = self._choice("".join(chunk.text for chunk in round_.chunks))
         if self.logprobs:
             event["logprobs"] = self.words.text_logprobs(round_.chunks, len(self.before) + len(self.text))
@@ -91,7 +91,7 @@ class TextChoice:
         return choice
 
 
-def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: CompletionRequest) -> Plan:
+def plan(llm: LLM, settings: Settings, words: TokenTexts, trials: Trials, body: CompletionRequest) -> RequestPlan:
     """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     given = _prompts(body)
@@ -121,7 +121,7 @@ def plan(llm: LLM, settings: Settings, words: Words, trials: Trials, body: Compl
         at = index // n
         return TextChoice(index, words, body.logprobs is not None, bool(body.trace), before[at], scored[at], length > 0)
 
-    return Plan(jobs, choice)
+    return RequestPlan(jobs, choice)
 
 
 def _scored(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:

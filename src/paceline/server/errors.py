@@ -23,7 +23,7 @@ from paceline.errors import (
     PromptTooLong,
     TimedOut,
 )
-from paceline.server.worker import Busy, Closing
+from paceline.server.worker import Busy, ServerStopping
 
 LOG = logging.getLogger("paceline.server")
 
@@ -107,7 +107,7 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, Busy):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": _seconds(error.retry)})
-    if isinstance(error, Closing):
+    if isinstance(error, ServerStopping):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
     if isinstance(error, PromptTooLong):
         return bad_request(str(error), code="context_length_exceeded")
@@ -166,5 +166,5 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_leaving)
-    for kind in (ApiError, PacelineError, Busy, Closing):
+    for kind in (ApiError, PacelineError, Busy, ServerStopping):
         app.add_exception_handler(kind, on_error)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, respond
-from paceline.server.worker import Closing
+from paceline.server.worker import ServerStopping
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -134,7 +134,7 @@ class Logged:
             await self._app(scope, receive, named)
         except asyncio.CancelledError:  # by uvicorn, which stops and has waited long enough
             if not status:
-                stopping = Closing("the server is stopping", "Ask another one, or wait until it is back")
+                stopping = ServerStopping("the server is stopping", "Ask another one, or wait until it is back")
                 await respond(api_error(stopping))(scope, receive, named)
         except Exception as error:
             if status:

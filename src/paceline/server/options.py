@@ -16,9 +16,9 @@ from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Settings
 from paceline.server.planning import Lane
-from paceline.server.schema import ChatRequest, ObjectFormat, Request, SchemaFormat, SpeculationOptions
-from paceline.server.worker import Busy, Job
-from paceline.types import Tree
+from paceline.server.schema import ChatRequest, ObjectFormat, RequestBody, SchemaFormat, SpeculationOptions
+from paceline.server.worker import Busy, ReplyJob
+from paceline.types import DraftBudget
 
 _SAME = (
     "temperature",
@@ -48,7 +48,7 @@ def check_model(settings: Settings, name: str | None) -> None:
         )
 
 
-def sampling(llm: LLM, body: Request, length: int, logprobs: int | None, grammar: Any) -> Sampling:
+def sampling(llm: LLM, body: RequestBody, length: int, logprobs: int | None, grammar: Any) -> Sampling:
     """The model's own recommendation, with what the request says. `length`: tokens of the reply at most."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.penalty is not None:
@@ -74,16 +74,16 @@ def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation
         return None
     if isinstance(asked, str) or asked.max_draft == 0:
         return OFF
-    drafter = asked.drafter or llm.engine.pilots.default.drafter
+    drafter = asked.drafter or llm.engine.policies.default.drafter
     try:
-        _ = llm.engine.pilots[drafter]
+        _ = llm.engine.policies[drafter]
     except PacelineError as error:
         raise bad_request(str(error), "speculation.drafter") from error
-    most = None if asked.max_draft is None else Tree(asked.max_draft, asked.max_draft, _WIDEST)
+    most = None if asked.max_draft is None else DraftBudget(asked.max_draft, asked.max_draft, _WIDEST)
     return Speculation(drafter, most)
 
 
-def grammar(trials: Trials, body: Request, calls: str | None = None) -> Grammar | None:
+def grammar(trials: Trials, body: RequestBody, calls: str | None = None) -> Grammar | None:
     """What the reply must be. `calls`: a Lark grammar that has function calls and all else that is asked for.
 
     Blocks until the grammar has been tried out. Raises `ApiError` 400 for two wishes at once and for a schema,
@@ -103,7 +103,7 @@ def grammar(trials: Trials, body: Request, calls: str | None = None) -> Grammar 
     return None
 
 
-def content_schema(body: Request) -> Any:
+def content_schema(body: RequestBody) -> Any:
     """The JSON schema of a reply that calls no function; None: it may be any text.
 
     Raises `ApiError` 400 for forms that cannot stand beside tools.
@@ -115,7 +115,7 @@ def content_schema(body: Request) -> Any:
     return next((content for _, content in wishes.values()), None)
 
 
-def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
+def _wishes(body: RequestBody) -> list[tuple[str, tuple[Kind, Any]]]:
     found: list[tuple[str, tuple[Kind, Any]]] = []
     wanted = body.response_format if isinstance(body, ChatRequest) else None
     if isinstance(wanted, ObjectFormat):
@@ -132,7 +132,7 @@ def _wishes(body: Request) -> list[tuple[str, tuple[Kind, Any]]]:
     return found
 
 
-def lane(body: Request, given: Lane) -> Lane:
+def lane(body: RequestBody, given: Lane) -> Lane:
     """Return the lane that plans a request. `given`: the one for its size."""
     forced = isinstance(body, ChatRequest) and body.choice not in ("none", "auto")
     return "grammar" if forced or _wishes(body) else given
@@ -166,15 +166,15 @@ def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str
         )
 
 
-def length(llm: LLM, body: Request, default: int = -1) -> int:
+def length(llm: LLM, body: RequestBody, default: int = -1) -> int:
     """Tokens of the reply at most. -1, asked for or as the default: as many as fit."""
     asked = default if body.length is None else body.length
     return llm.model.target.context_length if asked < 0 else asked
 
 
 def jobs(
-    llm: LLM, settings: Settings, body: Request, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> list[Job]:
+    llm: LLM, settings: Settings, body: RequestBody, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[ReplyJob]:
     """`n` replies per prompt, n in a row. Raises what `Sampling.sampler` raises, and `ApiError` 400 for too many."""
     n = body.n or 1
     if n > settings.max_n or n * len(prompts) > settings.max_choices:
@@ -190,5 +190,5 @@ def jobs(
         # Refuses what it must before anything is queued, and keeps what was compiled until the reply begins.
         sampler = sampling.sampler(tokens, vocabulary=llm.vocabulary)
         group = object()
-        made += [Job(tokens, sampling, sample, how, timeout, group, held=sampler) for sample in range(n)]
+        made += [ReplyJob(tokens, sampling, sample, how, timeout, group, held=sampler) for sample in range(n)]
     return made

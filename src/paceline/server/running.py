@@ -13,11 +13,11 @@ from paceline.server.errors import api_error
 from paceline.server.limits import Gate
 from paceline.server.metrics import Metrics
 from paceline.server.tracing import Tracer
-from paceline.server.worker import Closing, Job, Reply, Worker
+from paceline.server.worker import ReplyJob, ReplyStream, ServerStopping, Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ReplyRound:
     """What one reply gained in one round. `ms`: since its last one. `drafted`: tokens proposed in it, as far as the
     engine is not ahead of its reader."""
 
@@ -35,13 +35,13 @@ class Round:
         return {"drafted": self.drafted, "accepted": self.accepted, "ms": round(self.ms, 3)}
 
 
-class Choice(Protocol):
+class GrowingChoice(Protocol):
     """One reply as a client is to see it, growing round by round."""
 
     def opening(self) -> dict[str, Any] | None:
         """The first event of a stream, if there is something to show."""
 
-    def take(self, round_: Round, /) -> list[dict[str, Any]]:
+    def take(self, round_: ReplyRound, /) -> list[dict[str, Any]]:
         """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
 
     def whole(self) -> dict[str, Any]:
@@ -49,19 +49,19 @@ class Choice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """A request, understood: what to write, and what to make of it."""
 
-    jobs: Sequence[Job]
-    choice: Callable[[int], Choice]
+    jobs: Sequence[ReplyJob]
+    choice: Callable[[int], GrowingChoice]
 
 
 @dataclass(slots=True)
-class Progress:
+class ReplyProgress:
     """One reply, as far as it has been shown."""
 
-    job: Job
-    reply: Reply
+    job: ReplyJob
+    reply: ReplyStream
     submitted: float
     last: float
     first: float | None = None
@@ -73,14 +73,14 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Run:
+class RequestRun:
     """The replies to one request. `close` must follow `enter`, whatever happens between."""
 
     worker: Worker
     gate: Gate
     metrics: Metrics
     tracer: Tracer
-    replies: list[Progress] = field(default_factory=list)
+    replies: list[ReplyProgress] = field(default_factory=list)
     error: Exception | None = None
     open: bool = False
 
@@ -89,11 +89,11 @@ class Run:
         self.gate.enter()
         self.open = True
 
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `Closing`."""
+    def start(self, jobs: Sequence[ReplyJob]) -> None:
+        """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
         for job in jobs:
             now = time.perf_counter()
-            self.replies.append(Progress(job, self.worker.submit(job), now, now))
+            self.replies.append(ReplyProgress(job, self.worker.submit(job), now, now))
 
     def close(self) -> None:
         """Cancels what still runs; closing twice does nothing."""
@@ -107,7 +107,7 @@ class Run:
             self.metrics.finished(progress.outcome, time.perf_counter() - progress.submitted)
             self.tracer.replied(progress.job, progress.reply, progress.first, progress.tokens, progress.outcome)
 
-    async def rounds(self) -> AsyncIterator[Round]:
+    async def rounds(self) -> AsyncIterator[ReplyRound]:
         """Every round of every reply, as they come. The first failure of one ends all, and is raised."""
         try:
             async for made in self._rounds_of(0) if len(self.replies) == 1 else self._merged():
@@ -116,15 +116,15 @@ class Run:
             self.error = error
             raise
 
-    async def _rounds_of(self, index: int) -> AsyncIterator[Round]:
+    async def _rounds_of(self, index: int) -> AsyncIterator[ReplyRound]:
         progress = self.replies[index]
         async for chunks in progress.reply:
             yield self._round(index, chunks)
         if progress.finish is None:
-            raise Closing("the server is stopping", "Ask another one, or wait until it is back")
+            raise ServerStopping("the server is stopping", "Ask another one, or wait until it is back")
 
-    async def _merged(self) -> AsyncIterator[Round]:
-        queue: asyncio.Queue[Round | Exception | None] = asyncio.Queue(len(self.replies))
+    async def _merged(self) -> AsyncIterator[ReplyRound]:
+        queue: asyncio.Queue[ReplyRound | Exception | None] = asyncio.Queue(len(self.replies))
         pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.replies))]
         left = len(pumps)
         try:
@@ -141,7 +141,7 @@ class Run:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, index: int, queue: asyncio.Queue[Round | Exception | None]) -> None:
+    async def _pump(self, index: int, queue: asyncio.Queue[ReplyRound | Exception | None]) -> None:
         try:
             async for made in self._rounds_of(index):
                 await queue.put(made)
@@ -150,17 +150,19 @@ class Run:
         else:
             await queue.put(None)
 
-    def _round(self, index: int, chunks: Sequence[Chunk]) -> Round:
+    def _round(self, index: int, chunks: Sequence[Chunk]) -> ReplyRound:
         progress = self.replies[index]
         now, drafted = time.perf_counter(), progress.reply.stats.drafted
-        made = Round(index, chunks, drafted - progress.drafted, progress.reply.drafter, 1000 * (now - progress.last))
+        made = ReplyRound(
+            index, chunks, drafted - progress.drafted, progress.reply.drafter, 1000 * (now - progress.last)
+        )
         self._count(progress, made, now)
         progress.last, progress.drafted = now, drafted
         progress.tokens += len(chunks) if progress.job.shown else 0
         progress.finish = chunks[-1].finish_reason
         return made
 
-    def _count(self, progress: Progress, made: Round, now: float) -> None:
+    def _count(self, progress: ReplyProgress, made: ReplyRound, now: float) -> None:
         reply = progress.reply
         if progress.first is None:
             progress.first = now - progress.submitted
@@ -186,7 +188,7 @@ class Run:
             "speculation": self._speculation(written),
         }
 
-    def _first_of_each_prompt(self) -> list[Progress]:
+    def _first_of_each_prompt(self) -> list[ReplyProgress]:
         """Samples of one prompt share it: it is counted once."""
         return [progress for progress in self.replies if progress.job.sample == 0]
 

@@ -69,7 +69,7 @@ class SpeculationOptions(Strict):
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
-class Request(OtherServers):
+class RequestBody(OtherServers):
     """What chats and completions share."""
 
     model: Annotated[str, Field(max_length=500)] | None = None
@@ -122,7 +122,7 @@ class Request(OtherServers):
         return penalty
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Request:
+    def _fits_together(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams. Send stream=true")
         _, penalty = self.length, self.penalty
@@ -254,7 +254,7 @@ class SchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Request):
+class ChatRequest(RequestBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
@@ -340,7 +340,7 @@ class ChatRequest(Request):
             raise ValueError("tool_choice is required, and there are no tools")
 
 
-class CompletionRequest(Request):
+class CompletionRequest(RequestBody):
     prompt: (
         Text
         | TokenIds

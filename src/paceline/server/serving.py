@@ -24,14 +24,14 @@ from paceline.server.grammar_trials import Trials
 from paceline.server.limits import Gate, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.planning import Lane, Planning, client_of
-from paceline.server.running import Plan, Run, unless_gone
-from paceline.server.token_text import Words
+from paceline.server.running import RequestPlan, RequestRun, unless_gone
+from paceline.server.token_text import TokenTexts
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import Worker
 
 T = TypeVar("T")
-Asked = TypeVar("Asked", bound=schema.Request)
-Planner = Callable[[LLM, Settings, Words, Trials, Asked], Plan]
+Asked = TypeVar("Asked", bound=schema.RequestBody)
+Planner = Callable[[LLM, Settings, TokenTexts, Trials, Asked], RequestPlan]
 
 
 class Service:
@@ -39,8 +39,8 @@ class Service:
 
     def __init__(self, worker: Worker, llm: LLM, settings: Settings) -> None:
         self.worker, self.llm, self.settings = worker, llm, settings
-        _ = llm.exact  # a self-check that must not run beside the engine
-        self.words = Words(llm.tokenizer)
+        _ = llm.guarantee  # a self-check that must not run beside the engine
+        self.words = TokenTexts(llm.tokenizer)
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
         self.gate = Gate(settings.max_requests)
@@ -54,11 +54,11 @@ class Service:
         self.tracer.close()
 
     async def chat(self, request: Request) -> Response:
-        shape = Shape("chatcmpl-", "chat.completion", "chat.completion.chunk", self.settings.model)
+        shape = DocumentNames("chatcmpl-", "chat.completion", "chat.completion.chunk", self.settings.model)
         return await self._answer(request, schema.ChatRequest, chat.plan, shape)
 
     async def complete(self, request: Request) -> Response:
-        shape = Shape("cmpl-", "text_completion", "text_completion", self.settings.model)
+        shape = DocumentNames("cmpl-", "text_completion", "text_completion", self.settings.model)
         return await self._answer(request, schema.CompletionRequest, completions.plan, shape)
 
     async def aside(self, request: Request, work: Callable[[], bytes]) -> Response:
@@ -83,7 +83,9 @@ class Service:
             raise ClientDisconnect
         return cast(T, done)
 
-    async def _answer(self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: Shape) -> Response:
+    async def _answer(
+        self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: DocumentNames
+    ) -> Response:
         answer, events = await self._begin(request, kind, plan, shape)
         if events is not None:
             return EventStream(events, answer.close, self.settings.stall)
@@ -96,8 +98,8 @@ class Service:
         return Response(dumps(whole), media_type="application/json")
 
     async def _begin(
-        self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: Shape
-    ) -> tuple[Answer, AsyncIterator[bytes] | None]:
+        self, request: Request, kind: type[Asked], plan: Planner[Asked], shape: DocumentNames
+    ) -> tuple[PendingAnswer, AsyncIterator[bytes] | None]:
         """Return the answer, and its events where it is to be streamed. The body, which may be large, and what was made
         of it end here, and not with the reply."""
         arrived = time.monotonic()
@@ -105,14 +107,14 @@ class Service:
             if self.settings.log_prompts:
                 LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
             timeout = self.settings.timeout if body.timeout is None else body.timeout
-            run = Run(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
+            run = RequestRun(self.worker, self.gate, self.metrics, self.tracer.of(request.headers))
             run.enter()
             try:
                 work = partial(plan, self.llm, self.settings, self.words, self.trials, body)
                 planned = await self.planned(request, options.lane(body, given), work, _left(arrived, timeout))
                 left = _left(arrived, timeout)
                 run.start([replace(job, client=client_of(request), timeout=left) for job in planned.jobs])
-                answer = Answer(run, planned, shape)
+                answer = PendingAnswer(run, planned, shape)
             except BaseException:
                 run.close()
                 raise
@@ -126,7 +128,7 @@ def _left(arrived: float, timeout: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DocumentNames:
     """What an endpoint's documents are called."""
 
     prefix: str
@@ -135,10 +137,10 @@ class Shape:
     model: str
 
 
-class Answer:
+class PendingAnswer:
     """One request's answer in the making."""
 
-    def __init__(self, run: Run, plan: Plan, shape: Shape) -> None:
+    def __init__(self, run: RequestRun, plan: RequestPlan, shape: DocumentNames) -> None:
         self._run, self._shape = run, shape
         self._choices = [plan.choice(index) for index in range(len(plan.jobs))]
         self._id, self._created = f"{shape.prefix}{uuid.uuid4().hex}", int(time.time())

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Logprobs
-from paceline.server.running import Round
+from paceline.server.running import ReplyRound
 from paceline.text.tokenizer import Tokenizer
 
 _NEVER = -9999.0
 """What OpenAI reports for a log-probability of minus infinity, which JSON has no number for."""
 
 
-class Words:
+class TokenTexts:
     """The tokens of a model by what they add to a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -66,7 +66,7 @@ class Words:
             found.setdefault(self.text(token), _finite(logprob))
         return found
 
-    def trace(self, round_: Round) -> dict[str, Any]:
+    def trace(self, round_: ReplyRound) -> dict[str, Any]:
         """How each token of a round came about; `p`: its probability as the model holds it."""
         tokens = [
             {

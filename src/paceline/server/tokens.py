@@ -27,11 +27,11 @@ def model_entry(service: Service, name: str) -> dict[str, Any]:
     """Raises `ApiError` 404."""
     options.check_model(service.settings, name)
     llm = service.llm
-    default = llm.engine.pilots[service.worker.default.drafter]
+    default = llm.engine.policies[service.worker.default.drafter]
     about = {
-        "drafters": [pilot.name for pilot in llm.engine.pilots],
+        "drafters": [policy.name for policy in llm.engine.policies],
         "default": default.name if default else None,
-        "exact": llm.exact,
+        "guarantee": llm.guarantee,
         "context_length": llm.model.target.context_length,
         "sampling": _defaults(service),
     }

@@ -24,7 +24,7 @@ _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperti
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CallFormat:
     """How a family writes calls. `opens`, `closes`: what stands around one ("": the text's end). `bare`: a text that
     begins with "{" is a call too. `key`: of the arguments. `id_length`: of a call's id, "call_" before it if long."""
 
@@ -80,14 +80,14 @@ def _json_rule(name: str, schema: Schema) -> str:
     return f"{name}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
 
 
-HERMES = Family("hermes", "<tool_call>", "</tool_call>")
-LLAMA = Family("llama", "<|python_tag|>", "", key="parameters", bare=True)
-MISTRAL = Family("mistral", "[TOOL_CALLS]", "", id_length=9)
-FENCED = Family("fenced", "```json", "\n```")
+HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
+LLAMA = CallFormat("llama", "<|python_tag|>", "", key="parameters", bare=True)
+MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", "", id_length=9)
+FENCED = CallFormat("fenced", "```json", "\n```")
 """What Qwen2.5-Coder writes in place of its own family's form."""
 
 
-def family(template: str | None) -> Family:
+def family(template: str | None) -> CallFormat:
     """The family of a chat template; Hermes' form where it knows no calls (`with_tools` then tells the model)."""
     template = template or ""
     if HERMES.opens in template:

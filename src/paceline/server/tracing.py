@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidOption, install_line
-from paceline.server.worker import Job, Reply
+from paceline.server.worker import ReplyJob, ReplyStream
 
 _LAST = 2.0
 """Seconds that the last spans may take to be sent; a collector that is away must not keep the server from ending."""
@@ -21,7 +21,7 @@ class Tracer:
         """For one request: its spans belong to the trace that its `traceparent` header names."""
         return self
 
-    def replied(self, job: Job, reply: Reply, first: float | None, tokens: int, outcome: str) -> None:
+    def replied(self, job: ReplyJob, reply: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
         """A reply is over. `first`: seconds from its submission to its first token, if one came."""
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Spans(Tracer):
         parent = TraceContextTextMapPropagator().extract(dict(headers))
         return Spans(self._model, self._provider, parent, time.time_ns())
 
-    def replied(self, job: Job, reply: Reply, first: float | None, tokens: int, outcome: str) -> None:
+    def replied(self, job: ReplyJob, reply: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         tracer, end = self._provider.get_tracer("paceline"), time.time_ns()
@@ -65,7 +65,7 @@ class Spans(Tracer):
         last.join(_LAST)
 
 
-def _about(job: Job, reply: Reply, tokens: int, outcome: str) -> dict[str, Any]:
+def _about(job: ReplyJob, reply: ReplyStream, tokens: int, outcome: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "paceline",

@@ -34,12 +34,12 @@ class Busy(PacelineError):
     retry = 1
 
 
-class Closing(PacelineError):
+class ServerStopping(PacelineError):
     """The server is stopping."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class WorkerLimits:
     """What the worker holds at most. `slots`: replies that share rounds. `queue`: replies that wait. `cache`: positions
     of keys and values, slots times the longest text. `quota`: prompt tokens fed between two rounds.
     `prefixes`: bytes for beginnings of texts that may come again."""
@@ -52,7 +52,7 @@ class Seats:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReplyJob:
     """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
     `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt.
     `client`: who asks; those who wait get seats in turn. `scores` takes the prompt's log-probabilities. `shown`:
@@ -79,7 +79,7 @@ class Load:
     cache: float
 
 
-class Reply:
+class ReplyStream:
     """A job's reply as it grows. For the event loop that submitted it, and one reader."""
 
     def __init__(self, task: Task, wake: asyncio.Event) -> None:
@@ -106,8 +106,8 @@ class Reply:
     @property
     def drafter(self) -> str | None:
         """The name of the one that drafts for it."""
-        pilot = self._task.request.pilot if self._task.request else None
-        return pilot.name if pilot else None
+        policy = self._task.request.policy if self._task.request else None
+        return policy.name if policy else None
 
     @property
     def error(self) -> Exception | None:
@@ -149,15 +149,15 @@ class Worker:
     fail, those it held end with that error and it begins anew.
     """
 
-    def __init__(self, llm: LLM, seats: Seats | None = None, default: Speculation | None = None) -> None:
+    def __init__(self, llm: LLM, seats: WorkerLimits | None = None, default: Speculation | None = None) -> None:
         """`default`: how replies are drafted for that do not say it; None: by the engine's own first drafter."""
-        self.llm, self.seats = llm, seats or Seats()
-        self.default = default or llm.engine.pilots.default
+        self.llm, self.seats = llm, seats or WorkerLimits()
+        self.default = default or llm.engine.policies.default
         if self.seats.prefixes:
             llm.engine.remember(self.seats.prefixes)
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
-        self._replies: dict[Task, Reply] = {}
+        self._replies: dict[Task, ReplyStream] = {}
         self._held: set[Task] = set()
         """What the engine's thread has taken in and not handed over whole."""
         self._news = threading.Condition()
@@ -179,21 +179,21 @@ class Worker:
 
     @property
     def load(self) -> Load:
-        running = len(self._scheduler.seated)
+        running = len(self._scheduler.active)
         return Load(running, max(0, len(self._replies) - running), self._filled())
 
-    def submit(self, job: Job) -> Reply:
-        """Raises `Busy`, `Closing`, and `InvalidOption` for a drafter that is not loaded or a bad sampling."""
+    def submit(self, job: ReplyJob) -> ReplyStream:
+        """Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded or a bad sampling."""
         if self._stopping:
-            raise Closing("the server is stopping", "Ask another one, or wait until it is back")
+            raise ServerStopping("the server is stopping", "Ask another one, or wait until it is back")
         if len(self._replies) >= self.seats.slots + self.seats.queue:
             raise Busy(f"{len(self._replies)} replies run or wait already", "Ask again in a moment")
         how = job.speculation or self.default
-        _ = self.llm.engine.pilots[how.drafter]
+        _ = self.llm.engine.policies[how.drafter]
         task = Task(self._begin(job, how), len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
-        reply = Reply(task, asyncio.Event())
+        reply = ReplyStream(task, asyncio.Event())
         self._replies[task] = reply
         with self._news:
             self._inbox.append(task)
@@ -211,7 +211,7 @@ class Worker:
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    def _begin(self, job: Job, how: Speculation) -> Begin:
+    def _begin(self, job: ReplyJob, how: Speculation) -> Begin:
         def begin(like: Request | None) -> Request:
             return self.llm.start(job.tokens, job.sampling, job.sample, like, how, job.scores)
 
@@ -280,8 +280,8 @@ class Worker:
         return _positions(count, longest) <= self.seats.cache
 
     def _filled(self) -> float:
-        seated = self._scheduler.seated
-        return min(1.0, _positions(len(seated), max((t.length for t in seated), default=0)) / self.seats.cache)
+        active = self._scheduler.active
+        return min(1.0, _positions(len(active), max((t.length for t in active), default=0)) / self.seats.cache)
 
 
 def _positions(count: int, longest: int) -> int:

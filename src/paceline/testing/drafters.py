@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine, Request
 from paceline.engine.stats import Stats
@@ -17,7 +17,7 @@ from paceline.protocols import Ask, Drafter, Saved, Target
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing.tiny import run, run_together, tiny_target
-from paceline.types import Draft, Tap, Tree, Verdict
+from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 
 
@@ -72,7 +72,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
-    for shape in (Tree.chain(1), Tree.chain(6), Tree(10, 4, 3)):
+    for shape in (DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(10, 4, 3)):
         for temperature in (0.0, 0.9):
             sampling = Sampling(max_new_tokens=32, temperature=temperature, seed=7)
             watched = _Checked(make())
@@ -96,14 +96,14 @@ def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> N
         Sampling(max_new_tokens=18, temperature=1.1, top_p=0.9, seed=4, processors=[_no_repeat]),
     ]
     plain = [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
-    engine = Engine(target, _Checked(drafter), Tree(8, 4, 2))
+    engine = Engine(target, _Checked(drafter), DraftBudget(8, 4, 2))
     together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
     assert together == plain, "requests that share rounds change each other's text"
 
 
 def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """A second sample of one prompt is drafted for as the first is, though its prompt is not fed again."""
-    engine = Engine(target, drafter, Tree.chain(4))
+    engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
     request = _begin(engine, sampling, prompt)
     requests = [request, _begin(engine, sampling, prompt, like=request)]
@@ -115,7 +115,7 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
 
 def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """A prompt that begins like an earlier text is drafted for as if it had been fed whole (`prefix.py`)."""
-    engine = Engine(target, drafter, Tree.chain(4))
+    engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(temperature=0.9, seed=7)
     plain = _begin(engine, sampling, prompt)
     expected = drafter.propose([_ask(engine, plain)])
@@ -144,7 +144,7 @@ def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
 
 def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """Slots come and go in any order, and nothing that was never admitted needs care."""
-    engine = Engine(target, drafter, Tree.chain(4))
+    engine = Engine(target, drafter, DraftBudget.chain(4))
     drafter.release(5)
     first = _begin(engine, Sampling(), prompt)
     alone = drafter.propose([_ask(engine, first)])
@@ -154,7 +154,7 @@ def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     engine.finish(second)
     drafter.release(second.slot)
     assert drafter.propose([_ask(engine, first)]) == alone, "releasing one slot changes another"
-    assert drafter.propose([_ask(engine, first, Tree.chain(0))]) == [Draft()], "a draft without a budget"
+    assert drafter.propose([_ask(engine, first, DraftBudget.chain(0))]) == [Draft()], "a draft without a budget"
     engine.finish(first)
 
 
@@ -168,20 +168,20 @@ def _begin(
     """A request that has been prefilled. `saved`: what target and drafter saved, and how much of it to load."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
     request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
-    if saved and request.pilot:
+    if saved and request.policy:
         text, states, length = saved
         engine.cache.load(request.slot, text, length)
         if states:
-            request.pilot.drafter.load(request.slot, states, length)
+            request.policy.drafter.load(request.slot, states, length)
     engine.prefill(request)
     return request
 
 
-def _ask(engine: Engine, request: Request, budget: Tree | None = None) -> Ask:
-    return Ask(request.slot, budget or Tree.chain(4), request.sampler, engine.cache)
+def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) -> Ask:
+    return Ask(request.slot, budget or DraftBudget.chain(4), request.sampler, engine.cache)
 
 
-class _Checked(Around):
+class _Checked(DrafterWrapper):
     """Looks at every draft."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

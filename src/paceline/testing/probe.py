@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.protocols import KVCache, Target
-from paceline.types import Draft, Forward, Rows, Tap, Tree, Want
+from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
 from paceline.verify.tree import pack
 
-SHAPES = (Tree.chain(0), Tree.chain(1), Tree.chain(6), Tree(8, 3, 2))
-BUSHY, SMALL = SHAPES[-1], Tree(3, 2, 2)
+SHAPES = (DraftBudget.chain(0), DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(8, 3, 2))
+BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
 
 
 class Probe:
@@ -97,7 +97,7 @@ class Text:
         assert self.length == length + 1 + len(path), f"commit of {1 + len(path)} rows: {length} became {self.length}"
         self.tokens += [draft.tokens[row - 1] for row in path]
 
-    def draft(self, shape: Tree, seed: int = 0) -> Draft:
+    def draft(self, shape: DraftBudget, seed: int = 0) -> Draft:
         """As much of the shape as the cache can verify, level by level."""
         budget = self.cache.fit(self.slot, shape)
         assert budget.nodes <= shape.nodes, "fit gave more nodes than the budget"
@@ -115,7 +115,7 @@ class Text:
             self.probe.compare(said, tokens, out.logits[line, row], {tap: x[line, row] for tap, x in out.taps.items()})
 
 
-def fill(budget: Tree, vocab: int, seed: int = 0) -> Draft:
+def fill(budget: DraftBudget, vocab: int, seed: int = 0) -> Draft:
     """A tree of this budget: level by level, siblings different, one row with fewer children than the others."""
     tokens: list[int] = []
     parents: list[int] = []

@@ -12,7 +12,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing.drafters import Oracle
 from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
 from paceline.testing.tiny import run
-from paceline.types import Draft, Rows, Tap, Tree, Want
+from paceline.types import Draft, DraftBudget, Rows, Tap, Want
 from paceline.verify.tree import depths, pack, pack_prefix
 
 
@@ -51,7 +51,7 @@ def _drafts(probe: Probe) -> None:
 def _wanted(probe: Probe) -> None:
     """A pass gives the logits and taps that were wanted, float32 or float64."""
     text = probe.text(9)
-    draft = text.draft(Tree.chain(4))
+    draft = text.draft(DraftBudget.chain(4))
     rows = max(4, len(draft.tokens) + 1)
     full = text.verify(draft)
     assert full.logits.dtype in (torch.float32, torch.float64), f"logits are {full.logits.dtype}, not float32"
@@ -116,7 +116,7 @@ def _traces(probe: Probe) -> None:
 
 def _commits(probe: Probe) -> None:
     """Any path of a draft can be committed, and the text goes on from there."""
-    for shape in (Tree.chain(3), BUSHY):
+    for shape in (DraftBudget.chain(3), BUSHY):
         for length in (4, 5):
             for node in range(shape.nodes + 1):
                 text = probe.text(length, cache=probe.target.new_cache())
@@ -249,7 +249,7 @@ def _fits(probe: Probe) -> None:
     most = 0
     text = probe.text(1)
     for step in (1, 2, 3):
-        for shape in (Tree.chain(12), Tree(14, 4, 3), Tree(1, 1, 1), Tree(3, 9, 1)):
+        for shape in (DraftBudget.chain(12), DraftBudget(14, 4, 3), DraftBudget(1, 1, 1), DraftBudget(3, 9, 1)):
             draft = text.draft(shape)
             most = max(most, len(draft.tokens))
             text.expect(f"all that fit allows after {step} tokens", draft)
@@ -271,7 +271,7 @@ def _ends(probe: Probe) -> None:
         probe.forward(rows, probe.cache, Want("none"))
         probe.cache.commit(text.slot, range(1, len(chunk)))
     text.tokens = tokens[: room - 3]
-    text.expect("a draft to the end of the context", text.draft(Tree.chain(3)))
+    text.expect("a draft to the end of the context", text.draft(DraftBudget.chain(3)))
     text.add(*tokens[room - 3 :])
     text.expect("the last token of the context", Draft())
 
@@ -283,7 +283,7 @@ def _texts(probe: Probe) -> None:
         sampling = Sampling(max_new_tokens=24, temperature=temperature, seed=7)
         plain = run(target, prompt, sampling)[0]
         for accuracy in (0.0, 0.6, 1.0):
-            for shape in (Tree.chain(4), Tree(10, 4, 3)):
+            for shape in (DraftBudget.chain(4), DraftBudget(10, 4, 3)):
                 oracle = Oracle([*prompt, *plain], accuracy, target.vocab_size)
                 text, _, stats = run(target, prompt, sampling, oracle, shape)
                 assert text == plain, f"the text depends on the draft ({shape}, accuracy {accuracy:g})"

@@ -15,7 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Drafter, Target
 from paceline.sampling.parameters import Sampling, Vocabulary
-from paceline.types import FinishReason, Tree
+from paceline.types import DraftBudget, FinishReason
 
 TINY = ModelConfig(
     family="llama",
@@ -69,7 +69,7 @@ def run(
     prompt: Sequence[int],
     sampling: Sampling,
     drafter: Drafter | None = None,
-    draft: Tree | None = None,
+    draft: DraftBudget | None = None,
     *,
     eos: Sequence[int] = (),
     engine: Engine | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.protocols import KVCache, Saved
-from paceline.types import Forward, Rows, Tap, Tree, Want
+from paceline.types import DraftBudget, Forward, Rows, Tap, Want
 
 Entry = dict[int, tuple[Tensor, Tensor]]
 """What one token left behind: layer -> (key, value), each [kv_heads, D]."""
@@ -53,7 +53,7 @@ class ListCache:
             self._fed[slot] = earlier + [{} for _ in parents[len(earlier) :]]
         return ListPass(rows, [self._kept[slot] for slot in rows.slots], [self._fed[slot] for slot in rows.slots])
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         return budget
 
     def commit(self, slot: int, path: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Chat messages -> the text a model was trained on, by the jinja template that the model brings.
 
-A template is code from the model's author: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and a
-few helpers, changes nothing, and has limits of time and memory.
+A template is code from the model's author: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and
+a few helpers, changes nothing, and has limits of time and memory.
 """
 
 from __future__ import annotations

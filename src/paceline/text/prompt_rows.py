@@ -10,17 +10,17 @@ _FORMS = ("prompt", "turns", "messages")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """One prompt: text or chat messages. `id`: None where only one prompt was given."""
 
     id: str | int | None
     prompt: str | list[dict[str, Any]]
 
 
-def parse_row(line: bytes, number: int) -> Row:
+def parse_row(line: bytes, number: int) -> PromptRow:
     """The prompt on line `number`, which is its id where it has none; of turns the first. Raises `ValueError`."""
     row = parse_object(line)
-    return Row(parse_id(row.get("id"), number), _prompt(row))
+    return PromptRow(parse_id(row.get("id"), number), _prompt(row))
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

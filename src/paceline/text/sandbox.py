@@ -134,7 +134,8 @@ class Sandbox:
         if self._control is None:
             self._prepared.clear()
             ours, theirs = socket.socketpair()
-            code = f"import sys; sys.path[:] = {sys.path!r}; from paceline.text.sandboxed import main; main({theirs.fileno()})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; from paceline.text import sandboxed; "
+            code += f"sandboxed.main({theirs.fileno()})"
             with theirs, _unfinished():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],

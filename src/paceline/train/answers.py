@@ -35,7 +35,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnswerPlan:
     """Which answers to write: one per prompt and temperature, of at most `answer_tokens` tokens, EOS included.
     `width`: how many at once, which changes no answer."""
 

@@ -16,8 +16,8 @@ from paceline.models.heads import BlockConfig
 from paceline.models.rope import Rotary, rotate
 from paceline.protocols import Ends
 from paceline.train.network import MLP, Factors, Norm, factors
-from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher
-from paceline.train.states import Batch
+from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher
+from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
 _DECAY = 0.8
@@ -29,7 +29,7 @@ def default_taps(layers: int, count: int = 3) -> tuple[Tap, ...]:
     return tuple(dict.fromkeys(min(i + 1, layers - 1) for i in ids))
 
 
-class _Attention(nn.Module):
+class _BlockAttention(nn.Module):
     """Queries of blocks, over the context before each and over the block."""
 
     def __init__(self, c: ModelConfig) -> None:
@@ -63,11 +63,11 @@ class _Attention(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
+class _BlockLayer(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
-        self.self_attn, self.mlp = _Attention(c), MLP(c)
+        self.self_attn, self.mlp = _BlockAttention(c), MLP(c)
 
 
 class Network(nn.Module):
@@ -79,10 +79,10 @@ class Network(nn.Module):
         self.config = config
         self.fc = nn.Linear(len(config.taps) * c.hidden, c.hidden, bias=False)
         self.hidden_norm, self.norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
-        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.layers))
+        self.layers = nn.ModuleList(_BlockLayer(c) for _ in range(c.layers))
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
-    def forward(self, batch: Batch, pending: Tensor, x: Tensor) -> Tensor:
+    def forward(self, batch: DocumentBatch, pending: Tensor, x: Tensor) -> Tensor:
         """The normed states [B, N, S, H] of the embedded blocks x [B, N, S, H] that begin at `pending` [B, N]."""
         size = x.shape[2]
         taps = torch.cat([batch.states[tap].float() for tap in self.config.taps], -1)
@@ -94,14 +94,14 @@ class Network(nn.Module):
         mask = mask.masked_fill(places >= pending[..., None], -torch.inf)[:, None, :, None]
         x = x.flatten(1, 2)
         for layer in self.layers:
-            attention: _Attention = layer.self_attn  # type: ignore[assignment]
+            attention: _BlockAttention = layer.self_attn  # type: ignore[assignment]
             x = x + attention(layer.input_layernorm(x), here, attention.keys(context, there), mask)  # type: ignore[operator]
             x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
         y: Tensor = self.norm(x).unflatten(1, (-1, size))
         return y
 
 
-class Block(Recipe):
+class BlockRecipe(Recipe):
     """Cross-entropy of each entry against the target's distribution at the token it guesses."""
 
     module: Network
@@ -119,19 +119,19 @@ class Block(Recipe):
     def config(self) -> BlockConfig:
         return self._config
 
-    def guess(self, batch: Batch) -> Guesses:
+    def guess(self, batch: DocumentBatch) -> Guesses:
         answered = Answered.of(batch, self.steps)
         if self.module.training:
             size = self._config.size
             answered = answered.every(size, int(torch.randint(min(size, answered.pending.shape[1]), ())))
         taught = self._teacher.of(batch, answered, exact=not self.module.training)
         states = self.module(batch, answered.pending, self._embedded(batch, answered.pending))
-        tally = Tally(self._teacher, taught, answered, _DECAY)
+        tally = GuessTally(self._teacher, taught, answered, _DECAY)
         for step, real in enumerate(answered.real):
             tally.add(F.linear(states[:, :, step + 1][real], self._teacher.kept))
         return tally.guesses()
 
-    def _embedded(self, batch: Batch, pending: Tensor) -> Tensor:
+    def _embedded(self, batch: DocumentBatch, pending: Tensor) -> Tensor:
         """The blocks before the first layer: the pending token, then masks."""
         tokens = batch.tokens.gather(1, pending)[..., None]
         masks = torch.full((*pending.shape, self._config.size - 1), self._config.mask_token, device=tokens.device)

@@ -9,10 +9,10 @@ import torch
 
 if TYPE_CHECKING:
     from paceline.train.loop import Report
-    from paceline.train.run import Order
+    from paceline.train.run import TrainJob
 
 
-def card(order: Order, report: Report, trained: int, held: int, covered: float) -> str:
+def card(order: TrainJob, report: Report, trained: int, held: int, covered: float) -> str:
     """Markdown. `trained`, `held`: documents; `covered`: share of the answers' tokens in the draft vocabulary."""
     return f"""\
 # {order.kind} drafter for {order.target}
@@ -40,7 +40,7 @@ On {held} held-out answers a greedy chain of {len(report.held)} would give {repo
   bonus token included. Accuracy of each step, whether or not those before it were right: {steps}."""
 
 
-def _source(order: Order) -> str:
+def _source(order: TrainJob) -> str:
     return order.prompts.name if order.prompts else "its own making"
 
 

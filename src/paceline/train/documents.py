@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.train.answers import Answer, parse_answer
-from paceline.train.jsonl import Lines
+from paceline.train.jsonl import JsonLines
 from paceline.train.prompts import Prompts
 
 MARGIN = 8
@@ -86,7 +86,7 @@ class Documents:
         self._answer_tokens, self._max_length = answer_tokens, max_length
         self._asked = array("q")
         """The row of each answer's prompt."""
-        self._answers = Lines(answers, self._visit)
+        self._answers = JsonLines(answers, self._visit)
         if not self._asked:
             raise InvalidData(f"{answers} holds no answers", "Give another file, or none to let the target write them")
         asked = torch.frombuffer(self._asked, dtype=torch.int64)

@@ -18,8 +18,8 @@ from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.rope import Rotary, rotate
 from paceline.protocols import Ends
 from paceline.train.network import MLP, Factors, Norm, factors
-from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
-from paceline.train.states import Batch
+from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
+from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
 _DECAY = 0.8
@@ -30,7 +30,7 @@ def default_taps(layers: int) -> tuple[Tap, ...]:
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 
-class _Attention(nn.Module):
+class _DraftAttention(nn.Module):
     """Grouped-query attention of drafts: over the true rows of their document, then over their own."""
 
     def __init__(self, c: ModelConfig) -> None:
@@ -67,13 +67,13 @@ class _Attention(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
+class _DraftLayer(nn.Module):
     """A Llama layer whose attention sees [normed embedding | normed hidden state]."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
-        self.self_attn = _Attention(c)
+        self.self_attn = _DraftAttention(c)
         self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
         self.mlp = MLP(c)
 
@@ -91,12 +91,12 @@ class Head(nn.Module):
         normed = config.taps if config.fc_norm else ()
         self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in normed)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden, c.hidden, bias=False)
-        self.layers = nn.ModuleList([_Layer(c)])
+        self.layers = nn.ModuleList([_DraftLayer(c)])
         self.norm = Norm(c.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
-    def fuse(self, batch: Batch) -> Tensor:
+    def fuse(self, batch: DocumentBatch) -> Tensor:
         """The taps [B, T, H] that every row begins from."""
         parts = [batch.states[tap].float() for tap in self.config.taps]
         if self.config.fc_norm:
@@ -108,7 +108,7 @@ class Head(nn.Module):
 
         `embedded`, `fused` [B, T, H]: the documents.
         """
-        layer: _Layer = self.layers[0]  # type: ignore[assignment]
+        layer: _DraftLayer = self.layers[0]  # type: ignore[assignment]
         places = torch.arange(fused.shape[1], device=fused.device)
         start = pending - 1  # the row that pairs the state before the pending token with that token
         joined = layer.join(embedded.roll(-1, 1), fused)
@@ -166,12 +166,12 @@ class Eagle3(Recipe):
             head = replace(head, tensors=dict(head.tensors) | {"lm_head.weight": rows})
         super().begin_from(head)
 
-    def guess(self, batch: Batch) -> Guesses:
+    def guess(self, batch: DocumentBatch) -> Guesses:
         answered = Answered.of(batch, self.steps)
         taught = self._teacher.of(batch, answered, exact=not self.module.training)
         embedded = self._target.embed(batch.tokens).float().clone()  # autograd refuses what inference mode made
         outputs = self.module(embedded, self.module.fuse(batch), answered.pending, self.steps)
-        tally = Tally(self._teacher, taught, answered, _DECAY)
+        tally = GuessTally(self._teacher, taught, answered, _DECAY)
         for output, real in zip(outputs, answered.real, strict=True):
             tally.add(self.module.lm_head(output[real]))
         return tally.guesses()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Ends
 from paceline.train.network import Norm
-from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
-from paceline.train.states import Batch
+from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
+from paceline.train.states import DocumentBatch
 
 
-class Adapter(nn.Module):
+class ExitAdapter(nn.Module):
     """x + up(down(x)), then a norm; parameters named as in `models/heads.py`."""
 
     def __init__(self, config: ExitConfig, eps: float) -> None:
@@ -37,15 +37,15 @@ class Adapter(nn.Module):
         return y
 
 
-class EarlyExit(Recipe):
+class EarlyExitRecipe(Recipe):
     """Cross-entropy against the target's distribution after the same token."""
 
-    module: Adapter
+    module: ExitAdapter
 
     def __init__(self, config: ExitConfig, target: Ends, vocabulary: Tensor, steps: int, eps: float) -> None:
         """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `eps`: of the norm."""
         self.taps, self.steps = (config.layers,), steps
-        self.module = Adapter(config, eps)
+        self.module = ExitAdapter(config, eps)
         self._config = config
         self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
@@ -55,10 +55,10 @@ class EarlyExit(Recipe):
     def config(self) -> ExitConfig:
         return self._config
 
-    def guess(self, batch: Batch) -> Guesses:
+    def guess(self, batch: DocumentBatch) -> Guesses:
         answered = Answered.of(batch, self.steps)
         taught = self._teacher.of(batch, answered, exact=not self.module.training)
         states = take(batch.states[self._config.layers], answered.pending)[answered.real[0]].float()
-        tally = Tally(self._teacher, taught, answered, 1.0)
+        tally = GuessTally(self._teacher, taught, answered, 1.0)
         tally.once(F.linear(self.module(states), self._teacher.kept))
         return tally.guesses()

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.closing import Closing
+from paceline.engine.closing import Closable
 from paceline.errors import InvalidData
 
 _BOM = b"\xef\xbb\xbf"
 
 
-class Lines:
+class JsonLines:
     """The lines of a file that are not blank, read from disk at each access; 8 bytes are kept of each.
 
     `digest`: names the file's content. What is appended later is not seen.
@@ -68,7 +68,7 @@ def _scan(path: Path) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-class Journal(Closing):
+class Journal(Closable):
     """A JSONL file that grows line by line. Killed at any moment, it holds every line that was appended.
 
     One that a kill left with part of a last line loses that part when it is opened again.

@@ -12,11 +12,11 @@ from paceline.llm import LLM
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
-from paceline.train.block import Block
+from paceline.train.block import BlockRecipe
 from paceline.train.block import default_taps as spread_taps
 from paceline.train.eagle3 import Eagle3, default_taps
-from paceline.train.early_exit import EarlyExit
-from paceline.train.medusa import Medusa
+from paceline.train.early_exit import EarlyExitRecipe
+from paceline.train.medusa import MedusaRecipe
 from paceline.train.recipe import Recipe
 from paceline.types import Tap
 
@@ -51,7 +51,7 @@ def medusa(llm: LLM, wish: Wish) -> Recipe:
     target = native(llm)
     c = target.config
     config = MedusaConfig(c.hidden, c.vocab_size, wish.steps, wish.layers or 1, shared=True)
-    return Medusa(config, target, wish.vocabulary)
+    return MedusaRecipe(config, target, wish.vocabulary)
 
 
 def early_exit(llm: LLM, wish: Wish) -> Recipe:
@@ -61,7 +61,7 @@ def early_exit(llm: LLM, wish: Wish) -> Recipe:
     if not 0 < layers < c.layers:
         raise InvalidOption(f"an exit after {layers} of {c.layers} layers is not possible", f"Give 1 to {c.layers - 1}")
     config = ExitConfig(c.hidden, layers, min(wish.rank, c.hidden))
-    return EarlyExit(config, target, wish.vocabulary, wish.steps, c.norm_eps)
+    return EarlyExitRecipe(config, target, wish.vocabulary, wish.steps, c.norm_eps)
 
 
 def block(llm: LLM, wish: Wish) -> Recipe:
@@ -71,7 +71,7 @@ def block(llm: LLM, wish: Wish) -> Recipe:
     taps = wish.taps or spread_taps(c.layers)
     # Any token that the target never writes will do for a mask; the end of a sequence never stands inside a block.
     config = BlockConfig(layer, taps, wish.steps + 1, mask_token=llm.model.eos[0])
-    return Block(config, target, wish.vocabulary)
+    return BlockRecipe(config, target, wish.vocabulary)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:

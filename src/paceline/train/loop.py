@@ -15,13 +15,13 @@ from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, mem
 from paceline.train.jsonl import replace_with
 from paceline.train.optimizer import Optimizer
 from paceline.train.recipe import Guesses, Recipe, walk
-from paceline.train.states import Batch, States
+from paceline.train.states import DocumentBatch, States
 
 CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainPlan:
     """How to train. `epochs`: passes over the documents, a part of one too. `batch`: documents per step. `rate`: see
     `Optimizer`; full after `warmup` and before `cooldown` (shares of the whole). `every`: seconds between checkpoints.
     `evaluate`: seconds between looks at held-out documents, of which `held` are used.
@@ -56,7 +56,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _TrainState:
     """What a checkpoint holds besides weights: how far the run is, and what it has seen."""
 
     documents: int = 0
@@ -86,7 +86,7 @@ class Trainer:
         recipe: Recipe,
         states: States,
         held: States,
-        plan: Plan,
+        plan: TrainPlan,
         folder: Path,
         identity: str,
         report: Callable[[Report], object] = lambda report: None,
@@ -102,7 +102,7 @@ class Trainer:
         recipe.module.to(self._device)
         self._optimizer = Optimizer(recipe.module, plan.rate)
         self._total = max(1, int(plan.epochs * len(states)))
-        self._progress = _Progress()
+        self._progress = _TrainState()
         self._resume()
 
     def run(self) -> Report:
@@ -143,7 +143,7 @@ class Trainer:
         """One entry per look at the held-out documents."""
         return self._progress.history
 
-    def _remaining(self) -> Iterator[Batch]:
+    def _remaining(self) -> Iterator[DocumentBatch]:
         """The batches that are still to be trained on, in the order of the plan."""
         seen, epoch = 0, 0
         while seen < self._total:
@@ -160,7 +160,7 @@ class Trainer:
                         yield batch
             epoch += 1
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: DocumentBatch) -> None:
         self._recipe.module.train()
         loss, counts = self._accumulate(batch)
         norm = torch.nn.utils.clip_grad_norm_(self._recipe.module.parameters(), self._plan.clip)
@@ -172,7 +172,7 @@ class Trainer:
         self._optimizer.step(self._schedule())
         self._progress.count(loss, counts, len(batch))
 
-    def _accumulate(self, batch: Batch) -> tuple[float, Tensor]:
+    def _accumulate(self, batch: DocumentBatch) -> tuple[float, Tensor]:
         """Gradients of the mean loss of a batch, in as many parts as memory asks for."""
         while True:
             self._optimizer.zero_grad()
@@ -185,7 +185,7 @@ class Trainer:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _in_parts(self, batch: Batch) -> tuple[float, Tensor]:
+    def _in_parts(self, batch: DocumentBatch) -> tuple[float, Tensor]:
         answers = max(1, int((batch.lengths - batch.prompts).sum()))
         total, counts = 0.0, torch.zeros(2, self._recipe.steps)
         for part in batch.split(self._micro):
@@ -198,7 +198,7 @@ class Trainer:
             counts += guesses.counts
         return total, counts
 
-    def _guess(self, batch: Batch) -> Guesses:
+    def _guess(self, batch: DocumentBatch) -> Guesses:
         with torch.autocast(self._device.type, torch.bfloat16):
             return self._recipe.guess(batch)
 
@@ -223,7 +223,7 @@ class Trainer:
         p.acceptance, p.held = tokens / max(rounds, 1), _shares(counts)
         p.history.append({"documents": p.documents, "tokens_per_round": p.acceptance, "accuracy": p.held})
 
-    def _looks(self) -> Iterator[Batch]:
+    def _looks(self) -> Iterator[DocumentBatch]:
         left = self._plan.held
         for shard in range(self._held.shards):
             for batch in self._held.batches(shard, self._plan.batch, "held"):
@@ -252,7 +252,7 @@ class Trainer:
             return
         try:
             kept = torch.load(self._path, map_location=self._device, weights_only=True)
-            identity, progress = kept["identity"], _Progress(**kept["progress"])
+            identity, progress = kept["identity"], _TrainState(**kept["progress"])
         except Exception as error:  # torch's unpickler raises whatever a damaged file leads it to
             reason = (str(error).splitlines() or [""])[0]
             raise TrainingFailed(

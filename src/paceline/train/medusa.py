@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from paceline.drafters.shapes import Accuracy, best
 from paceline.models.heads import HeadFile, MedusaConfig
 from paceline.protocols import Ends
-from paceline.train.recipe import Answered, Guesses, Recipe, Tally, Teacher, take
-from paceline.train.states import Batch
-from paceline.types import Tree
+from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
+from paceline.train.states import DocumentBatch
+from paceline.types import DraftBudget
 
 _DECAY = 0.8
 """As in the published recipe: what lies further ahead is less often asked for."""
 
 
-_TREE = Tree(64, 8, 10)
+_TREE = DraftBudget(64, 8, 10)
 """The largest tree that is looked for; what is drafted are its best places, as many as there is room for."""
 
 
-class _Block(nn.Module):
+class _ResidualBlocks(nn.Module):
     """Residual SiLU blocks. At zero they pass on the state, and with it what the target says of the next token."""
 
     def __init__(self, hidden: int, layers: int) -> None:
@@ -49,10 +49,10 @@ class Blocks(nn.Module):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([_Block(config.hidden, config.layers) for _ in range(config.heads)])
+        self.blocks = nn.ModuleList([_ResidualBlocks(config.hidden, config.layers) for _ in range(config.heads)])
 
 
-class Medusa(Recipe):
+class MedusaRecipe(Recipe):
     """Cross-entropy of every head against the target's distribution at the token it guesses."""
 
     taps = ()
@@ -79,11 +79,11 @@ class Medusa(Recipe):
         shape = best(accuracy.chances(), _TREE.within(self._config.heads))
         self._config = replace(self._config, paths=shape.places)
 
-    def guess(self, batch: Batch) -> Guesses:
+    def guess(self, batch: DocumentBatch) -> Guesses:
         answered = Answered.of(batch, self.steps)
         taught = self._teacher.of(batch, answered, exact=not self.module.training)
         states = take(batch.states["final"], answered.pending - 1).float()
-        tally = Tally(self._teacher, taught, answered, _DECAY)
+        tally = GuessTally(self._teacher, taught, answered, _DECAY)
         for block, real in zip(self.module.blocks, answered.real, strict=True):
             tally.add(F.linear(block(states[real]), self._teacher.kept))
         return tally.guesses()

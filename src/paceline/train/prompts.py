@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidData
 from paceline.text.prompt_rows import parse_row
-from paceline.train.jsonl import Lines
+from paceline.train.jsonl import JsonLines
 
 HELD_OUT = 50
 """One prompt in so many is never trained on."""
@@ -51,7 +51,7 @@ class Prompts:
             keys.append(_key(row.id))
             held.append(is_held(row.prompt))
 
-        self._lines = Lines(path, visit)
+        self._lines = JsonLines(path, visit)
         self.digest = self._lines.digest
         self.held: NDArray[np.bool_] = np.frombuffer(held, dtype=np.bool_)
         known = np.frombuffer(keys, dtype=np.uint64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.errors import InvalidOption
 from paceline.models.heads import HeadConfig, HeadFile
 from paceline.protocols import Ends
-from paceline.train.states import Batch
+from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
 UNKNOWN = 1 << 30
@@ -55,7 +55,7 @@ class Recipe(ABC):
     def config(self) -> HeadConfig: ...
 
     @abstractmethod
-    def guess(self, batch: Batch) -> Guesses:
+    def guess(self, batch: DocumentBatch) -> Guesses:
         """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
 
     def measured(self, looks: Sequence[Guesses]) -> None:  # noqa: B027
@@ -114,7 +114,7 @@ class Answered:
         return Answered(self.pending[:, chosen], self.real[:, :, chosen], self.columns[chosen])
 
     @staticmethod
-    def of(batch: Batch, steps: int) -> Answered:
+    def of(batch: DocumentBatch, steps: int) -> Answered:
         first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state of the token before its pending one
         places = max(1, int((batch.lengths - 1 - first).max()))  # one that is not real where nothing is answered
         device = batch.tokens.device
@@ -168,7 +168,7 @@ class Teacher:
         self.vocabulary = vocabulary.to(self.kept.device)
 
     @torch.no_grad()
-    def of(self, batch: Batch, answered: Answered, *, exact: bool) -> Taught:
+    def of(self, batch: DocumentBatch, answered: Answered, *, exact: bool) -> Taught:
         """`exact`: choose of all tokens."""
         steps, columns = len(answered.real), answered.columns
         reach = torch.arange(int(columns[-1]) + steps, device=columns.device)
@@ -186,7 +186,7 @@ class Teacher:
         return ranks.where(self.vocabulary[column] == choice, UNKNOWN)
 
 
-class Tally:
+class GuessTally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
 
     def __init__(self, teacher: Teacher, taught: Taught, answered: Answered, decay: float) -> None:

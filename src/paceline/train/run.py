@@ -40,7 +40,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TrainJob:
     """What to train. `target`: what the user called it. `prompts`: None lets the target make `own_prompts` of its own.
     `answers`: the target's to these prompts; None lets it write them. `documents`: use so many at most. `cache`: GiB
     of hidden states that may lie on disk between epochs. `start`: begin with the weights of this trained drafter, of
@@ -66,8 +66,8 @@ class Order:
     start: Path | None = None
     layout: str | None = None
     command: str = "paceline.train.run.train(llm, order)"
-    mix: writing.Plan = field(default_factory=writing.Plan)
-    plan: loop.Plan = field(default_factory=loop.Plan)
+    mix: writing.AnswerPlan = field(default_factory=writing.AnswerPlan)
+    plan: loop.TrainPlan = field(default_factory=loop.TrainPlan)
 
     @property
     def work(self) -> Path:
@@ -84,7 +84,7 @@ class Listener:
     training: Callable[[loop.Report], object] = lambda report: None
 
 
-def train(llm: LLM, order: Order, listener: Listener | None = None) -> loop.Report:
+def train(llm: LLM, order: TrainJob, listener: Listener | None = None) -> loop.Report:
     """Train what is ordered and write it to `order.out`, with a model card. Whatever interrupts it (Ctrl-C, a kill, a
     full disk), the same call goes on from finished answers, kept hidden states and the last checkpoint.
 
@@ -144,7 +144,7 @@ def _digest(numbers: list[int] | list[float]) -> str:
     return hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
 
 
-def check(order: Order) -> None:
+def check(order: TrainJob) -> None:
     """Raises `InvalidOption` for what can be seen to be wrong before anything is loaded."""
     if order.kind not in KINDS:
         raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
@@ -163,7 +163,7 @@ def check(order: Order) -> None:
         )
 
 
-def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
+def _documents(llm: LLM, order: TrainJob, listener: Listener) -> Documents:
     path = order.prompts or order.work / "prompts.jsonl"
     if order.prompts is None:
         listener.stage("prompts of the target's own")
@@ -187,7 +187,7 @@ def _documents(llm: LLM, order: Order, listener: Listener) -> Documents:
     return documents
 
 
-def _vocabulary(llm: LLM, order: Order, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
+def _vocabulary(llm: LLM, order: TrainJob, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
     """The tokens to draft from, and the share of the answers' tokens that they cover; all, unless a size is wished."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size

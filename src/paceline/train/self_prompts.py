@@ -17,7 +17,7 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import seed_of
-from paceline.train.jsonl import Journal, Lines, made_with
+from paceline.train.jsonl import Journal, JsonLines, made_with
 from paceline.train.progress import OnProgress, Progress, ignore
 from paceline.train.prompts import parse_prompt
 from paceline.train.writing import survivors
@@ -75,8 +75,8 @@ def write_prompts(
     model = {"model": llm.model.path.name, "tokenizer": llm.tokenizer.digest}
     made_with(path, model | {"openings": list(OPENINGS), "seed": seed})
     with Journal(path) as journal:
-        writer = _Writer(llm, turn, journal, seed, Progress(count), on_progress)
-        Lines(path, writer.recall)
+        writer = _PromptWriter(llm, turn, journal, seed, Progress(count), on_progress)
+        JsonLines(path, writer.recall)
         while writer.progress.done < count:
             writer.write(GROUP * width, width)
     return writer.progress
@@ -121,7 +121,7 @@ _GIVE = "Give prompts in a file, --prompts FILE"
 
 
 @dataclass(slots=True)
-class _Writer:
+class _PromptWriter:
     """Texts are numbered in the order in which they are tried; a number is the text's seed and the prompt's id.
     `said`: hashes of the prompts so far."""
 

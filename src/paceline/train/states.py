@@ -39,7 +39,7 @@ class Studied:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DocumentBatch:
     """B documents, padded on the right. tokens int64 [B, T]; states: tap -> [B, T, H]; prompts, lengths int64 [B]."""
 
     tokens: Tensor
@@ -50,20 +50,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def split(self, size: int) -> list[Batch]:
+    def split(self, size: int) -> list[DocumentBatch]:
         """Parts of at most `size` documents."""
         return [self._rows(slice(i, i + size)) for i in range(0, len(self), size)] if size < len(self) else [self]
 
-    def _rows(self, rows: slice) -> Batch:
+    def _rows(self, rows: slice) -> DocumentBatch:
         states = {tap: x[rows] for tap, x in self.states.items()}
-        return Batch(self.tokens[rows], states, self.prompts[rows], self.lengths[rows])
+        return DocumentBatch(self.tokens[rows], states, self.prompts[rows], self.lengths[rows])
 
     @staticmethod
-    def of(documents: Sequence[Studied], device: torch.device) -> Batch:
+    def of(documents: Sequence[Studied], device: torch.device) -> DocumentBatch:
         def padded(parts: Sequence[Tensor]) -> Tensor:
             return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to(device)
 
-        return Batch(
+        return DocumentBatch(
             padded([d.tokens for d in documents]),
             {tap: padded([d.states[tap] for d in documents]) for tap in documents[0].states},
             torch.tensor([d.prompt for d in documents], device=device),
@@ -122,14 +122,14 @@ class States:
                 self._room -= _write(kept, studied, self._room)
         return studied
 
-    def batches(self, number: int, size: int, seed: str) -> Iterator[Batch]:
+    def batches(self, number: int, size: int, seed: str) -> Iterator[DocumentBatch]:
         """The shard in batches of `size` documents of like length, in an order that `seed` decides."""
         studied = self.shard(number)
         ordered = sorted(range(len(studied)), key=lambda i: len(studied[i].tokens))
         groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
         random.Random(f"{seed}/{number}").shuffle(groups)
         for group in groups:
-            yield Batch.of([studied[i] for i in group], self._target.device)
+            yield DocumentBatch.of([studied[i] for i in group], self._target.device)
 
     def _study(self, number: int) -> list[Studied]:
         start = number * SHARD

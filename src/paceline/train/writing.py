@@ -15,8 +15,8 @@ from paceline.engine.detokenizer import Chunk
 from paceline.engine.results import Batch, Completion
 from paceline.errors import InvalidData, InvalidPrompt, PacelineError
 from paceline.llm import LLM
-from paceline.train.answers import Answer, Plan, parse_answer
-from paceline.train.jsonl import Journal, Lines, made_with, replace_with
+from paceline.train.answers import Answer, AnswerPlan, parse_answer
+from paceline.train.jsonl import Journal, JsonLines, made_with, replace_with
 from paceline.train.progress import OnProgress, Progress, ignore
 from paceline.train.prompts import Prompts
 
@@ -25,7 +25,7 @@ GROUP = 32
 
 
 def write_answers(
-    llm: LLM, prompts: Prompts, path: Path, plan: Plan | None = None, on_progress: OnProgress = ignore
+    llm: LLM, prompts: Prompts, path: Path, plan: AnswerPlan | None = None, on_progress: OnProgress = ignore
 ) -> Progress:
     """Let the target answer every prompt at every temperature of the plan; returns what was done.
 
@@ -35,13 +35,13 @@ def write_answers(
     long for the context for instance, is skipped and counted. Raises `InvalidData` where the file was made with other
     options or no prompt could be answered, `PacelineError`, `OSError`.
     """
-    plan = plan or Plan()
+    plan = plan or AnswerPlan()
     model = {"model": llm.model.path.name, "tokenizer": llm.tokenizer.digest, "prompts": prompts.digest}
     made_with(path, model | plan.settings())
     with Journal(path) as journal:
         slots = Slots(prompts, plan, path)
         progress = Progress(len(slots), kept=slots.filled)
-        writer = _Writer(llm, prompts, plan, slots, journal, progress, on_progress)
+        writer = _AnswerWriter(llm, prompts, plan, slots, journal, progress, on_progress)
         missing = slots.missing()
         while group := list(islice(missing, GROUP * plan.width)):
             writer.answer(group)
@@ -55,7 +55,7 @@ def write_answers(
 class Slots:
     """The answers of a plan, numbered: prompts shuffled, each at every temperature in turn. The file has some."""
 
-    def __init__(self, prompts: Prompts, plan: Plan, path: Path) -> None:
+    def __init__(self, prompts: Prompts, plan: AnswerPlan, path: Path) -> None:
         """Raises `InvalidData` for a line of the file that is damaged or answers nothing in the plan."""
         self._prompts, self._plan, self._path = prompts, plan, path
         self._order = prompts.order(plan.seed)
@@ -64,7 +64,7 @@ class Slots:
         self._there: NDArray[np.bool_] = np.zeros(len(prompts) * len(plan.temperatures), dtype=np.bool_)
         self._lines = array("q")
         """The slot of each line of the file."""
-        Lines(path, lambda line, number: self.fill(self._slot(parse_answer(line))))
+        JsonLines(path, lambda line, number: self.fill(self._slot(parse_answer(line))))
 
     def __len__(self) -> int:
         return len(self._there)
@@ -102,7 +102,7 @@ class Slots:
         order = np.argsort(np.asarray(self._lines))
         if (order[1:] > order[:-1]).all():
             return
-        lines = Lines(self._path, lambda line, number: None)
+        lines = JsonLines(self._path, lambda line, number: None)
 
         def write(new: Path) -> None:
             with new.open("wb") as file:
@@ -113,12 +113,12 @@ class Slots:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _AnswerWriter:
     """Lets the target answer. `why`: the last reason for which an answer was skipped."""
 
     llm: LLM
     prompts: Prompts
-    plan: Plan
+    plan: AnswerPlan
     slots: Slots
     journal: Journal
     progress: Progress

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.stats import Exact
+from paceline.engine.stats import Guarantee
 from paceline.sampling.sampler import RuleName, Sampler, not_finite
 from paceline.types import Draft, Verdict
 from paceline.verify.rejection import RoundChance, block_walk, rejection_walk
@@ -60,19 +60,19 @@ def typical(draft: Draft, logits: Tensor, sampler: Sampler, epsilon: float = 0.0
     """
     if sampler.greedy:
         return match(draft, logits, sampler)
-    kept = {0: _Kept((), (), 0.0, sampler.distribution(logits[0]))}
+    kept = {0: _TypicalRow((), (), 0.0, sampler.distribution(logits[0]))}
     for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
         above = kept.get(parent)
         if above and above.plausible(token, epsilon, delta):
             path = (*above.tokens, token)
             score = above.score + math.log(float(above.p[token]))
-            kept[row] = _Kept((*above.path, row), path, score, sampler.distribution(logits[row], path))
+            kept[row] = _TypicalRow((*above.path, row), path, score, sampler.distribution(logits[row], path))
     best = max(kept.values(), key=lambda k: (len(k.path), k.score))
     return Verdict(best.path, (*best.tokens, int(best.p.argmax())))
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _TypicalRow:
     """A row that `typical` may keep: how it is reached, the path's log-probability, and the distribution after it."""
 
     path: tuple[int, ...]
@@ -88,10 +88,10 @@ class _Kept:
 RULES: dict[RuleName, Rule] = {"match": match, "rejection": rejection, "block": block, "typical": typical}
 
 
-def promise(sampler: Sampler, exact: Exact) -> Exact:
-    """What the text of a reply keeps of plain decoding, where `exact` is what the machine's arithmetic allows."""
+def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
+    """What the text of a reply keeps of plain decoding, where `guarantee` is what the machine's arithmetic allows."""
     if sampler.greedy or sampler.rule == "match":
-        return exact
+        return guarantee
     return "lossy" if sampler.rule == "typical" else "distribution"
 
 

@@ -13,9 +13,9 @@ import torch
 from paceline.cache import layout
 from paceline.cache.layout import NONE
 from paceline.errors import InvalidOption
-from paceline.types import Draft, Resume, Rows, Tree
+from paceline.types import Draft, DraftBudget, Resume, Rows
 
-CHUNK = 256
+PREFILL_ROWS = 256
 """Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
 
 MIN_ROWS = 4
@@ -75,14 +75,14 @@ def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 
 @lru_cache(maxsize=64)
-def shape(budget: Tree) -> Mapping[Place, int]:
+def shape(budget: DraftBudget) -> Mapping[Place, int]:
     """A tree fixed beforehand, for siblings that are drawn: how many children each place has. Places without children
     are left out."""
     return Counter(place[:-1] for place in places(budget))
 
 
 @lru_cache(maxsize=64)
-def places(budget: Tree, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
+def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
     """A tree fixed beforehand: as many of `order` as the budget has room for, each after the places above it.
 
     `order`: the most useful first (`drafters/shapes.py` finds it). Without one, the most probable places if a first
@@ -108,7 +108,7 @@ def close(places: Iterable[Place]) -> tuple[Place, ...]:
     return tuple(names.values())[1:]
 
 
-def _usual(budget: Tree) -> Iterator[Place]:
+def _usual(budget: DraftBudget) -> Iterator[Place]:
     """A step to the next sibling costs as much as four steps down."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0

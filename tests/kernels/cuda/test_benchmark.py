@@ -14,7 +14,7 @@ from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 gpu, models = import_module("gpu"), import_module("gpu_models")
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 3, 7]
@@ -52,7 +52,7 @@ def test_a_drafter_keeps_as_much_as_it_was_asked_to(tau: float) -> None:
     text = torch.randint(97, (400,), generator=torch.Generator().manual_seed(1)).tolist()
     steered = models.Steered(target, text)
     oracle = gpu.Oracle(text, models.accuracy_for(tau, gpu.CHAIN), 97)
-    tokens, _, stats = run(steered, text[:4], Sampling(max_new_tokens=300), oracle, gpu.Tree.chain(gpu.CHAIN))
+    tokens, _, stats = run(steered, text[:4], Sampling(max_new_tokens=300), oracle, gpu.DraftBudget.chain(gpu.CHAIN))
     assert tokens == text[4:304], "the text that was asked for, whatever is drafted"
     assert stats.tokens_per_round == pytest.approx(tau, rel=0.15)
 

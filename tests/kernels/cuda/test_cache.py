@@ -10,7 +10,7 @@ import torch
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cuda.cache import DeviceCache
 from paceline.kernels.cuda.table import RowTable
-from paceline.types import Draft, Rows, Tree
+from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import pack, pack_prefix
 from tests.cache.test_attention import CPU, HEADS, KV, LAYERS, D, random_tree, some_path
 
@@ -72,7 +72,7 @@ def test_rows_see_what_they_should_however_far_the_text_has_come() -> None:
     for length in (0, 250, 1020, 1530, 2045):
         text = pair.acquire(length)
         for _ in range(2):
-            fits = pair.caches[0].fit(pair.slots[text][0], Tree(9, 9, 3))
+            fits = pair.caches[0].fit(pair.slots[text][0], DraftBudget(9, 9, 3))
             draft = random_tree(rng, fits.nodes)
             pair.verify([text], [draft], [some_path(rng, draft)])
         pair.release(text)
@@ -117,8 +117,8 @@ def test_a_tree_may_grow_over_passes() -> None:
 
 def test_a_long_draft_is_not_cut_at_a_block() -> None:
     cache = Pair().caches[1]
-    assert cache.fit(cache.acquire(), Tree(64, 64, 1)) == Tree(64, 64, 1)
-    assert cache.fit(cache.acquire(), Tree(512, 9, 3)).nodes == 511
+    assert cache.fit(cache.acquire(), DraftBudget(64, 64, 1)) == DraftBudget(64, 64, 1)
+    assert cache.fit(cache.acquire(), DraftBudget(512, 9, 3)).nodes == 511
 
 
 def test_a_table_holds_the_rows_of_each_path_and_fills_up_with_roots() -> None:

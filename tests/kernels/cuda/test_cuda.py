@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline.engine.engine import Engine
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.models.config import ModelConfig
 from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder, cuda_graph
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, Oracle, check_target, random_tensors, run
-from paceline.types import Draft, Tree, Want
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import beside, pack, pack_prefix
 
 if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def test_it_is_a_target_like_any_other(capture) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_exact_mode_passes_the_self_check(graphs: bool) -> None:
-    assert exactness(exact_target(graphs)) == "bits"
+    assert guarantee(exact_target(graphs)) == "bits"
 
 
 def filled(target: DeviceDecoder, length: int) -> tuple[KVCache, int]:
@@ -90,7 +90,7 @@ def test_text_is_plain_decodings(temperature: float) -> None:
     target = exact_target()
     sampling = Sampling(max_new_tokens=200, temperature=temperature, seed=5)
     plain = run(target, PROMPT, sampling)[0]
-    for shape in (Tree.chain(7), Tree(20, 5, 3)):
+    for shape in (DraftBudget.chain(7), DraftBudget(20, 5, 3)):
         engine = Engine(target, Oracle(PROMPT + plain, 0.7, 4096), shape)
         assert run(target, PROMPT, sampling, engine=engine)[0] == plain
         assert engine.cache.graphs  # type: ignore[attr-defined]

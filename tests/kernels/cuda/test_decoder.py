@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.kernels.cuda.cache import DeviceCache
 from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, Oracle, check_target, random_tensors, run, run_together, tiny_target
-from paceline.types import Draft, Tree, Want
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.kernels.cuda.tape import tape
 
@@ -115,8 +115,8 @@ def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("shape", [Tree.chain(5), Tree(9, 4, 3)])
-def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: Tree, temperature: float) -> None:
+@pytest.mark.parametrize("shape", [DraftBudget.chain(5), DraftBudget(9, 4, 3)])
+def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=3)
     plain = run(tiny_target(), PROMPT, sampling)[0]
     target = device_target()
@@ -129,4 +129,4 @@ def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: Tree, temperature:
 
 
 def test_the_self_check_runs_on_it() -> None:
-    assert exactness(device_target()) in ("bits", "rounding")
+    assert guarantee(device_target()) in ("bits", "rounding")

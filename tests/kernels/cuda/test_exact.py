@@ -37,11 +37,11 @@ def test_it_is_asked_of_the_target_and_held_to_the_self_check(
     asked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.engine.engine.exactness", lambda target: "bits")
-    assert paceline.load("toy", drafter=None, exact=True).exact == "bits"
+    assert paceline.load("toy", drafter=None, exact=True).guarantee == "bits"
     monkeypatch.setattr("paceline.engine.engine.exactness", lambda target: "rounding")
     with pytest.raises(InvalidOption, match=r"last bits in this model on cpu.*bfloat16"):
         paceline.load("toy", drafter=None, exact=True)
-    assert paceline.load("toy", drafter=None).exact == "rounding"
+    assert paceline.load("toy", drafter=None).guarantee == "rounding"
     assert asked == [True, True, False]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.cache.attention import LayerAttention
-from paceline.engine.self_check import exactness
+from paceline.engine.self_check import guarantee
 from paceline.kernels.cuda.attention import SPLIT, reference
 from paceline.kernels.cuda.cache import DeviceCache
 from paceline.kernels.cuda.product import FixedTile
@@ -151,4 +151,4 @@ def test_the_exact_decoder_passes_the_self_check(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DeviceCache, "first", 64)
     config = replace(TINY, layers=1)
     target = DeviceDecoder(config, random_tensors(config), HALF, DEVICE, exact=True, capture=None)
-    assert exactness(target) == "bits"
+    assert guarantee(target) == "bits"

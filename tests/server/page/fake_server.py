@@ -60,7 +60,7 @@ class Fake:
     """An error event after so many rounds."""
     differ_at: int | None = None
     """The reply without speculation has another token here."""
-    exact: str = "bits"
+    guarantee: str = "bits"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     """When each streamed reply began and ended."""
@@ -83,7 +83,7 @@ class Fake:
         paceline = {
             "drafters": ["suffix", "ngram", "eagle3"],
             "default": "suffix",
-            "exact": self.exact,
+            "guarantee": self.guarantee,
             "context_length": 8192,
         }
         return self.refuse(request) or JSONResponse(

@@ -115,7 +115,7 @@ def test_side_by_side_at_the_same_time(tab: Tab, fake: Fake) -> None:
 
 @pytest.mark.parametrize(("exact", "reason"), [("bits", "should not happen"), ("rounding", "exact up to rounding")])
 def test_side_by_side_says_where_texts_part(tab: Tab, fake: Fake, exact: str, reason: str) -> None:
-    fake.differ_at, fake.exact = 20, exact
+    fake.differ_at, fake.guarantee = 20, exact
     tab.page.reload()
     tab.page.check("[name=compare]")
     tab.send()

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.doctor.watch import Gain, Onlooker, Tally
+from paceline.bench.doctor.watch import Gain, Onlooker, RoundTally
 from paceline.checkpoints.loader import Loaded
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 STORED = Path(__file__).with_name("acceptance.json")
 """Made by benchmarks/acceptance.py."""
@@ -34,18 +34,18 @@ PROMPTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TextKind:
     """A kind of text: tokens of a prompt, and what a round gives by size of draft."""
 
     prompt: float
-    gains: Mapping[Tree, Gain]
+    gains: Mapping[DraftBudget, Gain]
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """`kinds`: by name. `source`: where it is from, in words."""
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, TextKind]
     source: str
 
 
@@ -60,7 +60,7 @@ def stored_drafters(model: Loaded) -> list[str]:
     return list(_stored()["drafters"]) if model.path.name == _stored()["file"] else []
 
 
-def stored(model: Loaded, drafter: str, sizes: Sequence[Tree]) -> Acceptance | None:
+def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Acceptance | None:
     """What is stored of a drafter, if it covers all these sizes."""
     if drafter not in stored_drafters(model):
         return None
@@ -69,23 +69,23 @@ def stored(model: Loaded, drafter: str, sizes: Sequence[Tree]) -> Acceptance | N
         return None
     kinds = {}
     for name, prompt in _stored()["prompt_tokens"].items():
-        kinds[name] = Kind(prompt, {size: Gain(*table[name_of(size)][name]) for size in sizes})
+        kinds[name] = TextKind(prompt, {size: Gain(*table[name_of(size)][name]) for size in sizes})
     return Acceptance(kinds, f"stored, from {_stored()['questions']} Spec-Bench questions")
 
 
-def name_of(size: Tree) -> str:
+def name_of(size: DraftBudget) -> str:
     """As --draft takes it."""
     return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
 
 
 def watched(
-    model: Loaded, onlooker: Onlooker, sizes: Sequence[Tree], prompts: Mapping[str, Sequence[str]], tokens: int
+    model: Loaded, onlooker: Onlooker, sizes: Sequence[DraftBudget], prompts: Mapping[str, Sequence[str]], tokens: int
 ) -> Acceptance:
     """As it is seen over greedy replies of so many tokens at most, to prompts by kind of text."""
     llm = LLM(model, onlooker, sizes[-1])
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TextKind] = {}
     for kind, texts in prompts.items():
-        tallies, lengths = [Tally() for _ in sizes], []
+        tallies, lengths = [RoundTally() for _ in sizes], []
         for text in texts:
             prompt = llm.prompt_ids(text)
             done = llm.generate(prompt, Sampling(max_new_tokens=tokens))
@@ -93,5 +93,5 @@ def watched(
             for tally, outcome in zip(tallies, onlooker.outcome([*prompt, *done.token_ids]), strict=True):
                 tally.add(outcome)
         gains = {size: tally.gain for size, tally in zip(sizes, tallies, strict=True)}
-        kinds[kind] = Kind(sum(lengths) / len(lengths), gains)
+        kinds[kind] = TextKind(sum(lengths) / len(lengths), gains)
     return Acceptance(kinds, f"seen here, over {sum(map(len, prompts.values()))} short replies")

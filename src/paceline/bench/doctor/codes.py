@@ -22,7 +22,7 @@ _HEAD_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
+class _MatrixCost:
     """`own`: bits of the file's own codes, kept with any mode; None: those of the mode. `floor`: whether those have one
     beside the scale. `product`: matrices of one product are held in the same form."""
 
@@ -42,7 +42,7 @@ def quantised_bytes(model: Loaded) -> dict[str, int]:
     if model.quantize or now is None or not isinstance(target, Decoder):
         return {}
     head = target.config.vocab_size * target.config.hidden
-    matrices = [_Matrix("head", head), _Matrix("", now // target.dtype.itemsize - head)]
+    matrices = [_MatrixCost("head", head), _MatrixCost("", now // target.dtype.itemsize - head)]
     if model.path.is_file():
         matrices = sorted(_of_gguf(read_gguf(model.path)), key=lambda matrix: matrix.product)
     others = max(0, now - target.dtype.itemsize * sum(matrix.count for matrix in matrices))
@@ -53,14 +53,14 @@ def quantised_bytes(model: Loaded) -> dict[str, int]:
     }
 
 
-def _bytes(product: list[_Matrix], mode: int) -> float:
+def _bytes(product: list[_MatrixCost], mode: int) -> float:
     """As `quantize.stack` holds them: in 8 bits where they differ, with a floor where one has it."""
     kinds = {matrix.bits(mode) for matrix in product}
     floor = 4 in kinds or any(matrix.floor for matrix in product)
     return (max(kinds) / 8 + _SCALE * (1 + floor)) * sum(matrix.count for matrix in product)
 
 
-def _of_gguf(header: GGUFFile) -> Iterable[_Matrix]:
+def _of_gguf(header: GGUFFile) -> Iterable[_MatrixCost]:
     head = "output.weight" if "output.weight" in header.tensors else "token_embd.weight"
     for name, tensor in header.tensors.items():
         if len(tensor.shape) > 1 and (name == head or name != "token_embd.weight"):
@@ -68,4 +68,4 @@ def _of_gguf(header: GGUFFile) -> Iterable[_Matrix]:
             # Types of another form are held in 8 bits (`GGUFTensor.codes`); floats have no codes.
             own = None if tensor.kind in _FLOATS else BITS.get(tensor.kind, 8)
             floor = own == 8 and tensor.kind in ("Q5_1", "Q5_K")
-            yield _Matrix("head" if name == head else product, math.prod(tensor.shape), own, floor)
+            yield _MatrixCost("head" if name == head else product, math.prod(tensor.shape), own, floor)

@@ -15,14 +15,14 @@ from paceline.engine.cost_model import Curve
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
 from paceline.types import Draft, Rows, Tap, Want
-from paceline.verify.tree import CHUNK, MIN_ROWS, pack, pack_prefix
+from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack, pack_prefix
 
 Clock = Callable[[], float]
 
 ROWS = (1, 2, 4, 8, 16, 32)
 PREFIX = 200
 """Tokens before the rows whose pass is timed."""
-_FURTHER = 3 * CHUNK
+_FURTHER = 3 * PREFILL_ROWS
 """So many more, to see how a pass grows with the text."""
 _BUFFER = 1 << 28
 """Bytes: more than any cache holds."""
@@ -57,7 +57,7 @@ class Machine:
         return curve.at(rows) + self.growth * max(0.0, before - PREFIX)
 
 
-class Probe:
+class PassTimer:
     """One slot of a target, and passes over it that are timed."""
 
     def __init__(self, target: Target, taps: Sequence[Tap] = (), clock: Clock = time.perf_counter) -> None:
@@ -91,7 +91,7 @@ class Probe:
         return self._clock() - began
 
 
-def passes(probe: Probe, rows: Sequence[int] = ROWS, repeats: int = 9) -> dict[int, float]:
+def passes(probe: PassTimer, rows: Sequence[int] = ROWS, repeats: int = 9) -> dict[int, float]:
     """Medians of passes by rows, interleaved, after one of each that warms up."""
     seen: dict[int, list[float]] = {n: [] for n in rows}
     for turn in range(repeats + 1):
@@ -102,16 +102,16 @@ def passes(probe: Probe, rows: Sequence[int] = ROWS, repeats: int = 9) -> dict[i
     return {n: median(values) for n, values in seen.items()}
 
 
-def lengthen(probe: Probe, context: int) -> tuple[float, float]:
+def lengthen(probe: PassTimer, context: int) -> tuple[float, float]:
     """(seconds of a prompt's token, what a token more before it adds to a pass), by going on with a prompt."""
     start, before = probe.length, _median(lambda: probe.verify(MIN_ROWS))
-    chunks = [CHUNK] * min(_FURTHER // CHUNK, max(1, (context - start - MIN_ROWS) // CHUNK))
+    chunks = [PREFILL_ROWS] * min(_FURTHER // PREFILL_ROWS, max(1, (context - start - MIN_ROWS) // PREFILL_ROWS))
     seconds = [probe.feed(n) for n in chunks]
     after = _median(lambda: probe.verify(MIN_ROWS))
-    return median(seconds) / CHUNK, max(0.0, after - before) / sum(chunks)
+    return median(seconds) / PREFILL_ROWS, max(0.0, after - before) / sum(chunks)
 
 
-def by_threads(probe: Probe, counts: Sequence[int]) -> dict[int, float]:
+def by_threads(probe: PassTimer, counts: Sequence[int]) -> dict[int, float]:
     """Seconds of a small pass by number of CPU threads; the number stays as it was."""
     own = torch.get_num_threads()
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.doctor.acceptance import Acceptance, Kind
+from paceline.bench.doctor.acceptance import Acceptance, TextKind
 from paceline.bench.doctor.machine import Machine
 from paceline.bench.doctor.watch import Gain
-from paceline.types import Tree
+from paceline.types import DraftBudget
 
 TOKENS = 96
 """Length of the replies that end-to-end figures are for."""
@@ -19,19 +19,19 @@ class Drafting:
     """A drafter here: seconds of a draft by size, and what drafts give by kind of text."""
 
     name: str
-    seconds: Mapping[Tree, float]
+    seconds: Mapping[DraftBudget, float]
     acceptance: Acceptance
 
     @property
-    def sizes(self) -> list[Tree]:
+    def sizes(self) -> list[DraftBudget]:
         return list(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Prediction:
     """A round with drafts of one size: what it gives, and in how many seconds of drafting, and in all."""
 
-    size: Tree
+    size: DraftBudget
     gain: Gain
     drafting: float
     seconds: float
@@ -48,9 +48,9 @@ class Forecast:
     `nearest`: the best that does draft. `prompt`: seconds of reading it."""
 
     kind: str
-    plain: Choice
-    best: Choice
-    nearest: Choice
+    plain: Prediction
+    best: Prediction
+    nearest: Prediction
     prompt: float
 
     @property
@@ -63,7 +63,7 @@ class Forecast:
         """Seconds until the first token."""
         return self.prompt + self.best.seconds
 
-    def speed(self, choice: Choice) -> float:
+    def speed(self, choice: Prediction) -> float:
         """Tokens in a second of a reply of `TOKENS`, from text to text."""
         return TOKENS / (self.prompt + TOKENS / choice.speed)
 
@@ -78,13 +78,13 @@ def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
     return [_forecast(machine, drafting, name, kind) for name, kind in drafting.acceptance.kinds.items()]
 
 
-def _forecast(machine: Machine, drafting: Drafting, name: str, kind: Kind) -> Forecast:
+def _forecast(machine: Machine, drafting: Drafting, name: str, kind: TextKind) -> Forecast:
     before = kind.prompt + TOKENS / 2
-    plain = Choice(Tree.chain(0), Gain(1.0, 1.0), 0.0, machine.verify(1, before) + machine.host)
+    plain = Prediction(DraftBudget.chain(0), Gain(1.0, 1.0), 0.0, machine.verify(1, before) + machine.host)
     choices = []
     for size in drafting.sizes:
         gain, seconds = kind.gains[size], drafting.seconds[size]
-        choices.append(Choice(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host))
+        choices.append(Prediction(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host))
     nearest = max(choices, key=lambda choice: choice.speed)
     best = max((plain, nearest), key=lambda choice: choice.speed)
     return Forecast(name, plain, best, nearest, kind.prompt * machine.prefill)

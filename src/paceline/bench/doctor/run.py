@@ -16,7 +16,7 @@ from paceline.bench.doctor.machine import (
     PREFIX,
     ROWS,
     Machine,
-    Probe,
+    PassTimer,
     bandwidth,
     by_threads,
     lengthen,
@@ -78,7 +78,7 @@ def examine(
 def measure(model: Loaded) -> Machine:
     """Everything that no drafter changes."""
     target = model.target
-    probe = Probe(target)
+    probe = PassTimer(target)
     for count in _chunks(min(PREFIX, target.context_length // 2)):
         probe.feed(count)
     rows = [n for n in ROWS if probe.length + n < target.context_length]

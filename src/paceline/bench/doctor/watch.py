@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.drafters.wrapper import Around
+from paceline.drafters.wrapper import DrafterWrapper
 from paceline.protocols import Ask, Drafter
-from paceline.types import Draft, Tree
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
 Clock = Callable[[], float]
@@ -23,14 +23,14 @@ class Gain:
     rows: float
 
 
-class Onlooker(Around):
+class Onlooker(DrafterWrapper):
     """Asks the drafter inside for drafts of every size, notes them, and hands out none: the text is plain decoding's.
 
     So one reply shows what every size would have given. Only the first draft of a round is timed, which like any draft
     begins with catching up; sizes take turns at it. Requests come one after the other.
     """
 
-    def __init__(self, inner: Drafter, sizes: Sequence[Tree], clock: Clock = time.perf_counter) -> None:
+    def __init__(self, inner: Drafter, sizes: Sequence[DraftBudget], clock: Clock = time.perf_counter) -> None:
         """`sizes`: none of them empty, smallest first."""
         super().__init__(inner)
         self.draft, self._sizes, self._clock = sizes[-1], list(sizes), clock
@@ -101,7 +101,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Tally:
+class RoundTally:
     """Rounds of many replies."""
 
     rounds: int = 0

@@ -14,7 +14,7 @@ from paceline.cache.attention import BLOCK, LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cuda.attention import attend
 from paceline.kernels.cuda.table import RowTable
-from paceline.types import Forward, Rows, Tree
+from paceline.types import DraftBudget, Forward, Rows
 
 Replay = Callable[[], Forward]
 """Runs a recorded pass over what stands in its table by now."""
@@ -43,7 +43,7 @@ class DeviceCache(SlabCache):
             self._spare = super().acquire()
         return super().acquire(prompt)
 
-    def fit(self, slot: int, budget: Tree) -> Tree:
+    def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
         return budget.within(budget.depth, BLOCK - 1)
 

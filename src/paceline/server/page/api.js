@@ -34,7 +34,7 @@ async function failure(response) {
   return new ServerError(message, response.status);
 }
 
-/** The model that the server holds: {id, paceline: {drafters, default, exact, context_length}}. */
+/** The model that the server holds: {id, paceline: {drafters, default, guarantee, context_length}}. */
 export async function model() {
   const { data } = await (await ask("v1/models")).json();
   return data[0];

@@ -103,7 +103,7 @@ async function beside(turn, on, off, first, body, parallel) {
   }
   const done = await Promise.all([first, stream(off, { ...body, speculation: "off" }, turn)]);
   if (!done.every(Boolean)) return;
-  const { same, at, head, rest } = verdict(on, off, { fair: !parallel, exact: model.paceline.exact });
+  const { same, at, head, rest } = verdict(on, off, { fair: !parallel, guarantee: model.paceline.guarantee });
   turn.replies.append(make("p", same ? "verdict same" : "verdict differs", make("strong", "", head), ` ${rest}`));
   if (!same) for (const reply of [on, off]) reply.mark(at);
   new Speaker().say(`${head} ${rest}`);

@@ -1,7 +1,7 @@
 // Whether two replies are the same, and what that took.
 
 /** {same, head, rest} in words, and where they part {at}, for two finished replies: with speculation, and without. */
-export function verdict(on, off, { fair, exact }) {
+export function verdict(on, off, { fair, guarantee }) {
   const at = firstDifference(on, off);
   const shorter = Math.min(on.tokens.length, off.tokens.length);
   if (at === shorter && on.tokens.length === off.tokens.length) {
@@ -10,7 +10,7 @@ export function verdict(on, off, { fair, exact }) {
   if (at === shorter && !(on.finish && off.finish)) {
     return { same: true, head: "Same text as far as both go.", rest: `${count(at)}, then one was stopped.` };
   }
-  const reason = exact === "bits" ? "This should not happen: please report it." : "This model is exact up to rounding here.";
+  const reason = guarantee === "bits" ? "This should not happen: please report it." : "This model is exact up to rounding here.";
   return { same: false, at, head: `The texts differ from token ${at + 1} on.`, rest: reason };
 }
 

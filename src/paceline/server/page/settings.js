@@ -33,7 +33,7 @@ export function valid() {
 }
 
 /** Offers the drafters that the server knows, and begins with what the model recommends. */
-export function offer({ id, paceline: { drafters = [], exact, context_length: room, sampling = {} } = {} }) {
+export function offer({ id, paceline: { drafters = [], guarantee, context_length: room, sampling = {} } = {} }) {
   for (const name of ["temperature", "top_p"]) {
     const input = form.elements[name];
     // Where nobody has changed it yet.
@@ -43,7 +43,7 @@ export function offer({ id, paceline: { drafters = [], exact, context_length: ro
   for (const option of [...form.elements.drafter.options]) if (!["auto", "off"].includes(option.value)) option.remove();
   // A server that was told no other name calls its own choice "auto", too.
   off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
-  const kept = exact === "bits" ? "bit for bit" : "up to rounding";
+  const kept = guarantee === "bits" ? "bit for bit" : "up to rounding";
   $("#promise").textContent =
     `${id}. Same prompt, seed and settings: the same text, with or without speculation (exact ${kept}).` +
     (room ? ` Context: ${room.toLocaleString("en")} tokens.` : "");
