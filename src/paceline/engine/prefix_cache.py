@@ -79,8 +79,9 @@ class PrefixCache:
     def store(
         self, tokens: Sequence[int], prompt: int, target: Saved, drafters: Mapping[str, Saved | None] | None = None
     ) -> None:
-        """Keep what was computed of a text. `prompt`: so many of its tokens were fed as a prompt, in chunks of
-        `PREFILL_ROWS` from the first token on; the others were written by rounds. `drafters`: what `Drafter.save` gave, by name.
+        """Keep what was computed of a text. `prompt`: so many of its tokens were fed as a prompt, in chunks
+        of `PREFILL_ROWS` from the first token on; the others were written by rounds. `drafters`: what `Drafter.save`
+        gave, by name.
 
         A request that failed must not be stored: what it computed may not be finite.
         """
