@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.request import Request
 from paceline.engine.stats import Stats
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling

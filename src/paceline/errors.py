@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paceline.engine.results import Completion
-
+from typing import Any
 
 _LONGEST = 1000
 
@@ -32,11 +28,11 @@ def _printable(c: str) -> str:
 class PacelineError(Exception):
     """Base of all errors a user can cause or cure; the command line prints it as one line.
 
-    `cause` says what is wrong, `fix` what to do about it, `partial` what had been written of a reply by then. Both
-    texts are kept to one line of printable characters: they may quote files and requests that anyone can have written.
+    `cause` says what is wrong, `fix` what to do about it, `partial` a stream's `Completion` so far or a batch's list of
+    them. Both texts are kept to one line of printable characters: they may quote untrusted files and requests.
     """
 
-    partial: Completion | list[Completion] | None = None
+    partial: Any = None
 
     def __init__(self, cause: str, fix: str = "") -> None:
         self.cause, self.fix = one_line(cause), one_line(fix)

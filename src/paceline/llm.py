@@ -18,10 +18,11 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
 from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.request import Request
 from paceline.engine.results import Batch, BatchItem, Completion, Stream
-from paceline.engine.stats import Guarantee, Stats
+from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.decoder import Decoder
@@ -29,20 +30,13 @@ from paceline.models.runner_choice import runner_of, warn_of
 from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.text.sandbox import SANDBOX
-from paceline.types import DraftBudget
+from paceline.types import DraftBudget, Guarantee, Prompt
 from paceline.verify.rules import text_guarantee
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from paceline.text.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-"""One chat message: {"role": ..., "content": ...}."""
-
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text (put through the chat template unless raw), token ids, or chat messages."""
-
 
 _ONE = (str, Drafter, type(None))
 """What names one drafter, or none."""
@@ -220,7 +214,7 @@ class LLM:
         tokens: Sequence[int],
         sampling: Sampling,
         sample: int = 0,
-        like: Request | None = None,
+        source: Request | None = None,
         speculation: Speculation | None = None,
         scores: PromptLogprobs | None = None,
     ) -> Request:
@@ -231,8 +225,8 @@ class LLM:
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         drafter = (speculation or self.engine.policies.default).drafter
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
-        request = self.engine.start(tokens, sampler, text, stats, None if scores else like, speculation)
-        request.scores = scores
+        request = self.engine.start(tokens, sampler, text, stats, None if scores else source, speculation)
+        request.prompt_logprobs = scores
         return request
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -247,7 +241,7 @@ class LLM:
 
     def session(self) -> Session:
         """The target in your own hands, for a decoding loop of your own (docs/session.md)."""
-        return Session(self)
+        return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""

@@ -5,9 +5,11 @@ Nothing here speculates: `engine.py` shows how the parts meet.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -161,3 +163,25 @@ class Host(Target, Ends, Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+_Self = TypeVar("_Self", bound="Closable")
+
+
+class Closable(ABC):
+    """Something that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held; closing twice does nothing."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

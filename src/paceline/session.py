@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from paceline.engine.closing import Closable
 from paceline.errors import SessionError, memory_named
-from paceline.protocols import KVCache
-from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
+from paceline.protocols import Closable, KVCache, Target
+from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
 from paceline.verify.tree import PREFILL_ROWS, check, depths, pack, pack_prefix
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM, Prompt
-
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
 """Logits and taps, of several rows or of one."""
@@ -72,8 +66,15 @@ class Session(Closable):
 
     _cache: KVCache | None = None
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._target = llm, llm.model.target
+    def __init__(
+        self,
+        target: Target,
+        eos_token_ids: tuple[int, ...],
+        encode: Callable[..., list[int]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """`eos_token_ids`: the tokens that end a reply. `encode`, `decode`: as `LLM.encode` and a tokenizer's."""
+        self._target, self.eos_token_ids, self._encode, self._decode = target, eos_token_ids, encode, decode
         cache = self._target.new_cache()
         self._slot = cache.acquire()
         self._cache = cache
@@ -105,18 +106,13 @@ class Session(Closable):
         """The most tokens that the history may have."""
         return self._target.context_length
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a reply of this model."""
-        return self._llm.model.eos
-
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of text or chat messages, through the chat template unless `raw`. Raises `InvalidPrompt`."""
-        return self._llm.encode(prompt, raw=raw)
+        """Return the token ids of a prompt: see `LLM.encode`. Raises `InvalidPrompt`."""
+        return self._encode(prompt, raw=raw)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self._llm.tokenizer.decode(list(ids))
+        """Return the text of token ids."""
+        return self._decode(list(ids))
 
     # What moves the history
 

@@ -15,9 +15,9 @@ cache's own business (`layout.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -27,6 +27,16 @@ Tap = int | Literal["final"]
 """Where to listen: i is the residual stream *entering* layer i, "final" the normed output."""
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
+
+Message = Mapping[str, Any]
+"""One chat message: {"role": ..., "content": ...}."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text (put through the chat template unless raw), token ids, or chat messages."""
+
+Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
+"""What a text keeps of plain decoding's: the same bit for bit, or up to rounding; the distribution alone (the rules
+rejection and block); nothing certain (typical)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from paceline.drafters.base import Ask
 from paceline.drafters.block import Block
 from paceline.drafters.independent import independent
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork

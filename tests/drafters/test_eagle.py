@@ -18,7 +18,8 @@ from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_length import Controller
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder

@@ -22,8 +22,9 @@ from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_policy import OFF, Speculation
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import NonFiniteLogits, OutOfMemory, TimedOut

@@ -16,7 +16,8 @@ from paceline.drafters.base import Ask
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
 from paceline.sampling.parameters import Sampling

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.sampling.parameters import Sampling, StopWhen
-from paceline.sampling.sampler import Prefix
-from paceline.types import FinishReason, Verdict
+from paceline.sampling.parameters import Sampling
+from paceline.types import Draft, FinishReason, Verdict
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -74,14 +74,14 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        self._window.append(token)
+        self._window = [*self._window, token]  # a new list: copies of this object share the old one
         self._fresh += 1
         text = self._decode(self._window)
         if not text.endswith(_BROKEN) and len(text) > len(self._shown):
             return self._show(text, 0)
         if not self._decode([token, token]):
             # `decode` leaves out special tokens. Asked for two, since it may also strip the first space of a text.
-            self._window.pop()
+            self._window = self._window[:-1]
             self._fresh -= 1
         elif self._fresh > _UNFINISHED:
             held = min(range(1, _CHARACTER + 1), key=self._characters)
@@ -140,67 +140,80 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class Criteria:
-    """The user's own reasons to end a reply, asked after each token."""
+@dataclass(slots=True)
+class _State:
+    """The text of a reply up to some token: `left` tokens may follow; `ids` and `text` are kept for criteria only."""
 
-    def __init__(self, functions: StopWhen | Sequence[StopWhen]) -> None:
-        self._functions = (functions,) if callable(functions) else functions
-        self._ids: list[int] = []
-        self._text = ""
+    left: int
+    detokenizer: Detokenizer
+    stops: StopStrings
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
 
-    def push(self, token: int, text: str) -> bool:
-        """Whether the reply ends with this token, which completes `text`. Every function sees every token."""
-        if not self._functions:
-            return False
-        self._ids.append(token)
-        self._text += text
-        answers = [wants_to(self._ids, self._text) for wants_to in self._functions]
-        return any(answers)
+    def copy(self) -> _State:
+        return _State(self.left, copy(self.detokenizer), copy(self.stops), list(self.ids), self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed(Verdict):
+    """A verdict cut where the reply ends, with one chunk per token and the state of the text after them."""
+
+    chunks: tuple[Chunk, ...] = ()
+    state: _State | None = None
 
 
 class TextStream:
-    """A reply as it grows: cuts each verdict where the reply ends, and turns it into chunks."""
+    """A reply's text: cuts each verdict where the reply ends, and turns it into chunks."""
 
     def __init__(self, sampling: Sampling, eos: Sequence[int], decode: Decode, room: int) -> None:
         """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens."""
         self._ends: dict[int, FinishReason] = {} if sampling.ignore_eos else dict.fromkeys(eos, "eos")
         self._ends.update(dict.fromkeys(sampling.stop_token_ids, "stop"))
-        self.left = min(sampling.max_new_tokens, room)
-        self._text = Detokenizer(decode)
-        self._stops = StopStrings(tuple(sampling.stop))
-        self._pieces: list[str] = []
-        self._criteria = Criteria(sampling.stop_when)
+        self._criteria = (sampling.stop_when,) if callable(sampling.stop_when) else sampling.stop_when
         self.logprobs = sampling.logprobs
+        stops = StopStrings(tuple(sampling.stop))
+        self._state = _State(min(sampling.max_new_tokens, room), Detokenizer(decode), stops)
 
-    def trim(self, verdict: Verdict, prefix: Prefix) -> Verdict:
-        """The verdict up to the first token that ends the reply: EOS, a stop token or string, a criterion of the
-        user's, the length limit."""
-        self._pieces = []
+    @property
+    def left(self) -> int:
+        """Tokens that the length limit leaves for the reply."""
+        return self._state.left
+
+    def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
+        """Return the verdict up to the first token that ends the reply: EOS, a stop token or string, a user's
+        criterion, the length limit. Changes nothing: `emit` does.
+
+        `logits` [T, V]: of the round's rows, for log-probabilities.
+        """
+        state, pieces = self._state.copy(), []
         for count, token in enumerate(verdict.tokens, 1):
-            finish = self._take(token)
+            piece, finish = self._take(state, token)
+            pieces.append(piece)
             if finish:
-                return verdict.cut(count, finish)
-        return verdict
-
-    def emit(self, verdict: Verdict, logits: Tensor, own: Origin = "plain") -> list[Chunk]:
-        """The chunks of the verdict trimmed last. `logits` [T, V]: of the round's rows. `own`: where the token comes
-        from that the target added."""
-        last = len(verdict.tokens) - 1
-        logprobs = self._report(verdict, logits)
-        return [
+                verdict = verdict.cut(count, finish)
+                break
+        added, last = _origin(draft, verdict), len(pieces) - 1
+        rows = zip(pieces, verdict.tokens, self._logprobs(verdict, logits), strict=True)
+        chunks = tuple(
             Chunk(
                 piece,
                 token,
-                "draft" if i < len(verdict.path) else own,
+                "draft" if i < len(verdict.path) else added,
                 verdict.finish if i == last else None,
-                logprobs[i],
+                logprobs,
             )
-            for i, (piece, token) in enumerate(zip(self._pieces, verdict.tokens, strict=True))
-        ]
+            for i, (piece, token, logprobs) in enumerate(rows)
+        )
+        return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
-    def _report(self, verdict: Verdict, logits: Tensor) -> Sequence[Logprobs | None]:
+    def emit(self, verdict: Trimmed) -> list[Chunk]:
+        """Advance by a verdict that `trim` returned last, and return its chunks."""
+        self._state = verdict.state or self._state
+        return list(verdict.chunks)
+
+    def _logprobs(self, verdict: Verdict, logits: Tensor) -> Sequence[Logprobs | None]:
         """Each token comes from the row before it: the first from row 0, the next from the first accepted row."""
-        if self.logprobs is None:
+        if self.logprobs is None or not verdict.tokens:
             return [None] * len(verdict.tokens)
         rows = [0, *verdict.path][: len(verdict.tokens)]
         logp = logits[rows].log_softmax(-1)
@@ -209,16 +222,26 @@ class TextStream:
         tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
         return [Logprobs(*pair) for pair in zip(chosen, tops, strict=True)]
 
-    def _take(self, token: int) -> FinishReason | None:
-        self.left -= 1
+    def _take(self, state: _State, token: int) -> tuple[str, FinishReason | None]:
+        """Advance `state` by a token. Returns the text to show, and why the reply ends if it does."""
+        state.left -= 1
         finish = self._ends.get(token)
-        text = "" if finish else self._text.push(token)
-        piece, stopped = self._stops.push(text)
-        if self._criteria.push(token, text):
-            finish = finish or "stop"
-        if not stopped and (finish or self.left == 0):
+        text = "" if finish else state.detokenizer.push(token)
+        piece, stopped = state.stops.push(text)
+        if self._criteria:
+            state.ids.append(token)
+            state.text += text
+            answers = [criterion(state.ids, state.text) for criterion in self._criteria]  # each sees every token
+            finish = finish or ("stop" if any(answers) else None)
+        if not stopped and (finish or state.left == 0):
             finish = finish or "length"
-            rest, stopped = self._stops.push(self._text.flush())
-            piece += rest + ("" if stopped else self._stops.flush())
-        self._pieces.append(piece)
-        return "stop" if stopped else finish
+            rest, stopped = state.stops.push(state.detokenizer.flush())
+            piece += rest + ("" if stopped else state.stops.flush())
+        return piece, "stop" if stopped else finish
+
+
+def _origin(draft: Draft, verdict: Verdict) -> Origin:
+    """Origin of the token that the target adds itself."""
+    if not draft.tokens:
+        return "plain"
+    return "correction" if (verdict.path[-1] if verdict.path else 0) in draft.parents else "bonus"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property, wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -12,111 +11,60 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.engine.detokenizer import Chunk, Origin, TextStream
-from paceline.engine.draft_policy import DraftPolicies, DraftPolicy, PolicyGroup, Speculation, learn
+from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
+from paceline.engine.draft_groups import PolicyGroup, group, learn, taps
+from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.prefix_cache import PrefixCache
-from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.request import Request
 from paceline.engine.self_check import guarantee, seamless
-from paceline.engine.stats import Clock, Guarantee, Stats
+from paceline.engine.stats import Clock, Stats
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
-from paceline.sampling.sampler import Prefix, Sampler
-from paceline.types import Draft, DraftBudget, FinishReason, Forward, Rows, Tap, Verdict, Want
-from paceline.verify.rules import RULES
+from paceline.sampling.sampler import Sampler
+from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
-_FORCED = 32
-"""Tokens at most of a draft that cannot be wrong."""
-
-
-@dataclass(slots=True)
-class Request:
-    """A reply in the making."""
-
-    token_ids: list[int]
-    """Prompt and reply so far; the last token is the pending one, chosen but not yet in the cache."""
-    num_prompt_tokens: int
-    sampler: Sampler
-    stream: TextStream
-    stats: Stats
-    slot: int
-    policy: DraftPolicy | None = None
-    """What drafts for it."""
-    most: DraftBudget | None = None
-    """At most so much per round; None: as much as suits the drafter."""
-    scores: PromptLogprobs | None = None
-    """Takes the prompt's own log-probabilities; a prompt that is scored is fed whole, whatever is known of it."""
-    num_seen_tokens: int = 0
-    """How much of the text the drafter had been told when it last made a draft."""
-    finish: FinishReason | None = None
-    error: Exception | None = None
-    active: bool = True
-    """Whether it holds its slot."""
-    spoilt: bool = False
-    """A round broke off after it was judged: what it has shown and what the cache holds may differ."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """The committed text, as the sampler takes it."""
-        return Prefix(self.token_ids, (), self.num_prompt_tokens)
-
-    @property
-    def position(self) -> int:
-        """Position of the pending token; also the number of tokens that the cache holds."""
-        return len(self.token_ids) - 1
-
-    def judge(self, draft: Draft, logits: Tensor) -> Verdict:
-        """What stands of a draft, as far as the reply goes.
-
-        A request that fails here, in a processor or criterion of the user's too, ends alone: the others go on.
-        """
-        try:
-            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler, self.prefix), self.prefix)
-        except Exception as error:
-            self.error = error
-            return self.stream.trim(Verdict((), (), "error"), self.prefix)
+_MAX_FORCED = 32
+"""The most tokens of a draft that a grammar forces."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _alone(method: Method) -> Method:
-    """One thread at a time: a pass and its commit belong together. What asked to finish meanwhile then does."""
+def _exclusive(method: Method) -> Method:
+    """One thread at a time: a pass and its commit belong together. Requests finished meanwhile are released after."""
 
     @wraps(method)
     def run(self: Engine, *args: Any, **options: Any) -> Any:
         with self._lock:
-            self._deep += 1
+            self._depth += 1
             try:
                 return method(self, *args, **options)
             finally:
-                self._deep -= 1
-                while self._late and not self._deep:
-                    self._finish(self._late.pop())
+                self._depth -= 1
+                while self._finished and not self._depth:
+                    self._finish(self._finished.pop())
 
     return run  # type: ignore[return-value]
 
 
 class Engine:
-    """Runs requests over one target, one cache and its drafters. Knows rounds, not prompts or words.
-
-    Threads may share one: their rounds take turns.
-    """
+    """Runs requests over one target, one cache and its drafters. Threads may share it: their rounds take turns."""
 
     def __init__(
         self, target: Target, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
     ) -> None:
-        """`drafter`: one, or several by name, of which the first is the default. `draft`: how much to draft per round;
-        None leaves it to a controller, up to what the drafter likes."""
+        """`drafter`: one, or several by name, of which the first is the default. `draft`: the budget of each round;
+        None leaves it to a controller, up to the drafter's own maximum."""
         self.target = target
         self.policies = DraftPolicies(drafter, draft)
         self.cache: KVCache = target.new_cache()
         for policy in self.policies:
             policy.drafter.bind(self.cache)
         self.prefixes: PrefixCache | None = None
-        """Beginnings of texts that may come again; set by `remember`."""
-        self._lock, self._deep = RLock(), 0
-        self._late: list[Request] = []
+        """Set by `remember`."""
+        self._lock, self._depth = RLock(), 0
+        self._finished: list[Request] = []
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -129,150 +77,157 @@ class Engine:
         return seamless(self.target, self.guarantee)
 
     def remember(self, limit: int) -> None:
-        """From now on prompts that begin like an earlier text are fed from there. `limit`: bytes of what is kept."""
+        """Keep the state of finished texts, up to `limit` bytes, for prompts that begin like them."""
         self.prefixes = PrefixCache(limit, self.seamless)
 
-    @_alone
+    @_exclusive
     def start(
         self,
         prompt: Sequence[int],
         sampler: Sampler,
         stream: TextStream,
         stats: Stats,
-        like: Request | None = None,
+        source: Request | None = None,
         speculation: Speculation | None = None,
     ) -> Request:
-        """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens
-        between. `like`: a request with the same prompt that has been prefilled, so that this one need not be.
+        """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between. `source`: a
+        request with the same prompt that has been prefilled, so that this one need not be.
         """
-        how = speculation or self.policies.default
-        policy = self.policies[how.drafter]
-        begun = like is not None and len(like.token_ids) > like.num_prompt_tokens
-        # A drafter that was fed hidden states has by now those of the reply as well.
-        if like and policy and policy.drafter.taps and (begun or like.policy is not policy):
-            like = None
-        slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(prompt))
-        request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, how.most)
-        with self._unless_it_fails(request):
-            if like:
+        speculation = speculation or self.policies.default
+        policy = self.policies[speculation.drafter]
+        replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
+        # By then a drafter that is fed hidden states has been fed those of the reply as well.
+        if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
+            source = None
+        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt))
+        request = Request(
+            list(prompt), len(prompt), sampler, stream, stats, slot, policy, max_draft=speculation.max_draft
+        )
+        with self._released_on_error(request):
+            if source:
                 self.cache.truncate(slot, request.position)
-            if policy and like and like.policy is policy and not begun:
-                policy.drafter.fork(slot, like.slot, request.token_ids)
+            if policy and source and source.policy is policy and not replied:
+                policy.drafter.fork(slot, source.slot, request.token_ids)
             elif policy:
                 policy.drafter.admit(slot, request.token_ids)
         return request
 
-    @_alone
+    @_exclusive
     def suspend(self, request: Request) -> None:
-        """Give the slot to others for a while. The text so far stays, and `resume` goes on with it."""
-        self._leave(request)
+        """Give the slot back for now. The request keeps its text, and `resume` continues it."""
+        self._release(request)
 
-    @_alone
+    @_exclusive
     def resume(self, request: Request) -> None:
-        """Take a slot again; a prefill of all that the text has by now must follow."""
+        """Take a slot again; a prefill of the whole text must follow."""
         request.slot, request.active, request.num_seen_tokens = self.cache.acquire(request.num_prompt_tokens), True, 0
-        with self._unless_it_fails(request):
+        with self._released_on_error(request):
             if request.policy:
                 request.policy.drafter.admit(request.slot, request.token_ids)
 
     def prefill(self, request: Request) -> None:
-        """All of the prompt but its last token. That one is row 0 of the first round."""
+        """Feed the prompt but for its last token, which is row 0 of the first round."""
         while self.feed(request):
             pass
 
-    @_alone
-    def feed(self, request: Request, most: int = PREFILL_ROWS) -> int:
-        """The next chunk of the prompt. Returns its tokens; 0 where nothing is left.
+    @_exclusive
+    def feed(self, request: Request, limit: int = PREFILL_ROWS) -> int:
+        """Feed the next chunk of the prompt. Returns its number of tokens; 0 when nothing is left.
 
-        `most`: no more than so many at once, where it makes no difference how a prompt is cut.
+        `limit`: the most tokens of a chunk; ignored on machines where the cut would change bits (`seamless`).
         """
         clock = Clock()
-        scores = request.scores
-        done = self.cache.lengths[request.slot] or (0 if scores else self._recall(request))
-        most = PREFILL_ROWS if most < PREFILL_ROWS and not self.seamless else most
-        chunk = request.token_ids[done : min(done + most, request.position)]
+        scores = request.prompt_logprobs
+        done = self.cache.lengths[request.slot] or (0 if scores else self._load_prefix(request))
+        limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
+        chunk = request.token_ids[done : min(done + limit, request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
-            out = self._forward(rows, Want("all" if scores else "none", taps=self.policies.taps([request])))
+            out = self._forward(rows, Want("all" if scores else "none", taps=taps([request])))
             self.cache.commit(request.slot, range(1, len(chunk)))
             if request.policy:
-                taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
-                request.policy.drafter.feed(request.slot, chunk, taps)
+                states = {tap: x[0, : len(chunk)] for tap, x in out.taps.items()}
+                request.policy.drafter.feed(request.slot, chunk, states)
             if scores:
                 scores.push(done, request.token_ids[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
             if done + len(chunk) == request.position:
-                self._keep(request)
+                self._save_prefix(request)
         clock.lap("prefill")
         _charge([request], clock)
         return len(chunk)
 
-    def _recall(self, request: Request) -> int:
-        """Begin with what is known of the prompt. Returns how many of its tokens that is."""
+    def _load_prefix(self, request: Request) -> int:
+        """Begin with the longest cached prefix of the text. Returns its number of tokens."""
         if self.prefixes is None:
             return 0
         policy = request.policy
-        hit = self.prefixes.find(request.token_ids, policy.name if policy and policy.drafter.needs_past else None)
+        needs = policy.name if policy and policy.drafter.needs_past else None
+        hit = self.prefixes.find(request.token_ids, needs)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
-        # A cache may deny what was found, for a text that goes on under its first prompt's rotary factors (`resume`).
+        # A cache may refuse the hit, for a text that continues with its first prompt's rotary factors (`resume`).
         if policy and known and (saved := hit.drafters.get(policy.name)):
             policy.drafter.load(request.slot, saved, hit.length)
-        if not request.stats.rounds:  # else it goes on with a text of its own, which is no hit
+        if not request.stats.rounds:  # a resumed request finds its own text, which is no hit
             request.stats.cached = known
         return known
 
-    def _keep(self, request: Request) -> None:
-        """What was computed of a text is kept for others, as long as there is memory. What failed is not."""
-        if self.prefixes is None or request.error or request.spoilt:
+    def _save_prefix(self, request: Request) -> None:
+        """Keep the text's state in the prefix cache, memory permitting. That of a failed request is not kept."""
+        if self.prefixes is None or request.error:
             return
         policy = request.policy
         with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
             saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
             self.prefixes.store(request.token_ids, request.num_prompt_tokens, self.cache.save(request.slot), saved)
 
-    @_alone
+    @_exclusive
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
-        """One round for every request; returns what each has to show."""
+        """One round for every request. Returns the chunks of each.
+
+        An error before the commit changes no request, so the round can be repeated; later ones end their request alone.
+        """
         clock = Clock()
-        # What a grammar forces needs no drafter, and says nothing of one.
         drafts = [self._forced(request) for request in requests]
-        groups = self.policies.group(requests, drafts, self.cache)
-        self._propose(requests, groups, drafts)
+        groups = group(requests, drafts, self.cache)
+        self._draft(requests, groups, drafts)
         clock.lap("draft")
-        out = self._verify(requests, drafts)
-        with _spoiling(requests):
-            verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
-            clock.lap("verify")
-            self._commit(requests, verdicts, out)
-            clock.lap("commit")
-            _charge(requests, clock)
-            learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
-            return [self._emit(*one) for one in zip(requests, drafts, verdicts, out.logits, strict=True)]
+        out = self._forward(self._rows(requests, drafts), Want("all", taps=taps(requests)))
+        verdicts = [r.verify(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
+        clock.lap("verify")
+        verdicts = [
+            self._commit(request, draft, verdict, {tap: states[i] for tap, states in out.taps.items()})
+            for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True))
+        ]
+        clock.lap("commit")
+        _charge(requests, clock)
+        learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
+        return [request.stream.emit(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def finish(self, request: Request) -> None:
-        """Give the slot back: after the last round, or after one that failed.
+        """Give the slot back, after the last round or after one that failed.
 
-        A stream may be dropped at any moment, by a callback in the middle of a pass too: its slot stays until then.
+        A stream may be closed at any moment, by a callback within a pass too: the slot is then released after it.
         """
         with self._lock:
-            if self._deep:
-                self._late.append(request)
+            if self._depth:
+                self._finished.append(request)
             else:
                 self._finish(request)
 
     def _finish(self, request: Request) -> None:
         request.finish = request.finish or "cancelled"
-        self._leave(request)
+        self._release(request)
 
-    def _leave(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         if not request.active:
             return
         request.active = False
-        # Whatever fails on the way, the slot is free again.
         try:
-            if self.cache.lengths[request.slot] >= request.position:
-                self._keep(request)
+            # Not what an interrupt has left between the cache's commit and the text's.
+            if self.cache.lengths[request.slot] - request.position in (0, 1):
+                self._save_prefix(request)
         finally:
             try:
                 if request.policy:
@@ -281,64 +236,54 @@ class Engine:
                 self.cache.release(request.slot)
 
     @contextmanager
-    def _unless_it_fails(self, request: Request) -> Iterator[None]:
-        """A request that cannot begin holds no slot."""
+    def _released_on_error(self, request: Request) -> Iterator[None]:
+        """Release the slot of a request that cannot begin."""
         try:
             yield
         except BaseException:
-            self._leave(request)
+            self._release(request)
             raise
 
     def _forced(self, request: Request) -> Draft:
-        """What can only come next, whatever the target says: it is right, and costs no more than its rows."""
-        draft = DraftBudget.chain(_FORCED) if request.most is None else request.most
+        """Return the tokens that only can come next, by a grammar: a draft that needs no drafter and is never wrong."""
+        draft = request.max_draft or DraftBudget.chain(_MAX_FORCED)
         room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
         return Draft.chain(request.sampler.forced(request.prefix, room.depth))
 
-    def _propose(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
-        """Fills in the drafts of each group."""
-        for group in groups:
-            if not any(budget.nodes for budget in group.budgets):
+    def _draft(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
+        """Fill in the drafts of each group."""
+        for members in groups:
+            if not any(budget.nodes for budget in members.budgets):
                 continue
             asks = []
-            for i, budget in zip(group.at, group.budgets, strict=True):
+            for i, budget in zip(members.indices, members.budgets, strict=True):
                 request = requests[i]
                 request.num_seen_tokens = len(request.token_ids)
-                asks.append(Ask.of(request.slot, request.prefix, budget, request.sampler, group.price))
-            for i, draft in zip(group.at, group.policy.propose(asks, self.target.vocab_size), strict=True):
+                asks.append(Ask.of(request.slot, request.prefix, budget, request.sampler, members.price))
+            for i, draft in zip(members.indices, members.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 
-    def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
-        rows = pack(
-            [r.token_ids[-1] for r in requests],
-            drafts,
-            [r.slot for r in requests],
-            [r.position for r in requests],
-            self.target.device,
-        )
-        return self._forward(rows, Want("all", taps=self.policies.taps(requests)))
+    def _rows(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Rows:
+        last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
+        return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
-    def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
-        for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            self.cache.commit(request.slot, verdict.path)
-            request.token_ids.extend(verdict.tokens)
-            request.finish = verdict.finish
-            if request.policy and not verdict.finish:
-                self._tell(request, verdict, {tap: states[i] for tap, states in out.taps.items()})
-
-    @staticmethod
-    def _tell(request: Request, verdict: Verdict, taps: dict[Tap, Tensor]) -> None:
-        """A drafter that fails here ends its own request, which shows what it has; the others go on."""
-        assert request.policy is not None
+    def _commit(self, request: Request, draft: Draft, verdict: Trimmed, taps: dict[Tap, Tensor]) -> Trimmed:
+        """Advance the cache and the request by its verdict. Returns what was committed: nothing where that failed."""
+        if request.error:
+            return verdict
         try:
-            request.policy.drafter.observe(request.slot, verdict, taps)
+            self.cache.commit(request.slot, verdict.path)
         except Exception as error:
-            request.error, request.finish = error, "error"
-
-    @staticmethod
-    def _emit(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> list[Chunk]:
+            return request.fail(error)
+        request.token_ids.extend(verdict.tokens)
+        request.finish = verdict.finish
         request.stats.count(draft, verdict)
-        return request.stream.emit(verdict, logits, _origin(draft, verdict))
+        if request.policy and not verdict.finish:
+            try:
+                request.policy.drafter.observe(request.slot, verdict, taps)
+            except Exception as error:  # the tokens are committed, and still shown
+                request.fail(error)
+        return verdict
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
@@ -348,32 +293,12 @@ class Engine:
         except OutOfMemory:
             if not (self.prefixes and self.prefixes.nbytes):
                 raise
-        # What may come again gives way to what is being written.
-        self.prefixes.clear()
+        self.prefixes.clear()  # active requests come before what may be needed again
         return self._forward(rows, want)
 
 
-@contextmanager
-def _spoiling(requests: Sequence[Request]) -> Iterator[None]:
-    """What breaks off between judging and showing cannot be tried again."""
-    try:
-        yield
-    except BaseException:
-        for request in requests:
-            request.spoilt = True
-        raise
-
-
-def _origin(draft: Draft, verdict: Verdict) -> Origin:
-    """Where the token comes from that the target adds itself."""
-    if not draft.tokens:
-        return "plain"
-    last = verdict.path[-1] if verdict.path else 0
-    return "correction" if last in draft.parents else "bonus"
-
-
 def _charge(requests: Sequence[Request], clock: Clock) -> None:
-    """Requests that share a pass share its time: each waited for all of it."""
+    """Charge each request the whole time of the pass that it shared."""
     for request in requests:
         for phase, seconds in clock.laps.items():
             request.stats.seconds[phase] += seconds

@@ -1,69 +1,69 @@
-"""Who runs next: seats, admission, prompts fed between rounds. Knows no threads, no clients and no words."""
+"""Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import inf
 
 from paceline.engine.detokenizer import Chunk
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.errors import OutOfMemory, TimedOut
 from paceline.verify.tree import PREFILL_ROWS
 
 Begin = Callable[[Request | None], Request]
-"""Takes a slot for a reply; given a request with the same prompt that has been prefilled, if there is one."""
+"""Starts a request, given another one with the same prompt that has been prefilled, if there is one."""
 Fits = Callable[[int, int], bool]
-"""Whether there is memory for so many texts, the longest of so many tokens."""
+"""(number of texts, tokens of the longest) -> whether there is memory for them."""
 
-_AHEAD = 256
-"""Tokens beyond what it has that a text must find room for before it begins."""
-_HURRY = 4
-"""A queue that grows would keep everybody waiting for a first token, however short the pauses of the others are."""
+_HEADROOM = 256
+"""Tokens beyond its own that must fit in memory before a text is admitted."""
+_MAX_CATCH_UP = 4
+"""The most times `quota` that is fed between two rounds while a queue grows: bounds the wait for a first token."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One reply: waiting, then entering (its prompt is being fed), running, done.
+    """One reply: waiting, then prefilling, running, done.
 
-    `group`: replies to one prompt share its prefill where they run together. `client`: for whom it is. `prompt`: its
-    tokens. `deadline`: when it must be done, by the scheduler's clock. `cancelled`: set it at any moment, from any
-    thread, and the reply ends before its next round. `came`, `began`: when it was made, and when it got a seat.
-    `request`: None before it has begun. `error`: why it ended early.
+    `num_prompt_tokens`: its length until the request exists. `group`: replies to one prompt share its prefill where
+    they run together. `client`: the client it is for. `deadline`: by the scheduler's clock. `cancelled`: may be set at
+    any moment by any thread; the reply then ends before its next round. `arrived`, `started`: times of creation and of
+    the first slot. `request`: None until it starts. `error`: why it ended early.
     """
 
     begin: Begin
-    prompt: int = 0
+    num_prompt_tokens: int = 0
     group: Hashable | None = None
     client: Hashable | None = None
     deadline: float = inf
     cancelled: bool = False
-    came: float = field(default_factory=time.monotonic)
-    began: float | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
     request: Request | None = None
     error: Exception | None = None
     done: bool = False
 
     @property
     def length(self) -> int:
-        """Tokens of its text so far."""
-        return len(self.request.token_ids) if self.request else self.prompt
+        """Tokens of prompt and reply so far."""
+        return len(self.request.token_ids) if self.request else self.num_prompt_tokens
 
 
 Event = tuple[Task, list[Chunk]]
-"""What a task has to show; the last one, with or without chunks, comes when it is `done`."""
+"""New chunks of a task; the last event, with or without chunks, comes when it is `done`."""
 
 
 class Scheduler:
-    """Replies in ragged rounds, up to `width` at once; of those that wait the next is one of the client who has the
-    fewest seats, the oldest first.
+    """Drives replies in ragged rounds, up to `width` at once. The next to start is the oldest of the client with the
+    fewest running replies.
 
-    Between two rounds `quota` tokens of prompts are fed, so that a long prompt does not stall those who are reading
-    their replies; where several wait that could begin, so many times that, up to `_HURRY` times. Where memory gets
-    short, the reply that came last gives its slot back and goes on later: its text does not depend on that. One that
-    fails ends alone.
+    Between two rounds `quota` prompt tokens are fed, so that a long prompt does not stall running replies; times the
+    number of tasks that could start, up to `_MAX_CATCH_UP`. When memory gets short, the latest reply gives its slot
+    back and continues later, with the same text. A reply that fails ends alone.
     """
 
     def __init__(
@@ -76,45 +76,46 @@ class Scheduler:
     ) -> None:
         self._engine, self._width, self._quota, self._fits, self._clock = engine, width, quota, fits, clock
         self.waiting: deque[Task] = deque()
-        self.entering: Task | None = None
+        self.prefilling: Task | None = None
         # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
         self.running: list[Task] = []
-        self._most = width
-        """Seats at this moment: fewer than there are after memory ran out, until somebody leaves."""
+        self._limit = width
+        """Slots in use at most: fewer than `width` after memory ran out, until a reply ends."""
         self._prefilled: dict[Hashable | None, Request] = {}
-        """Per group the latest request, which others can begin like as long as it has a slot."""
+        """The latest prefilled request of each group, a source for others as long as it has a slot."""
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.entering or self.running)
+        return bool(self.waiting or self.prefilling or self.running)
 
     @property
     def active(self) -> list[Task]:
-        """Those that hold a slot. Other threads may ask."""
-        entering = self.entering  # read once: the next moment it may be another, or none
-        return [*self.running, *([entering] if entering else [])]
+        """Tasks that hold a slot. Safe to read from other threads."""
+        prefilling = self.prefilling  # read once, other threads may change it
+        return [*self.running, *([prefilling] if prefilling else [])]
 
     def add(self, task: Task) -> None:
+        """Queue a task."""
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:
-        """Ends what must end, feeds prompts, runs one round."""
-        ended = [*self._expire(), *self._enter()]
-        self._yield_room()
+        """End cancelled and late tasks, feed prompts, run one round. Returns new chunks and ended tasks."""
+        ended = [*self._expire(), *self._prefill()]
+        self._make_room()
         return [*((task, []) for task in ended), *self._round()]
 
     def close(self) -> list[Event]:
-        """End all replies here."""
-        everyone = [*self.waiting, *self.active]
-        for task in everyone:
+        """End all tasks here."""
+        tasks = [*self.waiting, *self.active]
+        for task in tasks:
             self._end(task)
         self.waiting.clear()
-        return [(task, []) for task in everyone]
+        return [(task, []) for task in tasks]
 
     # Ending
 
     def _expire(self) -> list[Task]:
-        """Those that nobody waits for any more, or for too long."""
+        """End the tasks that are cancelled or past their deadline."""
         now, ended = self._clock(), []
         for task in [*self.active, *self.waiting]:
             if not task.cancelled and now >= task.deadline:
@@ -137,9 +138,9 @@ class Scheduler:
         task.done = True
 
     def _leave_batch(self, task: Task) -> None:
-        self._most = self._width
-        if task is self.entering:
-            self.entering = None
+        self._limit = self._width
+        if task is self.prefilling:
+            self.prefilling = None
         elif task in self.running:
             last = self.running.pop()
             if last is not task:
@@ -147,125 +148,116 @@ class Scheduler:
 
     # Beginning
 
-    def _enter(self) -> list[Task]:
-        """Feed prompts, as many tokens as may be fed now. Returns those that could not begin."""
-        could = min(len(self.waiting), self._most - len(self.running))
-        left, failed = self._quota * max(1, min(could, _HURRY)), []
-        while left > 0 and (task := self.entering or self._next()):
+    def _prefill(self) -> list[Task]:
+        """Feed prompts up to this turn's quota. Returns the tasks that could not start."""
+        startable = min(len(self.waiting), self._limit - len(self.running))
+        left, failed = self._quota * max(1, min(startable, _MAX_CATCH_UP)), []
+        while left > 0 and (task := self.prefilling or self._next()):
             left -= self._feed(task, left)
             if task.done:
                 failed.append(task)
         return failed
 
-    def _feed(self, task: Task, most: float) -> float:
-        """As `_chunk`. A prompt for which there is no memory waits again, and uses up what may be fed."""
+    def _feed(self, task: Task, limit: float) -> float:
+        """As `_chunk`. A prompt for which there is no memory waits again, and uses up the quota."""
         try:
-            return self._chunk(task, most)
-        except OutOfMemory as error:
-            if self._put_back(task):
-                return most
-            self._fail(task, error)
+            return self._chunk(task, limit)
         except Exception as error:
+            if isinstance(error, OutOfMemory) and self._preempt(task):
+                return limit
             self._fail(task, error)
         return 0
 
     def _next(self) -> Task | None:
-        """The next that waits, if there is room for it."""
+        """Take the next waiting task, if there is room for it."""
         count = len(self.running) + 1
-        if not self.waiting or count > self._most:
+        if not self.waiting or count > self._limit:
             return None
-        seats = Counter(one.client for one in self.running)
-        # Whoever had to give a slot back has waited before all others.
-        task = min(self.waiting, key=lambda one: (one.request is None, seats[one.client]))
-        longest = _AHEAD + max(one.length for one in (task, *self.running))
+        running = Counter(one.client for one in self.running)
+        # Preempted tasks come first.
+        task = min(self.waiting, key=lambda one: (one.request is None, running[one.client]))
+        longest = _HEADROOM + max(one.length for one in (task, *self.running))
         if self.running and not self._fits(count, longest):
             return None
-        self.entering = task
+        self.prefilling = task
         self.waiting.remove(task)
         return task
 
-    def _chunk(self, task: Task, most: float) -> int:
-        """A chunk of the prompt; after its last the task is running. Returns its tokens."""
-        task.began = task.began or self._clock()
+    def _chunk(self, task: Task, limit: float) -> int:
+        """Feed a chunk of the prompt; after the last one the task is running. Returns its number of tokens."""
+        task.started = task.started or self._clock()
         if task.request is None:
-            like = self._prefilled.get(task.group) if task.group is not None else None
-            task.request = task.begin(like if like and like.active else None)
+            source = self._prefilled.get(task.group) if task.group is not None else None
+            task.request = task.begin(source if source and source.active else None)
         elif not task.request.active:
             self._engine.resume(task.request)
-        fed = self._engine.feed(task.request, int(min(most, PREFILL_ROWS)))
-        if self._engine.cache.lengths[task.request.slot] == task.request.position:
-            self.entering = None
+        fed = self._engine.feed(task.request, int(min(limit, PREFILL_ROWS)))
+        if not task.done and self._engine.cache.lengths[task.request.slot] == task.request.position:
+            self.prefilling = None
             self.running.append(task)
             if task.group is not None:
                 self._prefilled[task.group] = task.request
         return fed
 
-    def _fail(self, task: Task, error: Exception) -> Task:
+    def _fail(self, task: Task, error: Exception) -> Event:
         task.error = error
         self._end(task)
-        return task
+        return task, []
 
     # Memory
 
-    def _yield_room(self) -> None:
-        """Where texts have outgrown the memory there is, those that came last make room."""
+    def _make_room(self) -> None:
+        """Preempt the latest tasks while the texts do not fit in memory."""
         while len(self.active) > 1:
             if self._fits(len(self.active), max(task.length for task in self.active)):
                 return
-            self._put_back(_latest(self.active))
+            self._preempt(_latest(self.active))
 
-    def _put_back(self, task: Task) -> bool:
-        """It waits again, before all others; False where it is alone and waiting would not help."""
+    def _preempt(self, task: Task) -> bool:
+        """Let an active task wait again, before all others. False if it is alone: waiting would not help."""
         if len(self.active) < 2:
             return False
         self._leave_batch(task)
         if task.request:
             self._engine.suspend(task.request)
         self.waiting.appendleft(task)
-        self._most = len(self.active)
+        self._limit = len(self.active)
         return True
 
     # Rounds
 
     def _round(self) -> list[Event]:
-        if not self.running:
+        batch = list(self.running)
+        if not batch:
             return []
-        together = list(self.running)
         try:
-            shown = self._engine.step([_request(task) for task in together])
-        except OutOfMemory as error:
-            # A round that was judged cannot be tried again: its tokens would be in the texts and never shown.
-            if not any(_request(task).spoilt for task in together) and self._put_back(_latest(together)):
-                return []
-            return list(self._one_by_one(together, error))
+            return self._step(batch)
         except Exception as error:
-            return list(self._one_by_one(together, error))
-        return self._shown(together, shown)
+            if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
+                return []
+            if len(batch) == 1:
+                return [self._fail(batch[0], error)]
+        # Repeat the round for each task alone, so that only those fail that must.
+        return [self._step_alone(task) for task in batch]
 
-    def _one_by_one(self, together: list[Task], error: Exception) -> Iterator[Event]:
-        """A round that failed for all is tried again for each, so that only those fail that must."""
-        for task in together:
-            request = _request(task)
-            if len(together) == 1 or request.spoilt:
-                yield self._fail(task, error), []
-                continue
-            try:
-                shown = self._engine.step([request])
-            except Exception as own:
-                yield self._fail(task, own), []
-            else:
-                yield from self._shown([task], shown)
+    def _step_alone(self, task: Task) -> Event:
+        try:
+            return self._step([task])[0]
+        except Exception as error:
+            return self._fail(task, error)
 
-    def _shown(self, together: list[Task], shown: list[list[Chunk]]) -> list[Event]:
-        for task in together:
+    def _step(self, tasks: list[Task]) -> list[Event]:
+        """Run one round for these tasks, and end those whose reply is over."""
+        events = list(zip(tasks, self._engine.step([_request(task) for task in tasks]), strict=True))
+        for task in tasks:
             if _request(task).finish:
                 self._end(task)
-        return list(zip(together, shown, strict=True))
+        return events
 
 
 def _latest(tasks: list[Task]) -> Task:
-    """The one that came last."""
-    return max(tasks, key=lambda task: task.came)
+    """Return the task that arrived last."""
+    return max(tasks, key=lambda task: task.arrived)
 
 
 def _request(task: Task) -> Request:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK
-from paceline.engine.stats import Guarantee
 from paceline.protocols import KVCache, Target
-from paceline.types import Draft, DraftBudget, Want
+from paceline.types import Draft, DraftBudget, Guarantee, Want
 from paceline.verify.tree import PREFILL_ROWS, beside, pack, pack_prefix
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32

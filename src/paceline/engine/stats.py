@@ -6,12 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.types import Draft, Verdict
+from paceline.types import Draft, Guarantee, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
-Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
-"""What a text is: plain decoding's bit for bit, or up to rounding; one drawn from the same distribution (the rules
-rejection and block); or none of these (typical)."""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.engine.detokenizer import Chunk, Origin, TextStream
 from paceline.errors import InvalidOption
 from paceline.sampling.sampler import Prefix, Sampler
-from paceline.types import Verdict
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -57,24 +55,29 @@ class BatchSequence:
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """A `LogitsProcessor`: all of transformers' in their order, over float32 as in `generate`."""
         scores = logits.to(self._ids.device, torch.float32)
+        ids = self._ids_after(prefix.token_ids, prefix.path)
         if self._processors:
-            ids = self._ids_after(prefix.token_ids, prefix.path).repeat(self._shown, 1)
-            scores = self._processors(ids, scores.repeat(self._shown, 1))[self._place]
+            scores = self._processors(ids.repeat(self._shown, 1), scores.repeat(self._shown, 1))[self._place]
         return scores.to(logits)
 
-    def ended(self, text: Sequence[int], path: Sequence[int]) -> bool:
-        """Whether a criterion ends the sequence after `text` and `path`."""
-        return bool(self._criteria(self._ids_after(text, path).repeat(self._count, 1), None)[self.index])
+    def ended(self, reply: Sequence[int], text: str) -> bool:
+        """Whether a criterion ends the sequence after these reply tokens (a `Sampling.stop_when`)."""
+        ids = self._extended(reply[self._known - len(self.prompt) :])
+        return bool(self._criteria(ids.repeat(self._count, 1), None)[self.index])
 
-    def _ids_after(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
-        """The padded sequence [length]. What `text` was at the last call is not copied again."""
-        end = self._padding + len(text) + len(path)
-        if end > len(self._ids):
-            self._ids = torch.cat([self._ids, self._ids.new_zeros(max(256, end))])
-        new = [*text[self._known :], *path]
-        self._ids[end - len(new) : end] = self._ids.new_tensor(new)
-        self._known = len(text)
-        return self._ids[:end]
+    def _ids_after(self, committed: Sequence[int], path: Sequence[int]) -> Tensor:
+        """Return the padded sequence [length]; tokens committed at the last call are not copied again."""
+        ids = self._extended([*committed[self._known :], *path])
+        self._known = len(committed)
+        return ids
+
+    def _extended(self, new: Sequence[int]) -> Tensor:
+        """Return the known tokens and then these new ones."""
+        start = self._padding + self._known
+        if start + len(new) > len(self._ids):
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(max(256, start + len(new)))])
+        self._ids[start : start + len(new)] = self._ids.new_tensor(new)
+        return self._ids[: start + len(new)]
 
 
 def _treats_rows_alike(processor: object) -> bool:
@@ -82,42 +85,17 @@ def _treats_rows_alike(processor: object) -> bool:
     return kind.__module__ == "transformers.generation.logits_process" and kind.__name__ in _BY_ROW
 
 
-class Stops(TextStream):
-    """Ends a reply where transformers' criteria do, inside a draft too, and shows nothing: tokens are all it is for."""
-
-    def __init__(self, row: BatchSequence, left: int, criteria: bool) -> None:
-        """`criteria`: False to stop at `left` only."""
-        self.left = left
-        self._row, self._asked = row, criteria
-
-    def trim(self, verdict: Verdict, prefix: Prefix) -> Verdict:
-        for count in range(1, len(verdict.tokens) + 1):
-            self.left -= 1
-            if self._asked and self._row.ended(prefix.token_ids, verdict.tokens[:count]):
-                return verdict.cut(count, "stop")
-            if self.left == 0:
-                return verdict.cut(count, "length")
-        return verdict
-
-    def emit(self, verdict: Verdict, logits: Tensor, own: Origin = "plain") -> list[Chunk]:
-        return []
-
-
 @dataclass(slots=True)
 class Recorder(Sampler):
-    """A sampler that keeps what it chose from. `logits`, `scores`: one [V] per token, before and after processors."""
+    """A sampler that keeps the rows it chose from. `logits`, `scores`: [V] by position, before and after processors."""
 
-    logits: list[Tensor] = field(default_factory=list)
-    scores: list[Tensor] = field(default_factory=list)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, prefix: Prefix, logits: Tensor) -> int:
-        self.logits.append(logits.float())
-        self.scores.append(self.process(prefix, logits).float())
+        self.logits[len(prefix)] = logits.float()
+        self.scores[len(prefix)] = self.process(prefix, logits).float()
         return Sampler.choose(self, prefix, logits)
-
-    def cut(self, count: int) -> None:
-        """Forget what was chosen beyond the reply's `count` tokens: the reply ended inside a draft."""
-        del self.logits[count:], self.scores[count:]
 
 
 def rows_of(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,15 @@ from torch import Tensor
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_spec, open_drafter, to_tree
-from paceline.engine.engine import Engine, Request
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption
-from paceline.integrations.sequences import BatchSequence, Recorder, Stops, rows_of
+from paceline.integrations.sequences import BatchSequence, Recorder, rows_of
 from paceline.sampling.noise import Noise
+from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Sampler
 from paceline.types import DraftBudget
 
@@ -180,39 +185,34 @@ class _GenerateCall:
 
     def _write(self, left: Sequence[int], criteria: bool) -> None:
         """Go on with every sequence that has tokens left, until each has ended."""
-        requests: list[Request] = []
+        scheduler = Scheduler(self._engine, len(self._rows))
+        tasks = {i: Task(partial(self._start, i, count, criteria)) for i, count in enumerate(left) if count}
+        for task in tasks.values():
+            scheduler.add(task)
         try:
-            for i, (row, count) in enumerate(zip(self._rows, left, strict=True)):
-                if count:
-                    stops = Stops(row, count, criteria)
-                    request = self._engine.start(self._texts[i], self._samplers[i], stops, self.stats[i])
-                    requests.append(request)
-                    self._texts[i] = request.token_ids
-                    self._engine.prefill(request)
-            while live := [r for r in requests if not r.finish]:
-                self._engine.step(live)
-                for request in live:
-                    if request.error:
-                        raise request.error
-                    if request.finish:
-                        self._engine.finish(request)
-                self._stream([r.token_ids for r in requests if not r.finish])
+            while scheduler.busy:
+                for task, _ in scheduler.turn():
+                    if task.error:
+                        raise task.error
+                self._stream([i for i, task in tasks.items() if not task.done])
         finally:
-            for request in requests:
-                self._engine.finish(request)
-                request.stats.close()
-        for sampler, reply in zip(self._samplers, self._replies, strict=True):
-            if isinstance(sampler, Recorder):
-                sampler.cut(len(reply))
+            scheduler.close()
 
-    def _stream(self, live: Sequence[list[int]]) -> None:
+    def _start(self, index: int, left: int, criteria: bool, source: Request | None) -> Request:
+        """Start a sequence's request. `criteria`: False to stop after `left` tokens only."""
+        sampling = Sampling(max_new_tokens=left, stop_when=(self._rows[index].ended,) if criteria else ())
+        stream = TextStream(sampling, (), lambda ids: "", left)
+        request = self._engine.start(self._texts[index], self._samplers[index], stream, self.stats[index])
+        self._texts[index] = request.token_ids
+        return request
+
+    def _stream(self, live: Sequence[int]) -> None:
         """Hand over the tokens that every sequence has by now, one [B] after the other, as `generate` does."""
         if self._streamer is None:
             return
         replies = self._replies
-        open_ = [self._pad is None or any(text is one for one in live) for text in self._texts]
         lengths = list(map(len, replies))
-        done = min((n for n, waits in zip(lengths, open_, strict=True) if waits), default=max(lengths))
+        done = min(lengths if self._pad is None else (lengths[i] for i in live), default=max(lengths))
         for at in range(self._put, done):
             self._streamer.put(torch.tensor([self._token(reply, at) for reply in replies]))
         self._put = max(self._put, done)
@@ -232,15 +232,18 @@ class _GenerateCall:
         recorders = [s for s in self._samplers if isinstance(s, Recorder)]
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=_steps([r.scores for r in recorders], width) if self._config.output_scores else None,
-            logits=_steps([r.logits for r in recorders], width) if self._config.output_logits else None,
+            scores=self._steps([r.scores for r in recorders], width) if self._config.output_scores else None,
+            logits=self._steps([r.logits for r in recorders], width) if self._config.output_logits else None,
         )
 
-
-def _steps(rows: Sequence[Sequence[Tensor]], width: int) -> tuple[Tensor, ...]:
-    """From [V] by sequence and step to [B, V] by step; zeros where a sequence has ended."""
-    none = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[at] if at < len(row) else none for row in rows]) for at in range(width))
+    def _steps(self, rows: Sequence[Mapping[int, Tensor]], width: int) -> tuple[Tensor, ...]:
+        """Return [B, V] by step, from [V] by sequence and position; zeros where a sequence has ended."""
+        none = torch.zeros_like(next(iter(rows[0].values())))
+        steps = [
+            [kept[at] for at in range(len(row.prompt), len(text))]
+            for kept, row, text in zip(rows, self._rows, self._texts, strict=True)
+        ]
+        return tuple(torch.stack([row[i] if i < len(row) else none for row in steps]) for i in range(width))
 
 
 def _fits(criteria: StoppingCriteriaList, engine: Engine) -> None:

@@ -13,8 +13,8 @@ from math import inf
 
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
-from paceline.engine.engine import Request
 from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Begin, Event, Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
@@ -96,7 +96,7 @@ class ReplyStream:
     @property
     def queued(self) -> float:
         """Seconds that it waited for a slot, or has waited by now."""
-        return (self._task.began or time.monotonic()) - self._task.came
+        return (self._task.started or time.monotonic()) - self._task.arrived
 
     @property
     def cached(self) -> int:
@@ -212,8 +212,8 @@ class Worker:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def _begin(self, job: ReplyJob, how: Speculation) -> Begin:
-        def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, how, job.scores)
+        def begin(source: Request | None) -> Request:
+            return self.llm.start(job.tokens, job.sampling, job.sample, source, how, job.scores)
 
         return begin
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.engine.stats import Stats
 from paceline.protocols import Saved, Target
 from paceline.sampling.parameters import Sampling
@@ -97,8 +98,12 @@ def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> N
         Sampling(max_new_tokens=18, temperature=1.1, top_p=0.9, seed=4, processors=[_no_repeat]),
     ]
     plain = [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
-    engine = Engine(target, _Checked(drafter), DraftBudget(8, 4, 2))
-    together = [tokens for tokens, _, _ in run_together(engine, prompts, samplings)]
+    watched = _Checked(drafter)
+    together = [
+        tokens for tokens, _, _ in run_together(Engine(target, watched, DraftBudget(8, 4, 2)), prompts, samplings)
+    ]
+    if watched.error:  # the scheduler has repeated the round for each request alone
+        raise watched.error
     assert together == plain, "requests that share rounds change each other's text"
 
 
@@ -107,7 +112,7 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
     request = _begin(engine, sampling, prompt)
-    requests = [request, _begin(engine, sampling, prompt, like=request)]
+    requests = [request, _begin(engine, sampling, prompt, source=request)]
     first, second = drafter.propose([_ask(engine, r) for r in requests])
     assert first == second, "a fork is drafted for in another way than its source"
     for request in requests:
@@ -163,12 +168,12 @@ def _begin(
     engine: Engine,
     sampling: Sampling,
     prompt: Sequence[int],
-    like: Request | None = None,
+    source: Request | None = None,
     saved: tuple[Saved, Saved | None, int] | None = None,
 ) -> Request:
     """A request that has been prefilled. `saved`: what target and drafter saved, and how much of it to load."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
-    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), like)
+    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), source)
     if saved and request.policy:
         text, states, length = saved
         engine.cache.load(request.slot, text, length)
@@ -183,17 +188,27 @@ def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) ->
 
 
 class _Checked(DrafterWrapper):
-    """Looks at every draft."""
+    """Checks every draft and keeps the first error."""
+
+    error: Exception | None = None
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        drafts = super().propose(asks)
-        assert len(drafts) == len(asks), "one draft per ask"
-        for ask, draft in zip(asks, drafts, strict=True):
-            check(draft)
-            assert len(draft.tokens) <= ask.budget.nodes, "more nodes than the budget"
-            assert max(depths(draft.parents)) <= ask.budget.depth, "deeper than the budget"
-            children = Counter(draft.parents)
-            assert max(children.values(), default=0) <= ask.budget.branch, "more branches than the budget"
-            for parent, token in zip(draft.parents, draft.tokens, strict=True):
-                assert parent not in draft.q or draft.q[parent][token] > 0, "a token that its q rules out"
+        try:
+            drafts = super().propose(asks)
+            _check_drafts(asks, drafts)
+        except Exception as error:
+            self.error = self.error or error
+            raise
         return drafts
+
+
+def _check_drafts(asks: Sequence[Ask], drafts: Sequence[Draft]) -> None:
+    assert len(drafts) == len(asks), "one draft per ask"
+    for ask, draft in zip(asks, drafts, strict=True):
+        check(draft)
+        assert len(draft.tokens) <= ask.budget.nodes, "more nodes than the budget"
+        assert max(depths(draft.parents)) <= ask.budget.depth, "deeper than the budget"
+        children = Counter(draft.parents)
+        assert max(children.values(), default=0) <= ask.budget.branch, "more branches than the budget"
+        for parent, token in zip(draft.parents, draft.tokens, strict=True):
+            assert parent not in draft.q or draft.q[parent][token] > 0, "a token that its q rules out"

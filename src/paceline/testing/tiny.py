@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -84,27 +87,29 @@ def run_together(
     engine: Engine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, eos: Sequence[int] = ()
 ) -> list[tuple[list[int], FinishReason | None, Stats]]:
     """Decode several prompts in shared passes; each leaves when it is done. What `run` gives, of each."""
-    requests: list[Request] = []
+    scheduler = Scheduler(engine, len(prompts))
+    tasks = [
+        Task(partial(_start, engine, prompt, sampling, eos))
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    for task in tasks:
+        scheduler.add(task)
     try:
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            requests.append(_start(engine, prompt, sampling, eos))
-            engine.prefill(requests[-1])
-        while active := [request for request in requests if request.finish is None]:
-            engine.step(active)
-            for request in active:
-                if request.error:
-                    raise request.error
-                if request.finish:
-                    engine.finish(request)
+        while scheduler.busy:
+            scheduler.turn()
+            for task in tasks:
+                if task.error:
+                    raise task.error
     finally:
-        for request in requests:
-            engine.finish(request)
-            request.stats.close()
+        scheduler.close()
+    requests = [task.request for task in tasks if task.request]
     return [(r.token_ids[r.num_prompt_tokens :], r.finish, r.stats) for r in requests]
 
 
-def _start(engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int]) -> Request:
+def _start(
+    engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int], source: Request | None
+) -> Request:
     sampler = sampling.sampler(vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
-    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"))
+    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"), source)

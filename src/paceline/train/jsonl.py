@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.closing import Closable
 from paceline.errors import InvalidData
+from paceline.protocols import Closable
 
 _BOM = b"\xef\xbb\xbf"
 

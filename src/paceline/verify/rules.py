@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.stats import Guarantee
 from paceline.sampling.sampler import Prefix, RuleName, Sampler, not_finite
-from paceline.types import Draft, Verdict
+from paceline.types import Draft, Guarantee, Verdict
 from paceline.verify.rejection import RoundChance, block_walk, rejection_walk
 
 Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]

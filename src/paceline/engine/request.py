@@ -1,0 +1,65 @@
+"""The state of one reply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.engine.detokenizer import TextStream, Trimmed
+from paceline.engine.draft_policy import DraftPolicy
+from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.stats import Stats
+from paceline.sampling.sampler import Prefix, Sampler
+from paceline.types import Draft, DraftBudget, FinishReason
+from paceline.verify.rules import RULES
+
+
+@dataclass(slots=True)
+class Request:
+    """A reply in progress. Its state advances only when a round commits, so a round that fails before can be repeated.
+
+    `token_ids`: prompt and reply so far; the last one is the pending token, chosen but not yet in the cache.
+    `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_logprobs`: collects the prompt's own
+    log-probabilities; such a prompt is fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
+    length when the drafter last drafted. `active`: whether the request holds its slot.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampler: Sampler
+    stream: TextStream
+    stats: Stats
+    slot: int
+    policy: DraftPolicy | None = None
+    max_draft: DraftBudget | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    num_seen_tokens: int = 0
+    finish: FinishReason | None = None
+    error: Exception | None = None
+    active: bool = True
+
+    @property
+    def prefix(self) -> Prefix:
+        """The committed text, as samplers and processors take it."""
+        return Prefix(self.token_ids, (), self.num_prompt_tokens)
+
+    @property
+    def position(self) -> int:
+        """Position of the pending token; also the number of tokens that the cache holds."""
+        return len(self.token_ids) - 1
+
+    def verify(self, draft: Draft, logits: Tensor) -> Trimmed:
+        """Return the verdict on a draft, cut where the reply ends. `logits` [T, V]: those of the round's rows.
+
+        An error here, of a user's processor or criterion too, ends this request alone.
+        """
+        try:
+            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler, self.prefix), draft, logits)
+        except Exception as error:
+            return self.fail(error)
+
+    def fail(self, error: Exception) -> Trimmed:
+        """End with an error. Returns the verdict of a round without tokens."""
+        self.error, self.finish = error, "error"
+        return Trimmed((), (), "error")

@@ -1,0 +1,118 @@
+"""The order of the rooms: every module imports only what lies below it, and nothing in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "llm"}
+ORDER = (
+    *("errors", "types", "protocols", "files", "text", "cache", "kernels", "sampling", "verify", "models"),
+    *("checkpoints", "drafters", "engine", "session", "llm", "testing", "functional", "integrations", "train"),
+    *("bench", "server", "cli", "__init__", "__main__"),
+)
+"""Rooms and root modules, bottom to top."""
+VERSION_ONLY = {"cli", "server", "bench", "files", "checkpoints", "train"}
+"""Rooms that may import the package itself, for its version."""
+
+Graph = Mapping[str, set[str]]
+
+
+def read(source: Path) -> dict[str, ast.Module]:
+    """Syntax trees by module name below the package: "engine.results", "engine" for its __init__."""
+    found = {}
+    for path in sorted(source.glob("**/*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imported(tree: ast.Module, modules: Mapping[str, object], package: str = "paceline") -> Iterator[str]:
+    """Every module of the package that this one imports: at the top, for types alone or inside functions."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        if name == package:
+            yield "__init__"
+        elif name.startswith(package + "."):
+            inner = name.removeprefix(package + ".")
+            parent = inner.rpartition(".")[0]
+            yield inner if inner in modules else parent if parent in modules else "__init__"
+
+
+def graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    return {name: set(imported(tree, trees)) - {name} for name, tree in trees.items()}
+
+
+def circle(edges: Graph) -> list[str]:
+    """One circle of imports, or nothing."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def climbs(edges: Graph) -> list[str]:
+    """Imports of a room from one above it."""
+    room = {name: name.partition(".")[0] for name in edges}
+    return sorted(
+        f"{name} imports {other}"
+        for name, others in edges.items()
+        for other in others
+        if ORDER.index(room[name]) < ORDER.index(room[other])
+    )
+
+
+TREES = read(SOURCE)
+EDGES = graph(TREES)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circle(EDGES) == []
+
+
+def test_a_room_imports_only_rooms_below_it() -> None:
+    assert climbs(EDGES) == []
+
+
+def test_the_root_holds_few_modules() -> None:
+    assert {path.stem for path in SOURCE.glob("*.py")} == ROOT
+    assert len(ROOT) <= 8
+    assert {name.partition(".")[0] for name in TREES} == set(ORDER), "every room has its place in the order"
+
+
+def test_no_class_name_stands_twice() -> None:
+    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from paceline.engine.a import x",
+        "import paceline.engine.a",
+        "from paceline.engine import a",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from paceline.engine.a import X",
+        "def late():\n    from paceline.engine.a import x",
+    ],
+)
+def test_a_circle_is_found_however_it_is_written(back: str) -> None:
+    sources = {"engine.a": "from paceline.verify.b import y", "verify.b": back, "engine": "", "verify": ""}
+    edges = graph({name: ast.parse(source) for name, source in sources.items()})
+    assert set(circle(edges)) == {"engine.a", "verify.b"}
+    assert climbs(edges) == ["verify.b imports engine.a"]
+    sources["verify.b"] = ""
+    edges = graph({name: ast.parse(source) for name, source in sources.items()})
+    assert circle(edges) == climbs(edges) == []
