@@ -14,13 +14,21 @@ SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "llm"}
 ORDER = (
     *("errors", "types", "protocols", "files", "text", "cache", "kernels", "sampling", "verify", "models"),
-    *("checkpoints", "drafters", "engine", "session", "llm", "testing", "functional", "integrations", "train"),
-    *("bench", "server", "cli", "__init__", "__main__"),
+    *(
+        "checkpoints",
+        "drafters",
+        "engine",
+        "session",
+        "llm",
+        "__init__",
+        "testing",
+        "functional",
+        "integrations",
+        "train",
+    ),
+    *("bench", "server", "cli", "__main__"),
 )
 """Rooms and root modules, bottom to top."""
-VERSION_ONLY = {"cli", "server", "bench", "files", "checkpoints", "train"}
-"""Rooms that may import the package itself, for its version."""
-
 Graph = Mapping[str, set[str]]
 
 

@@ -1,4 +1,4 @@
-"""What things take on this machine, by measurements that come one by one and age."""
+"""Cost estimates from measurements that come one by one and age."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from itertools import accumulate
 from math import inf
 
 _MEMORY = 0.98
-"""What a measurement still weighs a round later."""
-_MOST = 8.0
-"""Measurements that a mean weighs at most: a machine's speed drifts."""
-_ODD = 1.5
-"""So many times the mean and no more is believed: other programs run on this machine, too."""
+"""Decay of a measurement per round."""
+_MAX_WEIGHT = 8.0
+"""The most measurements that a mean remembers: a machine's speed drifts."""
+_OUTLIER = 1.5
+"""Measurements are clipped to this multiple of the mean: other programs run on the machine, too."""
 
 
 class Fading:
-    """A mean of measurements, the recent ones first and foremost."""
+    """A mean of measurements that favours recent ones."""
 
-    __slots__ = ("_odd", "_round", "_warm", "_weight", "value")
+    __slots__ = ("_clip", "_round", "_warm", "_weight", "value")
 
     def __init__(self, value: float | None = None) -> None:
-        """`value`: a first guess, which counts as one measurement, of something that may well jump. Without one, the
-        first measurement is left out, because a machine warms up, and so is most of what stands out."""
+        """`value`: a first guess that counts as one measurement, of a quantity that may jump: nothing is clipped.
+        Without one, the first measurement (warm-up) is left out and outliers are clipped."""
         self.value = value or 0.0
         self._warm = value is not None
-        self._odd = inf if self._warm else _ODD
+        self._clip = inf if self._warm else _OUTLIER
         self._weight, self._round = float(self._warm), 0
 
     @property
@@ -33,29 +33,29 @@ class Fading:
         return self._weight > 0
 
     def add(self, measured: float, round: int) -> None:
-        """`round`: a number that grows, by which measurements age."""
+        """Add a measurement. `round`: a growing number by which measurements age."""
         if not self._warm:
             self._warm = True
             return
         if self._weight == 1 and measured < self.value:
-            # The only one so far may have been taken in a bad moment.
+            # The only one so far may be an outlier.
             self._weight = 0.0
         elif self._weight > 0:
-            measured = min(measured, self._odd * self.value)
+            measured = min(measured, self._clip * self.value)
         weight = self._weight * _MEMORY ** (round - self._round)
         self.value += (measured - self.value) / (weight + 1)
-        self._weight, self._round = min(weight + 1, _MOST), round
+        self._weight, self._round = min(weight + 1, _MAX_WEIGHT), round
 
 
 class Curve:
-    """Seconds by size, which only grow with it: those seen, and lines between them.
+    """Seconds by size, interpolated and non-decreasing.
 
-    What was measured once, in a bad moment, may never be tried again; so a size is taken to cost no more than the
-    larger ones do.
+    A size that was measured once, as an outlier, may never be tried again; so it is taken to cost no more than larger
+    ones.
     """
 
     def __init__(self, slope: float) -> None:
-        """`slope`: what one more costs of what nothing costs, where too few sizes were seen to tell."""
+        """`slope`: relative cost of one more, until two sizes are measured."""
         self._slope = slope
         self._seen: dict[int, Fading] = {}
         self._sizes: list[int] = []
@@ -67,7 +67,7 @@ class Curve:
         return bool(self._sizes)
 
     def add(self, size: int, seconds: float, round: int) -> None:
-        """Large sizes are taken together with those of nearly their size."""
+        """Add a measurement; large sizes are rounded and share theirs."""
         step = 1 << max(0, size.bit_length() - 4)
         size = -(-size // step) * step
         seen = self._seen.setdefault(size, Fading())
@@ -78,7 +78,7 @@ class Curve:
         self._seconds = [*falling][::-1]
 
     def at(self, size: float) -> float:
-        """Seconds; relative ones as long as nothing was seen."""
+        """Return seconds, or relative costs until something is measured."""
         if not self._sizes:
             return 1.0 + self._slope * size
         after = bisect_left(self._sizes, size)

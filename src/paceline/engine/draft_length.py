@@ -1,4 +1,4 @@
-"""How much to draft next, or nothing: what writes the most tokens per second, by what rounds have cost and given."""
+"""Draft length control: the size with the most tokens per second, by the measured cost and acceptance of rounds."""
 
 from __future__ import annotations
 
@@ -10,70 +10,69 @@ from paceline.engine.cost_model import Curve, Fading
 from paceline.types import Draft, DraftBudget, Verdict
 
 _MEMORY = 0.95
-"""What a round's acceptance still weighs when the next one is counted: texts change within some twenty rounds."""
-_LEAST = 8.0
-"""Rounds that what was seen before a pause weighs after it, however long that was."""
+"""Decay of a round's acceptance per later round: texts change within some twenty rounds."""
+_PAUSE_WEIGHT = 8.0
+"""Rounds that acceptance before a pause counts for after it, however long the pause."""
 _HISTORY = 500.0
-"""Rounds that make up what a drafter usually does."""
-_HOPE = 0.6
-"""How often a draft is taken for right before any was seen."""
-_FAITH = 5.0
-"""Rounds that hope weighs in the usual, and the usual among recent rounds."""
-_HEARSAY = 0.2
-"""What a round weighs for trees of other sizes."""
+"""Rounds over which a drafter's usual acceptance is averaged."""
+_PRIOR = 0.6
+"""Prior acceptance of a drafted token."""
+_PRIOR_WEIGHT = 5.0
+"""Rounds that the prior weighs in the usual acceptance, and that one among recent rounds."""
+_OTHER_SIZE = 0.2
+"""Weight of a round for trees of other sizes."""
 _SHARE = 0.005
-"""Of all time, what may be lost to trying other sizes than the best."""
+"""Share of the time that may be lost to trying sizes other than the best."""
 _CREDIT = 12.0
-"""Plain rounds that tries may cost beyond that in the first `_EARLY` rounds: a first text that was hard to draft for
-must not be the last."""
+"""Plain rounds that tries may cost beyond `_SHARE` in the first `_EARLY` rounds, so that a first text with low
+acceptance does not settle the size."""
 _EARLY = 200
 _GAP = 4
-"""Rounds between two such tries at least."""
+"""Least rounds between two such tries."""
 _SOON, _OFTEN = 16, 4
-"""Rounds after which a smaller size is tried again, and how often that is then doubled: larger ones tell most of it."""
+"""Rounds until a smaller size is tried again, and how often that doubles: larger sizes tell most of it."""
 _AHEAD = 64
-"""Tokens over which catching up after a pause must pay."""
+"""Tokens within which catching up after a pause must pay."""
 _ROW, _LEVEL = 0.03, 2.0
-"""What a row more costs of a pass, and a level more of drafting, as long as too few were seen to tell."""
-_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Requests that share rounds, as what they have shown is kept."""
+"""Relative cost of one more row in a pass, and of one more level in drafting, until enough is measured."""
+_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Batch sizes for which costs are kept apart."""
 _LATE = 32
-"""Tokens behind from which on drafting takes visibly longer because it must catch up first."""
+"""Tokens of catching up from which on drafting is visibly slower."""
 
 
 class _AcceptanceRates:
-    """How far drafts of one size were right: of the rounds kept to depth d, the share that was kept to d + 1.
+    """Acceptance of drafts of one size: of the rounds accepted to depth d, the share accepted to d + 1.
 
-    Recent rounds say it, as far as there are any; then all that this drafter has done; then, of a depth that was hardly
-    ever reached, what the depth above gave.
+    Estimated from recent rounds, then from all of this drafter's, then, at a depth that was hardly ever reached, from
+    the depth above.
     """
 
     def __init__(self, depth: int) -> None:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
-        # What a round weighs: it grows, instead of all that was before it fading.
+        # The weight of a new round grows, instead of all older ones being scaled down.
         self._unit, self._round = 1.0, 0
         self._expected: list[float] | None = None
 
     @property
     def tokens(self) -> list[float]:
-        """What a round may be expected to give with so many levels (0, 1, ...), the target's own token included."""
-        # Asked once in a round, in which every request adds what it has shown.
+        """Expected tokens of a round by depth (0, 1, ...), the target's own token included."""
         self._expected = self._expected or self._expect()
         return self._expected
 
     def add(self, accepted: int, depth: int, weight: float, round: int) -> None:
-        """A draft, `depth` deep, was right for `accepted` tokens."""
-        # Rounds that drafted nothing count as well: what was seen before a pause says little about the text after it.
+        """Count a draft of this depth of which `accepted` tokens were accepted."""
+        # Rounds without drafts age it as well: acceptance before a pause says little about the text after it.
         fade = _MEMORY ** (weight * (round - self._round))
         seen = self._reached[0] / self._unit
-        self._age(max(fade, min(1.0, _LEAST / seen)) if seen else fade)
+        self._age(max(fade, min(1.0, _PAUSE_WEIGHT / seen)) if seen else fade)
         self._round = round
         for d in range(min(depth, accepted + 1, len(self._kept))):
-            right = float(d < accepted)
+            hit = float(d < accepted)
             self._reached[d] += weight * self._unit
-            self._kept[d] += weight * self._unit * right
+            self._kept[d] += weight * self._unit * hit
             self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
-            self._usual[d] += weight * (right - self._usual[d]) / self._rounds[d]
+            self._usual[d] += weight * (hit - self._usual[d]) / self._rounds[d]
         self._expected = None
 
     def _age(self, fade: float) -> None:
@@ -83,10 +82,10 @@ class _AcceptanceRates:
             self._unit = 1.0
 
     def _expect(self) -> list[float]:
-        total, chance, share, faith = 1.0, 1.0, _HOPE, _FAITH * self._unit
+        total, chance, share, faith = 1.0, 1.0, _PRIOR, _PRIOR_WEIGHT * self._unit
         found = [total]
         for reached, kept, rounds, usual in zip(self._reached, self._kept, self._rounds, self._usual, strict=True):
-            share = (rounds * usual + _FAITH * share) / (rounds + _FAITH)
+            share = (rounds * usual + _PRIOR_WEIGHT * share) / (rounds + _PRIOR_WEIGHT)
             chance *= (kept + faith * share) / (reached + faith)
             total += chance
             found.append(total)
@@ -94,9 +93,9 @@ class _AcceptanceRates:
 
 
 class _BatchCosts:
-    """What rounds of so many requests have shown: seconds of drafting by depth, and by size of draft what a pass costs
-    of one without drafts. Its mean rows would not do: a mean of many empty drafts and a few long ones hides what the
-    long ones cost."""
+    """Costs at one batch size: seconds of drafting by depth, and by draft size the cost of a pass relative to one
+    without drafts. Not by mean rows: a mean of many empty drafts and a few long ones hides the cost of the long
+    ones."""
 
     def __init__(self, together: int, sizes: Sequence[DraftBudget]) -> None:
         self.together = together
@@ -109,10 +108,10 @@ class _BatchCosts:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What came of a choice, for the requests of a round that it was made for.
+    """The outcome of a chosen size, for the requests of a round that it applied to.
 
-    `budgets`: what each one could use of the chosen size. `drafting`, `verifying`: seconds of making drafts, and of all
-    the rest. `together`, `rows`: all requests of the round and the rows of its pass, where there were others.
+    `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the rest.
+    `together`, `rows`: requests and rows of the whole round, if it had others.
     """
 
     budgets: Sequence[DraftBudget]
@@ -130,23 +129,23 @@ class RoundOutcome:
 
 
 class Controller:
-    """Picks a size of draft for every round, from nothing to all that the drafter likes to make.
+    """Chooses a draft size for every round, from nothing to the drafter's maximum.
 
-    It knows what a target pass takes by its rows, what drafting takes by its size, and how acceptance falls with depth,
-    and takes the size that writes the next tokens soonest. A little of the time (`_SHARE`) goes into trying other
-    sizes: what a try is expected to lose is saved up first, so that the worst case is bounded whatever a try costs,
-    and a promising size is tried often. What it knows outlives requests. It decides how soon a text comes, never which.
+    It measures target passes by rows, drafting by size and acceptance by depth, and takes the size with the most tokens
+    per second. A small share of the time (`_SHARE`) goes into trying other sizes: the expected loss of a try is saved
+    up first, so that the worst case is bounded and a promising size is tried often. Measurements outlive requests. It
+    affects the speed of a text, never its content.
     """
 
-    def __init__(self, most: DraftBudget) -> None:
-        self.sizes: list[DraftBudget] = _sizes(most)
-        """From nothing to `most`."""
+    def __init__(self, maximum: DraftBudget) -> None:
+        self.sizes: list[DraftBudget] = _sizes(maximum)
+        """From nothing to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # A chain begins as a longer one does, so that every length tells of all; a smaller tree is right less often.
-        self._chains = most.branch == 1
-        kept = _AcceptanceRates(most.depth)
+        # Chains of all lengths begin alike and share their acceptance; a smaller tree is accepted less often.
+        self._chains = maximum.branch == 1
+        kept = _AcceptanceRates(maximum.depth)
         self._kept = [kept if self._chains else _AcceptanceRates(size.depth) for size in self.sizes]
-        # A pass that goes on where drafting left off (early exit) costs less than its rows.
+        # A pass that resumes where drafting stopped (early exit) costs less than its rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
         self._catch_up = Fading()
@@ -157,16 +156,16 @@ class Controller:
         self._at, self._behind = len(self.sizes) - 1, 0
 
     def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> DraftBudget:
-        """For a round of so many requests.
+        """Return the size for a round of `together` requests.
 
-        `behind`: tokens that they have got since they were last drafted for, all together, with their prompts where
-        they never were. `ahead`: how many tokens more the longest of them may get.
+        `behind`: tokens the drafter has not seen of them, summed. `ahead`: the most tokens that one of them may still
+        get.
         """
         self._round += 1
         self._behind = behind
         batch_costs = self._costs_of(together)
         seconds, tokens = self._seconds(batch_costs, together), self._tokens()
-        # What is drafted must make up for catching up, too: within the next tokens, and within a try at once.
+        # Drafting must also pay for catching up: within the next tokens, or at once in a try.
         debt, ahead = self._catch_up.value * behind, min(ahead, _AHEAD)
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
@@ -182,8 +181,8 @@ class Controller:
         return self.sizes[self._at]
 
     def price(self, together: int) -> float:
-        """What one more row costs a round of so many requests, in tokens that plain decoding would write meanwhile: a
-        token that is less likely to be right than this is not worth drafting. 0 as long as nothing is known."""
+        """Return the cost of one more row in a round of `together` requests, in tokens of plain decoding: a node less
+        likely to be accepted does not pay. 0 until something is measured."""
         passes = self._passes[False]
         if not passes.known:
             return 0.0
@@ -191,14 +190,14 @@ class Controller:
         return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
 
     def _try(self, best: int, losses: Sequence[float], batch_costs: _BatchCosts) -> int:
-        """Another size than the best one, where it is time to try one."""
+        """Return the best size, or another one when a try is due."""
         due = [
             at
             for at in range(best)
             if self._round - batch_costs.tried[at] >= _SOON << min(batch_costs.tries[at], _OFTEN)
         ]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
-        # No more is saved than the next try takes: a calm hour must not pay for a hundred tries at once.
+        # Savings are capped at the next try's cost, so that they never pay for many tries at once.
         self._saved = min(self._saved, max(losses[found], 0.0))
         short = max(losses[found], 0.0) - self._saved
         if found == best or short > self._credit or self._round - self._last_try < _GAP:
@@ -209,7 +208,7 @@ class Controller:
         return found
 
     def learn(self, round: RoundOutcome) -> None:
-        """What the size that was chosen last gave."""
+        """Learn from the outcome of the size chosen last."""
         at, batch_costs = self._at, self._costs_of(round.together)
         self._saved += _SHARE * (round.drafting + round.verifying)
         resumed = any(draft.carried for draft in round.drafts)
@@ -220,7 +219,7 @@ class Controller:
             return
         alone = round.together == len(round.drafts)
         if alone and all(budget == self.sizes[at] for budget in round.budgets):
-            # The end of a text, or of a block of the cache, cuts drafts short, which says nothing of the size.
+            # Not from drafts cut short by the end of a text or of a cache block.
             plain = self._passes[False].at(round.together)
             batch_costs.dearer[at].add(self._passes[resumed].at(round.rows) / plain, self._round)
             batch_costs.seen[at] = True
@@ -231,7 +230,7 @@ class Controller:
                 self._learn_kept(len(verdict.path), budget.depth)
 
     def _learn_drafting(self, batch_costs: _BatchCosts, round: RoundOutcome) -> None:
-        """Drafting that had to catch up tells what that costs, and nothing else."""
+        """Drafting that had to catch up counts for the cost of that alone."""
         seen, depth = batch_costs.drafting, self.sizes[self._at].depth
         if self._behind < _LATE * batch_costs.together:
             seen.add(depth, round.drafting, self._round)
@@ -243,17 +242,17 @@ class Controller:
             self._kept[0].add(accepted, depth, 1.0, self._round)
             return
         for other, kept in enumerate(self._kept[1:], 1):
-            kept.add(accepted, depth, 1.0 if other == self._at else _HEARSAY, self._round)
+            kept.add(accepted, depth, 1.0 if other == self._at else _OTHER_SIZE, self._round)
 
     def _costs_of(self, together: int) -> _BatchCosts:
-        # Under load no two rounds have the same company: nearly so many tell of each other.
-        together = next((size for size in _TOGETHER if size >= together), together)
+        # Batch sizes vary under load: nearby ones share their measurements.
+        together = next((size for size in _BATCH_SIZES if size >= together), together)
         if together not in self._batch_costs:
             self._batch_costs[together] = _BatchCosts(together, self.sizes)
         return self._batch_costs[together]
 
     def _seconds(self, batch_costs: _BatchCosts, together: int) -> list[float]:
-        """Of a round of so many requests, by size of draft."""
+        """Return the expected seconds of a round, by size."""
         passes, drafting = self._passes[self._resumed], batch_costs.drafting
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
         first = self._passes[False].at(together)
@@ -264,18 +263,19 @@ class Controller:
         return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]
 
     def _tokens(self) -> list[float]:
-        """Of a round, by size of draft."""
+        """Return the expected tokens of a round, by size."""
         if self._chains:
             tokens = self._kept[0].tokens
             return [tokens[depth] for depth in self._depths]
-        # A larger tree is right no less often than a smaller one, whatever chance has shown.
+        # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
         return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
 
 
-def _sizes(most: DraftBudget) -> list[DraftBudget]:
-    """From nothing to `most`: each chain two thirds of the next longer one, each tree half of the next larger one."""
-    sizes = [most]
+def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
+    """Return sizes from nothing to `maximum`: each chain two thirds of the next longer one, each tree half of the next
+    larger one."""
+    sizes = [maximum]
     while sizes[0].nodes > 1:
-        nodes = sizes[0].nodes * 2 // 3 if most.branch == 1 else sizes[0].nodes // 2
-        sizes.insert(0, most.within(min(most.depth, nodes), nodes))
-    return sizes if not most.nodes else [DraftBudget.chain(0), *sizes]
+        nodes = sizes[0].nodes * 2 // 3 if maximum.branch == 1 else sizes[0].nodes // 2
+        sizes.insert(0, maximum.within(min(maximum.depth, nodes), nodes))
+    return sizes if not maximum.nodes else [DraftBudget.chain(0), *sizes]

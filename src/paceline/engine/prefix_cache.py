@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once: what earlier texts left in the caches, found by its tokens."""
+"""Prefix cache: saved state of earlier texts, found by their tokens, for prompts that begin alike."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A beginning that is known: load the first `length` tokens of `target` into the slot, and of what the request's
-    drafter has among `drafters`."""
+    """A cached prefix: load the first `length` tokens of `target` into the slot, and of the request's drafter's entry
+    in `drafters`, if it has one."""
 
     length: int
     target: Saved
@@ -26,7 +26,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """`tokens`: all of a text that was known when it was saved, of which the first `prompt` were its prompt."""
+    """A saved text: its `tokens`, of which the first `prompt` were the prompt."""
 
     tokens: Tokens
     prompt: int
@@ -39,30 +39,30 @@ class _Entry:
 
 
 class PrefixCache:
-    """Saved texts, of which those go first that have not been of use for longest. For the engine's thread alone.
+    """Saved texts, least recently used evicted first. Not thread-safe.
 
-    `queries` and `hits` count tokens, of all prompts looked up and of those found (as vLLM's prefix_cache_queries and
-    prefix_cache_hits do). `nbytes`: memory held, never more than `limit`.
+    `queries` and `hits` count the tokens of prompts looked up and found (as vLLM's prefix_cache_queries and
+    prefix_cache_hits). `nbytes`: memory held, never more than `limit`.
     """
 
     def __init__(self, limit: int, seamless: bool = False) -> None:
-        """`limit`: in bytes. `seamless`: whether `self_check.seamless` says so of the target."""
+        """`limit`: bytes. `seamless`: the target's `self_check.seamless`."""
         self._limit, self._seamless = limit, seamless
         self._entries: list[_Entry] = []
-        """The latest use last."""
+        """In the order of their last use."""
         self.nbytes = self.queries = self.hits = 0
 
     def __len__(self) -> int:
-        """Texts that are held."""
+        """Number of texts held."""
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], needs: str | None = None) -> Hit | None:
-        """The longest beginning of a prompt that can be loaded. `needs`: the drafter that cannot do without its part
-        (`Drafter.needs_past`), by the name it has in `store`."""
+        """Return the longest cached prefix of a prompt. `needs`: the name of the drafter whose state must be cached as
+        well (`Drafter.needs_past`)."""
         text = np.asarray(tokens, np.int64)
         found, length = None, 0
         for entry in reversed(self._entries):
-            # Most are shorter than what has been found, or need not be looked at twice.
+            # Skip entries that cannot beat what was found.
             if self._usable(entry, len(text), len(text), needs) > length:
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
@@ -79,16 +79,15 @@ class PrefixCache:
     def store(
         self, tokens: Sequence[int], prompt: int, target: Saved, drafters: Mapping[str, Saved | None] | None = None
     ) -> None:
-        """Keep what was computed of a text. `prompt`: so many of its tokens were fed as a prompt, in chunks
-        of `PREFILL_ROWS` from the first token on; the others were written by rounds. `drafters`: what `Drafter.save`
-        gave, by name.
+        """Keep the state of a text. `prompt`: number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`
+        from the first one; rounds wrote the others. `drafters`: results of `Drafter.save` by name.
 
-        A request that failed must not be stored: what it computed may not be finite.
+        A failed request must not be stored: its state may not be finite.
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = _Entry(np.array(tokens, np.int64), prompt, target, kept)
         if entry.nbytes > self._limit:
-            return  # or all others would go for it, and then it too
+            return  # it would evict all others, and then itself
         for other in list(self._entries):
             if self._covers(entry, other):
                 entry = _merged(entry, other)
@@ -112,10 +111,10 @@ class PrefixCache:
         self.nbytes -= entry.nbytes
 
     def _usable(self, entry: _Entry, common: int, prompt: int, needs: str | None) -> int:
-        """How much of an entry a prompt of `prompt` tokens can begin with, whose first `common` tokens are the same.
+        """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.
 
-        Token n after the n that are loaded agrees too, since a drafter may have read it beside the hidden states of the
-        one before (EAGLE); and at least one row of the prompt is fed after them, which brings such states anew.
+        Token n after the n loaded ones must agree too, since a drafter may have read it beside the hidden states of the
+        one before (EAGLE); and at least one row of the prompt is fed after them, which yields such states anew.
         """
         parts = [entry.target.length]
         if needs:
@@ -123,23 +122,23 @@ class PrefixCache:
         return self._whole(entry, min(common - 1, prompt - 2, *parts))
 
     def _most(self, entry: _Entry) -> int:
-        """How much of it any prompt could begin with."""
+        """Return the longest usable length of an entry, for any prompt."""
         return self._whole(entry, min(len(entry.tokens) - 1, entry.target.length))
 
     def _whole(self, entry: _Entry, length: int) -> int:
-        """The rule by which a text depends on no cache, bit for bit.
+        """Cut a length so that no text depends on the cache, bit for bit.
 
-        Where every pass leaves the same bits (`self_check.seamless`) all may be used, up to any token.
-        Elsewhere rows depend on the pass that computed them. Then only whole chunks that were fed as a prompt are used:
-        a prompt that is fed alone is cut at the same places, and what follows is the same passes.
+        Where every pass leaves the same bits (`self_check.seamless`), any length will do. Elsewhere rows depend on the
+        pass that computed them, and only whole chunks of a prompt are used: a prompt fed alone is cut at the same
+        places, and the same passes follow.
         """
         if self._seamless:
             return max(0, length)
         return max(0, min(length, entry.prompt - 1)) // PREFILL_ROWS * PREFILL_ROWS
 
     def _covers(self, one: _Entry, other: _Entry) -> bool:
-        """Whether `one` can do all that `other` can, but for drafters: a text that goes on from it, in a cache that can
-        still go back to where the other ends and, if that can, to its beginning."""
+        """Whether `one` can replace `other`, but for drafters: its text continues the other's, and its saved state
+        still reaches back to the other's end and, if the other's does, to its beginning."""
         most, count = self._most(other), len(other.tokens)
         if count > len(one.tokens) or self._most(one) < most or not np.array_equal(one.tokens[:count], other.tokens):
             return False
@@ -148,7 +147,7 @@ class PrefixCache:
 
 
 def _merged(entry: _Entry, other: _Entry) -> _Entry:
-    """With the drafters of another text that this one begins with, or that begins with it."""
+    """Return `entry` with the drafter states of another text that is its prefix or continues it."""
     both = dict(entry.drafters)
     for name, saved in other.drafters.items():
         if name not in both or both[name].length < saved.length:
@@ -157,7 +156,7 @@ def _merged(entry: _Entry, other: _Entry) -> _Entry:
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """Tokens that two texts have in common from the first on."""
+    """Return the length of the common prefix."""
     count = min(len(one), len(other))
     differ = one[:count] != other[:count]
     first = int(differ.argmax()) if count else 0

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, taken while the prompt is fed."""
+"""Log-probabilities of a prompt's own tokens, collected during prefill."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.engine.detokenizer import Logprobs
 
 
 class PromptLogprobs:
-    """Collects them chunk by chunk, each with so many of the likeliest tokens in its place: `top`."""
+    """Log-probabilities of a prompt's tokens, each with the `top` likeliest tokens at its position."""
 
     def __init__(self, top: int = 0) -> None:
         self._top = top
         self.tokens: list[Logprobs | None] = [None]
-        """Of each token that has been reached; nothing predicts the first."""
+        """One per token fed so far; None for the first, which nothing predicts."""
 
     def push(self, start: int, following: Sequence[int], logits: Tensor) -> None:
-        """`logits` [T, V] of the rows from position `start` on; `following`: the T tokens that they predict.
+        """Add logits [T, V] of the rows from position `start` on. `following`: the T tokens that they predict.
 
-        What is fed again, after a request has been suspended, is not taken twice.
+        Rows fed again, after a request was suspended, are skipped.
         """
         known = len(self.tokens) - 1 - start
         if known >= len(following):

@@ -1,4 +1,4 @@
-"""The start-up self-check: does a row's result depend on what travels with it?"""
+"""The start-up self-check: does a row's result depend on the other rows of its pass?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.types import Draft, DraftBudget, Guarantee, Want
 from paceline.verify.tree import PREFILL_ROWS, beside, pack, pack_prefix
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
-"""Tokens before the rows compared; those rows; rows of the longest pass, rounded up."""
+"""Tokens before the compared rows; compared rows; rows of the longest pass, rounded up."""
 
 
 def guarantee(target: Target) -> Guarantee:
-    """ "bits" if rows fed one by one, in chains, in trees and beside another request all give the very same logits.
+    """Return "bits" if rows fed one by one, in chains, in trees and beside another request give identical logits.
 
-    Then text with speculation is plain decoding's text bit for bit; otherwise up to rounding: a token may differ
-    where two candidates are within an ulp or so. Costs ten small passes.
+    Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
+    candidates are within an ulp or so. Costs ten small passes.
     """
     before = min(_PREFIX, target.context_length - _LONGEST)
     if before < 1:
@@ -44,11 +44,11 @@ def guarantee(target: Target) -> Guarantee:
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
-    """Whether a token leaves the same keys and values, bit for bit, in whatever pass it is fed: in a prompt's chunks,
-    however they are cut, or as a row of a round. `guarantee`: what `guarantee` says, which rounds must keep to.
+    """Whether a token leaves the same keys and values, bit for bit, in any pass: in a prompt's chunks, however they are
+    cut, or as a row of a round. `guarantee`: the result of `guarantee`.
 
-    Then any text can go on from any other that begins like it (`prefix.py`). Costs a prompt a little longer than
-    `BLOCK`, since sums are cut there, and as many passes as it has other ways to feed parts of it.
+    Then any text can continue from any other that begins like it (`prefix_cache.py`). Costs a prompt a little longer
+    than `BLOCK`, where sums are split, and a few passes more.
     """
     length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
     if guarantee != "bits" or length < 2 * _LONGEST:
@@ -71,7 +71,7 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
 
 
 def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
-    """What the slot has not of the tokens: as a prompt in chunks of these sizes in turn, or as chains in rounds."""
+    """Feed the tokens that the slot lacks: as a prompt in chunks of these sizes in turn, or as chains in rounds."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))
@@ -83,7 +83,7 @@ def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], size
 
 
 def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: int) -> Tensor:
-    """[T, V] of the path, verified beside a longer text."""
+    """Return logits [T, V] of the path, verified beside a longer text."""
     cache.truncate(slot, before)
     other = cache.fork(slot)
     _logits(target, cache, other, path[0], Draft.chain(path[1:]))
@@ -94,7 +94,7 @@ def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: 
 
 
 def _logits(target: Target, cache: KVCache, slot: int, last: int, draft: Draft) -> Tensor:
-    """[T, V] of one verify pass."""
+    """Return logits [T, V] of one verify pass."""
     rows = pack([last], [draft], [slot], [cache.lengths[slot]], target.device)
     return target.forward(rows, cache, Want()).logits[0]
 
@@ -108,7 +108,7 @@ def _filled(target: Target, prefix: list[int]) -> tuple[KVCache, int]:
 
 
 def _other_ways(path: list[int], trees: bool) -> list[tuple[Draft, list[int]]]:
-    """Drafts that hold the path, and the rows where it lies. `trees`: whether the target takes any."""
+    """Return drafts that contain the path, and the path's rows. `trees`: whether the target verifies trees."""
     tree, rows = beside(path[1:], path[0])
     return [
         (Draft.chain(path[1:]), [0, 1, 2, 3, 4]),

@@ -1,4 +1,4 @@
-"""What a reply cost and what speculation gave."""
+"""Statistics of a reply: time, rounds and acceptance."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Phase = Literal["prefill", "draft", "verify", "commit"]
 class Stats:
     """Counts and times of one reply.
 
-    `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and kept. `accepted_at[i]`: rounds whose
-    draft was kept to depth i + 1 at least. `cached`: tokens of the prompt that were known already. `seed`: the one
-    used. `guarantee`: what the text keeps of plain decoding's, on this machine and under this rule. `drafter`: the name
-    of the one that drafted, None for plain decoding. `seconds`: where the time went.
+    `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and accepted. `accepted_at[i]`: rounds
+    accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the prefix cache. `seed`: the seed used.
+    `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain decoding. `seconds`: time by phase.
     """
 
     seed: int
@@ -42,11 +41,11 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """The part of the drafted tokens that was kept."""
+        """Accepted share of the drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def count(self, draft: Draft, verdict: Verdict) -> None:
-        """One round more."""
+        """Count one round."""
         self.rounds += 1
         self.tokens += len(verdict.tokens)
         self.drafted += len(draft.tokens)
@@ -56,12 +55,12 @@ class Stats:
             self.accepted_at[depth] += 1
 
     def close(self) -> None:
-        """The reply is over: whatever no phase accounts for is "other", so that the parts sum to the wall time."""
+        """End the reply: time outside the phases becomes "other", so that the parts sum to the wall time."""
         named = sum(seconds for phase, seconds in self.seconds.items() if phase != "other")
         self.seconds["other"] = time.perf_counter() - self._began - named
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "rounds": self.rounds,
             "drafted": self.drafted,
@@ -77,14 +76,14 @@ class Stats:
 
 
 class Clock:
-    """Splits a stretch of time into consecutive phases."""
+    """A stopwatch for consecutive phases."""
 
     def __init__(self) -> None:
         self.laps: dict[Phase, float] = {}
         self._mark = time.perf_counter()
 
     def lap(self, phase: Phase) -> None:
-        """Everything since the last lap belongs to `phase`."""
+        """Add the time since the last lap to `phase`."""
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._mark
         self._mark = now
