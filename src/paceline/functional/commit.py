@@ -1,25 +1,26 @@
-"""After a round: the text grows, and the accepted rows' keys and values move to where the text is."""
+"""Commit of a round: accepted tokens are appended, and their keys and values moved behind the committed ones."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from paceline.functional.candidates import NONE, require
+from paceline.cache.layout import NONE
+from paceline.functional.arguments import require
 from paceline.functional.verification import Accepted
 
 
 def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor, Tensor]:
-    """The token cache and the lengths after a round.
+    """Return the token cache and the lengths after a round.
 
-    tokens: int64 [B, L], the text of request b in `tokens[b, : lengths[b] + 1]`, the pending token last; what lies
-    behind it is overwritten. lengths: int64 [B].
-    Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it:
-    to know that, the device is waited for.
+    tokens: int64 [B, L], the text of request b in `tokens[b, : lengths[b] + 1]`, the pending token last; the rest is
+    overwritten. lengths: int64 [B].
+    Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it,
+    which takes a wait for the device.
     """
     _check(lengths, accepted)
-    fine = tokens.ndim == 2 and len(tokens) == len(lengths) and tokens.dtype == torch.int64
-    require(fine, f"the token cache is {tokens.dtype} {[*tokens.shape]}", "Give int64 [B, L]")
+    valid = tokens.ndim == 2 and len(tokens) == len(lengths) and tokens.dtype == torch.int64
+    require(valid, f"the token cache is {tokens.dtype} {[*tokens.shape]}", "Give int64 [B, L]")
     after = lengths + accepted.counts
     width = int(after.max()) + 1 if len(after) else 0
     text = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])), value=NONE)
@@ -31,15 +32,15 @@ def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor,
 
 
 def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
-    """In place, and returned: the keys or values of one layer, the accepted rows moved next to the committed text.
+    """Move the accepted rows' keys or values of one layer next to the committed text, in place, and return the cache.
 
-    cache: [B, heads, L, D], where row r of request b was written to column `lengths[b] + r` (row 0 lies right
-    already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied, and what
-    lies behind the new length is left: it is overwritten by the next round.
+    cache: [B, heads, L, D], where row r of request b was written to column `lengths[b] + r` (row 0 is in place
+    already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied; columns
+    behind the new length are left, and overwritten by the next round.
     """
     _check(lengths, accepted)
-    fine = cache.ndim == 4 and len(cache) == len(lengths)
-    require(fine, f"the cache has shape {[*cache.shape]}", "Give keys or values [B, heads, L, D]")
+    valid = cache.ndim == 4 and len(cache) == len(lengths)
+    require(valid, f"the cache has shape {[*cache.shape]}", "Give keys or values [B, heads, L, D]")
     kept = accepted.path > 0
     place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
     shape = (-1, cache.shape[1], -1, cache.shape[3])
@@ -52,5 +53,5 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
 
 
 def _check(lengths: Tensor, accepted: Accepted) -> None:
-    fine = lengths.dtype == torch.int64 and lengths.shape == accepted.counts.shape
-    require(fine, f"lengths are {lengths.dtype} {[*lengths.shape]}", "Give int64 [B], as many as were verified")
+    valid = lengths.dtype == torch.int64 and lengths.shape == accepted.counts.shape
+    require(valid, f"lengths are {lengths.dtype} {[*lengths.shape]}", "Give int64 [B], as many as were verified")
