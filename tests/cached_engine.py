@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine, Request
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.stats import Stats
-from paceline.protocols import Drafter, Target
+from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 
@@ -35,6 +36,6 @@ class CachedEngine(Engine):
 def begun(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Request:
     """A request that has been prefilled."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
-    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"))
+    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"))
     engine.prefill(request)
     return request

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.drafters.base import Drafter
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from paceline.protocols import Drafter
 from paceline.sampling.grammar import Grammar, Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
@@ -99,7 +99,7 @@ def how(grammar: Grammar, temperature: float, **more: Any) -> Sampling:
 def alone(llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The reply without any draft."""
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "forced", lambda self, most: [])
+        patch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
         out = llm.generate("Hi", sampling)
     assert out.stats.drafted == 0
     return out.token_ids

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
 from paceline.llm import LLM
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target

@@ -10,6 +10,7 @@ import torch
 
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
@@ -24,7 +25,7 @@ from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
-from paceline.protocols import Ask, Drafter, Target
+from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing import (
     TINY,

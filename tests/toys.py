@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,20 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Ask, Drafter
 from paceline.llm import LLM
-from paceline.protocols import Drafter, Target
+from paceline.protocols import Target
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import DraftBudget
+
+
+def ask_for(slot: int, budget: DraftBudget, sampling: Sampling, token_ids: Sequence[int]) -> Ask:
+    """What an engine would ask a drafter for this text."""
+    return Ask.of(slot, Prefix(token_ids, (), len(token_ids)), budget, sampling.sampler())
+
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"
 TEMPLATE = (

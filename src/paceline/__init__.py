@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.drafters.base import Ask, Drafter
     from paceline.engine.detokenizer import Chunk, Logprobs
     from paceline.engine.results import Batch, Completion, Stream
     from paceline.engine.stats import Stats
     from paceline.errors import PacelineError
     from paceline.llm import LLM, load
-    from paceline.protocols import Ask, Drafter
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
     from paceline.session import Session, Snapshot
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from paceline.verify.rejection import acceptance_step, residual
 
 _NAMES = {
+    "drafters.base": ("Ask", "Drafter"),
     "engine.detokenizer": ("Chunk", "Logprobs"),
     "engine.results": ("Batch", "Completion", "Stream"),
     "engine.stats": ("Stats",),
     "errors": ("PacelineError",),
     "llm": ("LLM", "load"),
-    "protocols": ("Ask", "Drafter"),
     "sampling.grammar": ("Grammar",),
     "sampling.parameters": ("Sampling",),
     "session": ("Session", "Snapshot"),

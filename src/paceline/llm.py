@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.loader import Device, DType, Loaded, load_model, wrap
+from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation
@@ -25,7 +26,6 @@ from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, warn_of
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.text.sandbox import SANDBOX
@@ -201,7 +201,7 @@ class LLM:
             except InvalidPrompt as error:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
-            seeded.sampler(tokens, vocabulary=self.vocabulary)  # refuses what it must before anything begins
+            seeded.sampler(vocabulary=self.vocabulary)  # refuses what it must before anything begins
             jobs += [BatchItem(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
         return Batch(self.engine, jobs, width)
 
@@ -226,12 +226,12 @@ class LLM:
     ) -> Request:
         """A slot for one reply, for callers that run the engine's rounds themselves (see `Engine.start`). `scores`
         takes the prompt's log-probabilities."""
-        sampler = sampling.sampler(tokens, sample, self.vocabulary)
+        sampler = sampling.sampler(sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         drafter = (speculation or self.engine.policies.default).drafter
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
-        request = self.engine.start(sampler, text, stats, None if scores else like, speculation)
+        request = self.engine.start(tokens, sampler, text, stats, None if scores else like, speculation)
         request.scores = scores
         return request
 

@@ -5,16 +5,14 @@ Nothing here speculates: `engine.py` shows how the parts meet.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
+from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Pass(Protocol):
@@ -163,94 +161,3 @@ class Host(Target, Ends, Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request for one draft.
-
-    `budget`: how much to draft at most. `sampler`: the text so far and how the target will choose; a drafter with
-    probabilities ranks its own candidates with it (`sampler.rank`), so that both see the same noise. `cache`: the
-    target's own, which holds all of `slot`'s text but the pending token; for drafters that run the target's layers.
-    `price`: what verifying one more node costs now, in tokens: one that is less likely to stand is not worth it.
-    """
-
-    slot: int
-    budget: DraftBudget
-    sampler: Sampler
-    cache: KVCache | None = None
-    price: float = 0.0
-
-    @property
-    def last(self) -> int:
-        """The pending token, row 0 of the draft."""
-        return self.sampler.text[-1]
-
-    @property
-    def position(self) -> int:
-        """Where the pending token stands; the first drafted one stands at `position + 1`."""
-        return len(self.sampler.text) - 1
-
-
-class Drafter(ABC):
-    """Proposes; never decides. It may say anything, or nothing: the text is the target's alone.
-
-    A slot's life: `admit`, `feed` per prefill chunk, then `propose` / `observe` per round, `release`. After
-    `admit(slot, prompt)` the drafter knows the prompt; `observe` tells it the tokens of each round. Every method
-    must leave the drafter usable if the request ends there.
-    """
-
-    taps: tuple[Tap, ...] = ()
-    """Which hidden states `feed` and `observe` should bring."""
-
-    draft: DraftBudget = DraftBudget.chain(5)
-    """How much to draft at most where the user gives no size (`draft="auto"`): a controller picks up to that."""
-
-    @abstractmethod
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """A request begins: its whole prompt, the pending token included."""
-
-    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        """A request begins with the prompt of `source`, which has been fed and has drafted nothing yet.
-
-        A drafter with taps must copy what `feed` told it of `source`: it will not be fed again.
-        """
-        self.admit(slot, prompt)
-
-    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
-        """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
-
-    @property
-    def needs_past(self) -> bool:
-        """Whether a draft needs the hidden states of all the text before it: by default where there are taps.
-
-        Then a prompt may begin with what is known of another only if `load` brings those states.
-        """
-        return bool(self.taps)
-
-    def save(self, slot: int) -> Saved | None:
-        """A copy of what was computed of the slot's text so far, for texts that begin alike; None: nothing."""
-        return None
-
-    def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
-        """After `admit`: the first `length` tokens of the prompt will not be fed, since a drafter like this one has
-        `saved` them.
-
-        `saved.holds` has said yes. Token `length` is that of the saved text too, and at least one row of the prompt
-        is fed after this. The slot must then be as if it had been fed those tokens.
-        """
-
-    @abstractmethod
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """One draft per ask, in order; an empty `Draft()` where there is nothing to say."""
-
-    @abstractmethod
-    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        """What the round committed: `verdict.tokens` continue the text. `out`: the taps [T, H] of the round's rows.
-
-        Only buffers; catching up belongs to the next `propose`.
-        """
-
-    @abstractmethod
-    def release(self, slot: int) -> None:
-        """The request is over (finished, cancelled or failed). Releasing an unknown slot does nothing."""

@@ -31,11 +31,12 @@ from paceline.bench.doctor.machine import (
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.watch import Gain, Onlooker, Outcome
 from paceline.cli import app
+from paceline.drafters.base import Ask
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
-from paceline.protocols import Ask, KVCache
+from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
@@ -106,7 +107,7 @@ def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None
         known = 0
 
         def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-            length = len(asks[0].sampler.text)
+            length = len(asks[0].token_ids)
             clock.now += length - max(self.known, length - 1) + asks[0].budget.depth
             self.known = length
             return super().propose(asks)

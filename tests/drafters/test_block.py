@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
+from paceline.drafters.base import Ask
 from paceline.drafters.block import Block
 from paceline.drafters.independent import independent
 from paceline.engine.detokenizer import TextStream
@@ -22,11 +23,12 @@ from paceline.models.block import BlockNetwork
 from paceline.models.config import LayerConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig
-from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.testing import TINY_BLOCK, block_tensors, check_drafter, run, run_together, tiny_target
 from paceline.types import DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS, depths, pack_prefix, shape
+from tests.toys import ask_for
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -131,7 +133,7 @@ class Watched(Block):
 
     def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
         logits = super()._guess(asks, depth)
-        self.seen += [(list(ask.sampler.text), row) for ask, row in zip(asks, logits, strict=True)]
+        self.seen += [(list(ask.token_ids), row) for ask, row in zip(asks, logits, strict=True)]
         return logits
 
 
@@ -262,11 +264,11 @@ def test_what_was_drafted_leaves_nothing_behind() -> None:
     """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
     drafter = block()
     engine = Engine(TOY, drafter, DraftBudget.chain(4))
-    sampler = Sampling(temperature=0.8, seed=2).sampler(PROMPT)
-    requests = [engine.start(sampler, TextStream(Sampling(), (), str, 50), Stats(2, "rounding"))]
+    sampling = Sampling(temperature=0.8, seed=2)
+    requests = [engine.start(PROMPT, sampling.sampler(), TextStream(Sampling(), (), str, 50), Stats(2, "rounding"))]
     engine.prefill(requests[0])
     drafter.fork(7, requests[0].slot, PROMPT)
-    ask = Ask(requests[0].slot, DraftBudget.chain(4), sampler)
+    ask = ask_for(requests[0].slot, DraftBudget.chain(4), sampling, PROMPT)
     first = drafter.propose([ask])
     drafter.propose([replace(ask, budget=DraftBudget(6, 2, 3))])
     assert drafter.propose([ask]) == first == drafter.propose([replace(ask, slot=7)])
@@ -280,15 +282,17 @@ def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
     drafter = Watched(TINY_BLOCK, tensors, TOY)
     budget = DraftBudget(9, 3, 3)
     for seed in range(3):
-        sampler = Sampling(temperature=0.7, top_k=9, seed=seed, rule="rejection").sampler(PROMPT)
+        sampling = Sampling(temperature=0.7, top_k=9, seed=seed, rule="rejection")
         drafter.admit(0, PROMPT)
-        (draft,) = drafter.propose([Ask(0, budget, sampler)])
+        (draft,) = drafter.propose([ask_for(0, budget, sampling, PROMPT)])
         drafter.release(0)
         assert Counter(Counter(draft.parents).values()) == Counter(shape(budget).values())
         assert set(draft.q) == set(draft.parents)
         logits = drafter.seen[-1][1]
         for row, q in draft.q.items():
-            torch.testing.assert_close(q, sampler.distribution(logits[depths(draft.parents)[row]]))
+            torch.testing.assert_close(
+                q, sampling.sampler().distribution(Prefix(PROMPT), logits[depths(draft.parents)[row]])
+            )
 
 
 @pytest.mark.parametrize(
@@ -319,14 +323,14 @@ def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
     head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
     few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), TOY)
     for how in (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, seed=3, rule="rejection")):
-        ask = Ask(0, DraftBudget(8, 4, 2), how.sampler(PROMPT))
+        ask = ask_for(0, DraftBudget(8, 4, 2), how, PROMPT)
         for drafter in (few, whole):
             drafter.admit(0, PROMPT)
         (draft,) = few.propose([ask])
         whole.propose([ask])
         rows = torch.full((4, 37), -torch.inf).double()
         rows[:, ids] = whole.seen[-1][1][:, ids]
-        assert draft == independent(ask.sampler, ask.budget, rows)
+        assert draft == independent(ask, ask.budget, rows)
         assert set(draft.tokens) <= set(ids.tolist())
     text = run(TOY, PROMPT, Sampling(max_new_tokens=20))[0]
     assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, DraftBudget(8, 4, 2))[0] == text

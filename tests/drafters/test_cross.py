@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
 from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.model import DraftModel
@@ -19,7 +20,6 @@ from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.engine.engine import Engine
 from paceline.errors import TokenizerMismatch
 from paceline.llm import LLM
-from paceline.protocols import Ask, Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import LogitsProcessor, Prefix
 from paceline.testing import check_drafter, run, run_together
@@ -27,6 +27,7 @@ from paceline.text.tokenizer import Tokenizer
 from paceline.types import Draft, DraftBudget, Verdict
 from tests.conftest import packaged_model
 from tests.text.test_gguf_tokenizers import ORIGINALS, original
+from tests.toys import ask_for
 from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
 WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
@@ -107,7 +108,7 @@ def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> Non
     drafter = WAYS[way](words)
     drafter.admit(0, text[:3])
     for end in range(3, len(text) - 2, 2):
-        ask = Ask(0, SHAPES["chain"], WARM.sampler(text[:end]))
+        ask = ask_for(0, SHAPES["chain"], WARM, text[:end])
         fresh = WAYS[way](words)
         fresh.admit(0, text[:end])
         assert drafter.propose([ask]) == fresh.propose([ask])
@@ -118,7 +119,7 @@ def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
     words = VocabMap(model("byte-level, small"), model("letters", 1))
     (begun,) = words.speller.spell(b"\xc3")
     drafter = Retold(words)
-    ask = Ask(0, SHAPES["chain"], GREEDY.sampler([begun]))
+    ask = ask_for(0, SHAPES["chain"], GREEDY, [begun])
     letter = words.draft.tokenizer.vocabulary
     found = drafter._retold(ask, [letter["é"], letter["l"]], b"\xc3")
     assert b"".join(words.said[token] for token in found) == b"\xa9l"
@@ -163,7 +164,7 @@ def test_q_is_a_distribution_over_shared_tokens() -> None:
     words = VocabMap(ours, model("byte-level, small", 1))
     drafter = SharedTokens(words)
     drafter.admit(0, prompt_of(ours))
-    (draft,) = drafter.propose([Ask(0, DraftBudget(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
+    (draft,) = drafter.propose([ask_for(0, DraftBudget(8, 3, 2), DRAWN, prompt_of(ours))])
     assert draft.q.keys() == set(draft.parents)
     alien = [token for token in range(ours.target.vocab_size) if token not in words.shared]
     for q in draft.q.values():
@@ -175,7 +176,7 @@ def test_text_is_a_draft_without_q() -> None:
     ours = model("byte-level")
     drafter = Retold(VocabMap(ours, model("letters", 1)))
     drafter.admit(0, prompt_of(ours))
-    (draft,) = drafter.propose([Ask(0, DraftBudget(8, 3, 2), DRAWN.sampler(prompt_of(ours)))])
+    (draft,) = drafter.propose([ask_for(0, DraftBudget(8, 3, 2), DRAWN, prompt_of(ours))])
     assert draft.tokens
     assert not draft.q
 
@@ -208,7 +209,7 @@ def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
     for make in WAYS.values():
         drafter = make(VocabMap(ours, model("letters", 1)))
         drafter.admit(0, prompt)
-        assert drafter.propose([Ask(0, SHAPES["chain"], GREEDY.sampler(prompt))]) == [Draft()]
+        assert drafter.propose([ask_for(0, SHAPES["chain"], GREEDY, prompt)]) == [Draft()]
         drafter.release(0)
         tokens, _, stats = run(ours.target, prompt, GREEDY, drafter, SHAPES["chain"])
         assert tokens == run(ours.target, prompt, GREEDY)[0]

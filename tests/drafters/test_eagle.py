@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
 from paceline.drafters.stack import DrafterStack
@@ -22,13 +23,14 @@ from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
-from paceline.protocols import Ask, Host
+from paceline.protocols import Host
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
 from tests.eagle_reference import Reference
+from tests.toys import ask_for
 
 TOY = tiny_target()
 LONG = tiny_target(context_length=2048)
@@ -58,7 +60,7 @@ class Spy(Eagle):
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         for path, row in zip(paths, logits, strict=True):
             subset = self._net.subset
-            self.seen.append((list(growth.ask.sampler.text), list(path), subset.widen(row) if subset else row.clone()))
+            self.seen.append((list(growth.ask.token_ids), list(path), subset.widen(row) if subset else row.clone()))
         return super().rank(growth, logits, paths, count)
 
 
@@ -121,7 +123,7 @@ def test_a_head_that_was_not_asked_for_a_while_catches_up() -> None:
 def started(engine: Engine, prompt: Sequence[int], like: Request | None = None) -> Request:
     sampling = Sampling(temperature=0.9, seed=7)
     stream = TextStream(sampling, (), lambda ids: "", 500)
-    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
+    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), like)
     engine.prefill(request)
     return request
 
@@ -132,10 +134,10 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
     engine = Engine(TOY, drafter, draft)
     first = started(engine, PROMPT)
     early = started(engine, PROMPT, first)
-    alone = drafter.propose([Ask(first.slot, draft, first.sampler)])
+    alone = drafter.propose([Ask.of(first.slot, first.prefix, draft, first.sampler)])
     assert alone[0].tokens
     late, other = started(engine, PROMPT, first), started(engine, PROMPT[2:])
-    asks = [Ask(request.slot, draft, request.sampler) for request in (early, other, late, first)]
+    asks = [Ask.of(request.slot, request.prefix, draft, request.sampler) for request in (early, other, late, first)]
     drafts = drafter.propose(asks)
     assert drafts.pop(1) != alone[0]
     assert drafts == alone * 3
@@ -154,7 +156,7 @@ def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
         drafter.feed(0, [1] * count, dict.fromkeys(drafter.taps, row.expand(count, -1)))
         waiting.append(len(drafter._slots[0].pending))
     assert max(waiting) == PREFILL_ROWS
-    drafter.propose([Ask(0, DraftBudget.chain(2), Sampling().sampler([1] * 1500))])
+    drafter.propose([ask_for(0, DraftBudget.chain(2), Sampling(), [1] * 1500)])
     assert len(drafter._slots[0].pending) == 0
 
 
@@ -173,7 +175,7 @@ def test_a_text_whose_features_are_missing_is_not_drafted_for() -> None:
         if fed:
             drafter.feed(slot, prompt[:fed], taps)
     texts = [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3]]
-    drafts = drafter.propose([Ask(i, DraftBudget.chain(2), Sampling().sampler(text)) for i, text in enumerate(texts)])
+    drafts = drafter.propose([ask_for(i, DraftBudget.chain(2), Sampling(), text) for i, text in enumerate(texts)])
     assert [len(draft.tokens) for draft in drafts] == [0, 0, 0, 2]
 
 

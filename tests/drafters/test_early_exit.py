@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
@@ -19,12 +20,13 @@ from paceline.kernels.linear import fast_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer
-from paceline.protocols import Ask, KVCache
+from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
 from tests.models import test_families as families
+from tests.toys import ask_for
 from tests.verify.test_tree import path_to
 
 CPU = torch.device("cpu")
@@ -245,18 +247,18 @@ def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_la
 
 def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) -> None:
     engine = Engine(TOY, early(2), CHAIN)
-    sampler = Sampling().sampler([3])
     slots = [engine.cache.acquire(1) for _ in range(MIN_ROWS)]
     (policy,) = engine.policies
-    drafts = policy.drafter.propose([Ask(slot, CHAIN, sampler, engine.cache) for slot in slots])
+    drafts = policy.drafter.propose([ask_for(slot, CHAIN, Sampling(), [3]) for slot in slots])
     assert rows_of_layers == {0: 20, 1: 20, 2: 0, 3: 0}
     assert [len(draft.carried.streams) for draft in drafts if draft.carried] == [5] * MIN_ROWS, "not the last leaf"
 
 
 def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(layers=LAYERS)
-    drafter, cache, sampler = early(2, target), target.new_cache(), Sampling().sampler([3])
-    ask = Ask(cache.acquire(1), CHAIN, sampler, cache)
+    drafter, cache = early(2, target), target.new_cache()
+    drafter.bind(cache)
+    ask = ask_for(cache.acquire(1), CHAIN, Sampling(), [3])
     passes = iter([target.forward])
 
     with monkeypatch.context() as patch:
@@ -332,8 +334,8 @@ def test_what_cannot_be_is_refused() -> None:
         EarlyExit(ExitConfig(32, 1, rank=2), {"norm.weight": torch.ones(32)}, TOY)
     with pytest.raises(CorruptModel, match="does not know"):
         EarlyExit(ExitConfig(32, 1), {"proj.up.weight": torch.ones(32, 2)}, TOY)
-    with pytest.raises(InvalidOption, match="without the target's cache"):
-        early(1).propose([Ask(0, CHAIN, Sampling().sampler([3]))])
+    with pytest.raises(InvalidOption, match="no target cache"):
+        early(1).propose([ask_for(0, CHAIN, Sampling(), [3])])
 
 
 def test_a_model_of_transformers_does_not_stop_early() -> None:

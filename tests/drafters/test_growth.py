@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Chosen, Growth, pack_level
 from paceline.drafters.model import SHARED, DraftModel
 from paceline.models.decoder import Decoder
-from paceline.protocols import Ask, KVCache
+from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Ranked
 from paceline.testing import TINY, random_tensors
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
+from tests.toys import ask_for
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARED + 20)], [7, 7, 8], [4] * SHARED]
@@ -63,7 +65,7 @@ BUDGETS = [
 
 def asks(samplings: Sequence[Sampling], budgets: Sequence[DraftBudget], texts: Sequence[Sequence[int]]) -> list[Ask]:
     together = zip(samplings, budgets, texts, strict=True)
-    return [Ask(slot, budget, sampling.sampler(text)) for slot, (sampling, budget, text) in enumerate(together)]
+    return [ask_for(slot, budget, sampling, text) for slot, (sampling, budget, text) in enumerate(together)]
 
 
 def same(ours: Draft, theirs: Draft) -> None:
@@ -130,8 +132,10 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
 
 def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     """Tree of two, fillers in the shorter one: they leave no trace, and a child finds its parent's row."""
-    sampler = Sampling().sampler([1, 2])
-    bushy, thin = (Growth(Ask(slot, DraftBudget(9, 3, 2), sampler), Chosen(DraftBudget(9, 3, 2))) for slot in range(2))
+    bushy, thin = (
+        Growth(ask_for(slot, DraftBudget(9, 3, 2), Sampling(), [1, 2]), Chosen(DraftBudget(9, 3, 2)))
+        for slot in range(2)
+    )
     bushy.nodes.grow(ROOT, Ranked([3, 4], [1.0, 0.0]))
     thin.nodes.grow(ROOT, Ranked([5], [1.0]))
     assert bushy.descend()

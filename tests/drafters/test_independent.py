@@ -10,13 +10,14 @@ from itertools import product
 import pytest
 import torch
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.independent import fixed, independent
-from paceline.protocols import Ask, Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 from tests.bigram import Bigram
+from tests.toys import ask_for
 from tests.verify.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
@@ -33,6 +34,10 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
     return set(found[1:])
 
 
+def ask(sampling: Sampling) -> Ask:
+    return ask_for(0, DraftBudget.chain(4), sampling, PROMPT)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "budget",
@@ -41,7 +46,7 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
 def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) -> None:
     """Against every node that could be, the probability of a path being that of its tokens together."""
     rows = logits(seed=seed)
-    draft = independent(Sampling().sampler(PROMPT), budget, rows)
+    draft = independent(ask(Sampling()), budget, rows)
     check(draft)
     chances = rows.softmax(-1)
     best = rows.argsort(-1, descending=True)[:, : budget.branch].tolist()
@@ -54,13 +59,14 @@ def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) 
 def test_a_chain_is_what_the_target_would_choose_from_the_same_rows(temperature: float) -> None:
     """The noise of each place is the target's own."""
     rows = logits(seed=3)
-    sampler = Sampling(temperature=temperature, top_k=5, seed=3).sampler(PROMPT)
-    draft = independent(sampler, DraftBudget.chain(4), rows)
+    sampling = Sampling(temperature=temperature, top_k=5, seed=3)
+    sampler = sampling.sampler()
+    draft = independent(ask(sampling), DraftBudget.chain(4), rows)
     path: list[int] = []
     for row in rows:
-        path.append(sampler.choose(row, path))
+        path.append(sampler.choose(Prefix(PROMPT, path), row))
     assert draft == Draft.chain(path)
-    assert independent(sampler, DraftBudget.chain(2), rows) == Draft.chain(path[:2])
+    assert independent(ask(sampling), DraftBudget.chain(2), rows) == Draft.chain(path[:2])
 
 
 def test_processors_see_the_best_path() -> None:
@@ -68,22 +74,22 @@ def test_processors_see_the_best_path() -> None:
         row[: prefix.tokens[-1] + 1] = -torch.inf
         return row
 
-    sampler = Sampling(processors=[climbing]).sampler(PROMPT)
-    draft = independent(sampler, DraftBudget.chain(4), logits())
+    climbs = ask(Sampling(processors=[climbing]))
+    draft = independent(climbs, DraftBudget.chain(4), logits())
     assert list(draft.tokens) == sorted(set(draft.tokens))
     assert draft.tokens[0] > PROMPT[-1]
     dead = torch.full((4, 12), 0.0)
     dead[0, 11] = 9.0
-    assert independent(sampler, DraftBudget(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
-    assert max(depths(independent(sampler, DraftBudget(9, 4, 2), dead).parents)) == 1
+    assert independent(climbs, DraftBudget(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
+    assert max(depths(independent(climbs, DraftBudget(9, 4, 2), dead).parents)) == 1
 
 
 def test_rows_that_are_not_finite_end_the_draft() -> None:
     rows = logits()
     rows[2] = torch.nan
     for rule in ("match", "rejection"):
-        sampler = Sampling(temperature=0.9, seed=1, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
-        assert max(depths(independent(sampler, DraftBudget(12, 4, 2), rows).parents)) == 2
+        drawing = ask(Sampling(temperature=0.9, seed=1, rule=rule))  # type: ignore[arg-type]
+        assert max(depths(independent(drawing, DraftBudget(12, 4, 2), rows).parents)) == 2
 
 
 class Guess(Drafter):
@@ -102,7 +108,7 @@ class Guess(Drafter):
     def release(self, slot: int) -> None: ...
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [independent(ask.sampler, ask.budget, self._rows[:, ask.last]) for ask in asks]
+        return [independent(ask, ask.budget, self._rows[:, ask.last]) for ask in asks]
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", TREE)])

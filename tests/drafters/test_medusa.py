@@ -14,7 +14,6 @@ from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
-from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import (
@@ -28,6 +27,7 @@ from paceline.testing import (
     tiny_target,
 )
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.toys import ask_for
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -66,9 +66,8 @@ def test_heads_that_know_the_text_are_always_right(cut: int) -> None:
 def test_a_prompt_of_one_token_leaves_nothing_to_draft_from_at_first() -> None:
     text = [4, *run(TOY, [4], WARM)[0]]
     drafter = Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text]), TOY)
-    sampler = WARM.sampler([4])
     drafter.admit(0, [4])
-    assert drafter.propose([Ask(0, DraftBudget.chain(3), sampler)]) == [Draft()]
+    assert drafter.propose([ask_for(0, DraftBudget.chain(3), WARM, [4])]) == [Draft()]
     drafter.release(0)
     assert rate(drafter, DraftBudget.chain(3), prompt=[4]) > 3
 
@@ -182,7 +181,7 @@ def test_the_budget_cuts_the_tree_from_its_end() -> None:
     drafter.feed(0, PROMPT[:-1], {"final": torch.randn(9, 32, dtype=torch.float64)})
 
     def parents(budget: DraftBudget) -> tuple[int, ...]:
-        (draft,) = drafter.propose([Ask(0, budget, WARM.sampler(PROMPT))])
+        (draft,) = drafter.propose([ask_for(0, budget, WARM, PROMPT)])
         return draft.parents
 
     assert parents(drafter.draft) == (0, 1, 0, 2, 1, 0, 3)
@@ -196,8 +195,8 @@ def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
     drafter = Medusa(replace(TINY_MEDUSA, paths=order), medusa_tensors(), TOY)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.ones(9, 32, dtype=torch.float64)})
-    sampler = Sampling(temperature=1.0, seed=5, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
-    return drafter.propose([Ask(0, drafter.draft, sampler)])[0]
+    sampling = Sampling(temperature=1.0, seed=5, rule=rule)  # type: ignore[arg-type]
+    return drafter.propose([ask_for(0, drafter.draft, sampling, PROMPT)])[0]
 
 
 def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
@@ -309,4 +308,4 @@ def test_a_state_that_is_not_finite_drafts_nothing() -> None:
     drafter = Medusa(TINY_MEDUSA, medusa_tensors(), TOY)
     drafter.admit(0, PROMPT)
     drafter.feed(0, PROMPT[:-1], {"final": torch.full((9, 32), torch.nan, dtype=torch.float64)})
-    assert drafter.propose([Ask(0, DraftBudget(9, 3, 3), WARM.sampler(PROMPT))]) == [Draft()]
+    assert drafter.propose([ask_for(0, DraftBudget(9, 3, 3), WARM, PROMPT)]) == [Draft()]

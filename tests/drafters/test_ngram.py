@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from paceline.drafters.ngram import NGram
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask
-from paceline.sampling.sampler import Sampler
+from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Verdict
+from tests.toys import ask_for
 
 
 def ask(drafter: NGram, text: Sequence[int], budget: DraftBudget, slot: int = 0) -> Draft:
-    (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
+    (draft,) = drafter.propose([ask_for(slot, budget, Sampling(), text)])
     return draft
 
 
@@ -141,7 +141,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
     drafter, budget = NGram(), DraftBudget.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
-    asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]
+    asks = [ask_for(slot, budget, Sampling(), [1, 2, 3, 1]) for slot in (1, 0)]
     assert [d.tokens for d in drafter.propose(asks)] == [(5, 6), (2, 3)]
     drafter.release(0)
     drafter.release(0)

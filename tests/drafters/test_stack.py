@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter
-from paceline.sampling.sampler import Sampler
+from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.toys import ask_for
 
 BUDGET = DraftBudget.chain(3)
 
@@ -44,7 +45,7 @@ class Recorder(Drafter):
 
 
 def ask(slot: int, budget: DraftBudget = BUDGET) -> Ask:
-    return Ask(slot, budget, Sampler(text=[0]))
+    return ask_for(slot, budget, Sampling(), [0])
 
 
 def test_per_request_the_first_with_something_to_say_wins() -> None:

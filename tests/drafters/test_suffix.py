@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from paceline.drafters.automaton import SuffixAutomaton
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask
-from paceline.sampling.sampler import Sampler
+from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import check, depths
+from tests.toys import ask_for
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))
@@ -219,7 +219,7 @@ def test_a_round_costs_the_same_in_a_long_text(remember: bool) -> None:
 
 
 def propose(drafter: Suffix, text: Sequence[int], budget: DraftBudget, slot: int = 0) -> Draft:
-    (draft,) = drafter.propose([Ask(slot, budget, Sampler(text=list(text)))])
+    (draft,) = drafter.propose([ask_for(slot, budget, Sampling(), text)])
     return draft
 
 
@@ -316,12 +316,12 @@ def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
     asks = []
     for slot in range(4):
         drafter.admit(slot, [1, 2, 3, 1])
-        asks.append(Ask(slot, DraftBudget.chain(3), Sampler(text=[1, 2, 3, 1])))
+        asks.append(ask_for(slot, DraftBudget.chain(3), Sampling(), [1, 2, 3, 1]))
     (alone,) = drafter.propose(asks[:1])
     assert len(alone.tokens) == 3
     assert all(len(draft.tokens) < 3 for draft in drafter.propose(asks))
     assert all(not draft.tokens for draft in drafter.propose([replace(ask, price=0.95) for ask in asks]))
-    drawn = [replace(ask, sampler=Sampler(text=[1, 2, 3, 1], temperature=1.0, rule="rejection")) for ask in asks]
+    drawn = [replace(ask, draws=True) for ask in asks]
     assert drafter.propose(drawn) == [alone] * 4
 
 
@@ -329,7 +329,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
     drafter, budget = Suffix(floor=0.0), DraftBudget.chain(2)
     drafter.admit(0, [1, 2, 3, 1])
     drafter.admit(1, [1, 5, 6, 1])
-    asks = [Ask(slot, budget, Sampler(text=[1, 2, 3, 1])) for slot in (1, 0)]
+    asks = [ask_for(slot, budget, Sampling(), [1, 2, 3, 1]) for slot in (1, 0)]
     assert [d.tokens for d in drafter.propose(asks)] == [(5, 6), (2, 3)]
     drafter.release(0)
     drafter.release(0)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits
 from paceline.llm import LLM
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget, Forward

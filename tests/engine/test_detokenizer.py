@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.engine.detokenizer import Detokenizer, StopStrings, TextStream
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
 from paceline.types import Verdict
 from tests import vocabularies
 
@@ -102,7 +103,7 @@ def replies(
     text, ids, at = "", [], 0
     for size in blocks:
         part = tuple(tokens[at : at + size])
-        verdict = stream.trim(Verdict(tuple(range(1, len(part))), part))
+        verdict = stream.trim(Verdict(tuple(range(1, len(part))), part), Prefix())
         chunks = stream.emit(verdict, torch.empty(0))
         text += "".join(c.text for c in chunks)
         ids += [c.token_id for c in chunks]
@@ -166,7 +167,7 @@ def test_a_criterion_sees_every_token_once_in_order_and_none_after_the_end() -> 
 def test_logprobs_come_from_the_row_before_the_token() -> None:
     stream = TextStream(Sampling(logprobs=2), (), letters, 1000)
     logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).double()
-    verdict = stream.trim(Verdict((2, 4), (3, 1, 8)))
+    verdict = stream.trim(Verdict((2, 4), (3, 1, 8)), Prefix())
     chunks = stream.emit(verdict, logits)
     for chunk, row, token in zip(chunks, (0, 2, 4), (3, 1, 8), strict=True):
         expected = logits[row].log_softmax(-1)
@@ -175,11 +176,11 @@ def test_logprobs_come_from_the_row_before_the_token() -> None:
         likeliest = sorted(range(9), key=lambda i: -expected[i])[:2]
         assert [token for token, _ in chunk.logprobs.top] == likeliest
         assert [p for _, p in chunk.logprobs.top] == pytest.approx([float(expected[i]) for i in likeliest])
-    assert stream.emit(stream.trim(Verdict((), ())), logits) == [], "a round that failed"
+    assert stream.emit(stream.trim(Verdict((), ()), Prefix()), logits) == [], "a round that failed"
 
 
 def test_no_logprobs_unless_asked_for_and_none_but_the_tokens_own_for_zero() -> None:
     for asked, expected in ((None, None), (0, ())):
         stream = TextStream(Sampling(logprobs=asked), (), letters, 1000)
-        (chunk,) = stream.emit(stream.trim(Verdict((), (3,))), torch.zeros(1, 9))
+        (chunk,) = stream.emit(stream.trim(Verdict((), (3,)), Prefix()), torch.zeros(1, 9))
         assert (chunk.logprobs and chunk.logprobs.top) == expected

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
@@ -15,7 +16,7 @@ from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
 from paceline.models.decoder import Decoder
-from paceline.protocols import Ask, KVCache
+from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
@@ -75,7 +76,7 @@ def test_cost_follows_the_text_and_not_the_limit() -> None:
         target = watched()
         engine = Engine(target)
         how = Sampling(max_new_tokens=limit)
-        request = engine.start(how.sampler([1, 2, 3]), TextStream(how, (), str, 1500), Stats(0, "rounding"))
+        request = engine.start([1, 2, 3], how.sampler(), TextStream(how, (), str, 1500), Stats(0, "rounding"))
         engine.prefill(request)
         engine.step([request])
         shapes.append(target.passes)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache.slab import SlabCache
+from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
@@ -27,7 +28,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.stats import Stats
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
-from paceline.protocols import Drafter
 from paceline.sampling.noise import Noise
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
@@ -249,7 +249,9 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
     sampling = SAMPLINGS["hot"]
     right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     rank = Sampler.rank
-    monkeypatch.setattr(Sampler, "rank", lambda self, logits, paths, n: rank(self, logits, [[*p, 0] for p in paths], n))
+    monkeypatch.setattr(
+        Sampler, "rank", lambda self, at, rows, paths, n: rank(self, at, rows, [[*p, 0] for p in paths], n)
+    )
     wrong = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     assert wrong.accepted < right.accepted / 2
 
@@ -268,7 +270,7 @@ def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: 
     for name in ("penalties", "bans", "all at once"):
         plain = run(TOY, PROMPT, SAMPLINGS[name])[0]
         with monkeypatch.context() as broken:
-            broken.setattr(Sampler, "process", lambda self, logits, path: honest(self, logits, ()))
+            broken.setattr(Sampler, "process", lambda self, prefix, row: honest(self, prefix.after(()), row))
             assert run(TOY, PROMPT, SAMPLINGS[name], Oracle(PROMPT + plain, 1.0, 37), SHAPES["chain"])[0] != plain
 
 
@@ -294,7 +296,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: Dr
 def reported(sampling: Sampling, drafter: Drafter | None, shape: DraftBudget) -> list[tuple[int, Logprobs]]:
     engine = Engine(TOY, drafter, shape)
     text = TextStream(sampling, (), lambda ids: "", 200)
-    request = engine.start(sampling.sampler(PROMPT), text, Stats(0, "rounding"))
+    request = engine.start(PROMPT, sampling.sampler(), text, Stats(0, "rounding"))
     engine.prefill(request)
     chunks = []
     while not request.finish:
@@ -327,7 +329,7 @@ def test_a_ragged_batch_writes_what_each_would_alone(
     requests = []
     for prompt in prompts:
         text = TextStream(how, (), lambda ids: "", 200)
-        requests.append(engine.start(how.sampler(prompt), text, Stats(0, "rounding")))
+        requests.append(engine.start(prompt, how.sampler(), text, Stats(0, "rounding")))
         engine.prefill(requests[-1])
     live = list(requests)
     while live:
@@ -335,4 +337,4 @@ def test_a_ragged_batch_writes_what_each_would_alone(
         for request in [r for r in live if r.finish]:
             engine.finish(request)
         live = [r for r in live if not r.finish]
-    assert [r.text[len(p) :] for r, p in zip(requests, prompts, strict=True)] == alone
+    assert [r.token_ids[len(p) :] for r, p in zip(requests, prompts, strict=True)] == alone

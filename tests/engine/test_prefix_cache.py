@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
@@ -34,7 +35,7 @@ from paceline.kernels.cpu.build import library
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
-from paceline.protocols import Drafter, KVCache, Saved
+from paceline.protocols import KVCache, Saved
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import (
@@ -296,12 +297,12 @@ def test_one_token_too_many_is_another_text() -> None:
     for length in (2, 3, 4):
         fresh = CachedEngine(TOY, None, None, PrefixCache(0))
         stream = TextStream(sampling, (), lambda ids: "", 200)
-        request = fresh.start(sampling.sampler(prompt), stream, Stats(7, "rounding"))
+        request = fresh.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"))
         assert fresh.cache.load(request.slot, hit.target, length) == length
         fresh.prefill(request)
         while not request.finish:
             fresh.step([request])
-        texts.append(request.text[len(prompt) :])
+        texts.append(request.token_ids[len(prompt) :])
     assert [text == plain(prompt, sampling) for text in texts] == [True, True, False]
 
 

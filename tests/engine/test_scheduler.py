@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -27,7 +28,7 @@ from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import NonFiniteLogits, OutOfMemory, TimedOut
 from paceline.models.heads import ExitConfig
-from paceline.protocols import Ask, Drafter, KVCache
+from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import (
@@ -63,7 +64,7 @@ NAMES = tuple(drafters())
 
 def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation, like: Request | None) -> Request:
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
-    return engine.start(sampling.sampler(prompt), stream, Stats(0, "rounding"), like, how)
+    return engine.start(prompt, sampling.sampler(), stream, Stats(0, "rounding"), like, how)
 
 
 def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation = OFF, **more: object) -> Task:
@@ -248,7 +249,7 @@ class Bad(DrafterWrapper):
     """Fails for one request, at its third draft."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        if any(len(ask.sampler.text) > 5 and ask.sampler.text[0] == 4 for ask in asks):
+        if any(len(ask.token_ids) > 5 and ask.token_ids[0] == 4 for ask in asks):
             raise ValueError("a drafter of somebody's own")
         return super().propose(asks)
 

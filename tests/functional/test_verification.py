@@ -21,7 +21,7 @@ from paceline.functional import (
 )
 from paceline.functional.verification import draw
 from paceline.sampling.noise import Noise
-from paceline.sampling.sampler import Sampler
+from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
 from paceline.verify.rules import match
@@ -57,7 +57,7 @@ def place_noise(noises: list[Noise], lengths: list[int], tree: CandidateTree, vo
 def test_greedy_gives_what_single_requests_get(batch: list[Draft], seed: int) -> None:
     tree = tree_of(batch)
     logits = random_logits(tree, 4, seed)
-    singly = [match(draft, rows, Sampler(text=[0] * 20)) for draft, rows in zip(batch, logits, strict=True)]
+    singly = [match(draft, rows, Sampler(), Prefix([0] * 20)) for draft, rows in zip(batch, logits, strict=True)]
     assert verdicts(verify_greedy(tree, logits)) == singly
 
 
@@ -70,7 +70,7 @@ def test_sampling_with_the_noise_of_the_place_gives_what_single_requests_get(bat
     lengths = [7, 0, 3, 5][: len(batch)]
     accepted = verify_sampling(tree, logits, temperature=heat, noise=place_noise(noises, lengths, tree, 4))
     singly = [
-        match(draft, rows, Sampler(float(t), noise=noise, text=[0] * (int(length) + 1)))
+        match(draft, rows, Sampler(float(t), noise=noise), Prefix([0] * (int(length) + 1)))
         for draft, rows, length, t, noise in zip(batch, logits, lengths, heat, noises, strict=True)
     ]
     assert verdicts(accepted) == singly

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import paceline
 from paceline.checkpoints.lazy import Quantised
+from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
@@ -24,7 +25,7 @@ from paceline.kernels.quantize import GROUP, Codes, Mode, quantize, round_activa
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import Weights
-from paceline.protocols import Drafter, Host
+from paceline.protocols import Host
 from paceline.sampling.parameters import Sampling
 from paceline.testing import (
     TINY,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
@@ -20,7 +21,6 @@ from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want
@@ -259,12 +259,12 @@ def test_a_ragged_batch_writes_what_each_would_alone(name: str) -> None:
     requests = []
     for count, prompt in enumerate(prompts):
         text = TextStream(Sampling(max_new_tokens=24 - 5 * count), (), lambda ids: "", 200)
-        requests.append(engine.start(sampling.sampler(prompt), text, Stats(0, "rounding")))
+        requests.append(engine.start(prompt, sampling.sampler(), text, Stats(0, "rounding")))
         engine.prefill(requests[-1])
     while live := [r for r in requests if not r.finish]:
         engine.step(live)
     for count, (request, prompt, text) in enumerate(zip(requests, prompts, alone, strict=True)):
-        assert request.text[len(prompt) :] == text[: 24 - 5 * count]
+        assert request.token_ids[len(prompt) :] == text[: 24 - 5 * count]
 
 
 def test_native_and_adapted_llama_write_the_same() -> None:

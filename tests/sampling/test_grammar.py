@@ -206,11 +206,13 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return compute(self, prefix)
 
     monkeypatch.setattr(Matcher, "_allowed", counted)
-    sampler = Sampler(processors=(rows,), text=[5, 6], prompt=2)
+    sampler = Sampler(processors=(rows,))
+    prefix = Prefix([5, 6], (), 2)
     path = WORDS.spell("ab")
     logits = torch.randn(2, SIZE)
-    ranked = sampler.rank(logits, [[], path], 3)
-    assert [sampler.choose(logits[0]), sampler.choose(logits[1], path)] == [best.tokens[0] for best in ranked]
+    ranked = sampler.rank(prefix, logits, [[], path], 3)
+    chosen = [sampler.choose(prefix, logits[0]), sampler.choose(prefix.after(path), logits[1])]
+    assert chosen == [best.tokens[0] for best in ranked]
     assert calls == 2
 
 
@@ -308,9 +310,9 @@ def test_what_the_model_lacks_is_refused_before_anything_begins() -> None:
     with pytest.raises(InvalidOption, match="no grammar"):
         Sampling(grammar="a+")  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="no tokenizer"):
-        how(Grammar.json(), 0.0).sampler([1], vocabulary=Vocabulary(SIZE, [END]))
+        how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, [END]))
     with pytest.raises(InvalidOption, match="end-of-sequence"):
-        how(Grammar.json(), 0.0).sampler([1], vocabulary=Vocabulary(SIZE, (), None, WORDS))
+        how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, (), None, WORDS))
 
 
 def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
@@ -326,11 +328,12 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
     rows = Matcher(compiled, frozenset({END}))
     with pytest.raises(InvalidOption, match="cannot be followed"):
         allowed(rows, [WORDS.vocabulary["("]] * 30)
-    sampler = Sampler(processors=(rows,), text=[WORDS.vocabulary["("]] * 30)
-    assert sampler.forced(9) == [], "the target says so, and its request ends alone"
-    assert sampler.rank(torch.zeros(1, SIZE), [()], 3)[0].tokens == []
+    sampler = Sampler(processors=(rows,))
+    prefix = Prefix([WORDS.vocabulary["("]] * 30)
+    assert sampler.forced(prefix, 9) == [], "the target says so, and its request ends alone"
+    assert sampler.rank(prefix, torch.zeros(1, SIZE), [()], 3)[0].tokens == []
     with pytest.raises(InvalidOption, match="cannot be followed"):
-        sampler.choose(torch.zeros(SIZE))
+        sampler.choose(prefix, torch.zeros(SIZE))
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_a_schema_is_kept_with_every_drafter_and_its_keys_are_free(
 ) -> None:
     how = Sampling(max_new_tokens=120, temperature=temperature, seed=3, grammar=Grammar.json_schema(SCHEMA))
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "forced", lambda self, most: [])
+        patch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
         llm = LLM(demo)
         if llm.guarantee != "bits":
             pytest.skip("rows depend on their neighbours here, so equality holds up to rounding only")

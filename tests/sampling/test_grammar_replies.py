@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.medusa import Medusa
@@ -22,7 +23,6 @@ from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import MedusaConfig
-from paceline.protocols import Ask, Drafter
 from paceline.sampling.grammar import Grammar, Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
@@ -66,7 +66,7 @@ def test_every_drafter_writes_the_plain_text_and_it_is_valid(
     text = plain.tokenizer.decode(expected)
     assert valid(text)
     if not forced:
-        monkeypatch.setattr(Sampler, "forced", lambda self, most: [])
+        monkeypatch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
     for drafter, draft in drafters(plain, expected):
         out = LLM(plain.model, drafter, draft).generate("Hi", sampling)
         assert out.token_ids == expected
@@ -86,11 +86,16 @@ class Watched(DrafterWrapper):
         super().__init__(inner)
         self._grammar = grammar
         self.seen = 0
+        self._prompts: dict[int, int] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._prompts[slot] = len(prompt)
+        super().admit(slot, prompt)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
-            reply = ask.sampler.text[ask.sampler.prompt :]
+            reply = list(ask.token_ids[self._prompts[ask.slot] :])
             paths: list[list[int]] = [[]]
             for parent, token in zip(draft.parents, draft.tokens, strict=True):
                 assert token in allowed(matcher(self._grammar), reply, paths[parent])
@@ -122,7 +127,7 @@ def test_what_is_ranked_for_a_draft_is_allowed_there(
 ) -> None:
     sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
     expected = alone(plain, sampling, monkeypatch)
-    monkeypatch.setattr(Sampler, "forced", lambda self, most: [])
+    monkeypatch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
     for drafter in ranked(plain):
         watched = Watched(drafter, sampling.grammar or Grammar.json())
         out = LLM(plain.model, watched, draft).generate("Hi", sampling)

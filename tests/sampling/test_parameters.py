@@ -14,7 +14,7 @@ from paceline.sampling.sampler import Prefix, Sampler, Subset
 
 
 def support(logits: torch.Tensor, **cuts: float) -> list[int]:
-    return Sampler(temperature=0.8, **cuts).distribution(logits).nonzero()[:, 0].tolist()  # type: ignore[arg-type]
+    return Sampler(temperature=0.8, **cuts).distribution(Prefix(), logits).nonzero()[:, 0].tolist()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_a_missing_seed_is_drawn_anew() -> None:
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
-    assert Sampler().choose(torch.tensor([1.0, 3.0, 3.0, 2.0])) == 1
+    assert Sampler().choose(Prefix(), torch.tensor([1.0, 3.0, 3.0, 2.0])) == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float) -> None:
     with pytest.raises(NonFiniteLogits):
-        Sampler(temperature).choose(torch.tensor([1.0, bad, 2.0]))
+        Sampler(temperature).choose(Prefix(), torch.tensor([1.0, bad, 2.0]))
 
 
 def test_draws_follow_the_shaped_distribution() -> None:
@@ -86,7 +86,7 @@ def test_draws_follow_the_shaped_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     draws = 20_000
     sampler = Sampler(temperature=0.7, noise=Noise(5))
-    counts = torch.bincount(torch.tensor([sampler.choose(logits, range(p)) for p in range(draws)]), minlength=6)
+    counts = torch.bincount(torch.tensor([sampler.choose(Prefix(range(p)), logits) for p in range(draws)]), minlength=6)
     expected = (logits / 0.7).softmax(-1) * draws
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 15.1, "5 degrees of freedom, 1 %"
@@ -203,15 +203,15 @@ def test_rank_is_what_choose_would_take_one_after_the_other() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(0))
     for temperature, top_k in itertools.product((0.0, 0.9), (0, 12)):
         sampler = Sampler(temperature, top_k=top_k, noise=Noise(3))
-        (best,) = sampler.rank(logits[None], [[0] * 4], 5)
+        (best,) = sampler.rank(Prefix([0] * 4), logits[None], [[]], 5)
         ranked = best.tokens
         assert best.scores == sorted(best.scores, reverse=True)
-        assert ranked[0] == sampler.choose(logits, [0] * 4)
+        assert ranked[0] == sampler.choose(Prefix([0] * 4), logits)
         rest = logits.clone()
         rest[ranked[0]] = -torch.inf
         if not top_k:
-            assert ranked[1] == sampler.choose(rest, [0] * 4)
-    assert len(Sampler(1.0, top_k=3).rank(logits[None], [[]], 5)[0].tokens) == 3
+            assert ranked[1] == sampler.choose(Prefix([0] * 4), rest)
+    assert len(Sampler(1.0, top_k=3).rank(Prefix(), logits[None], [[]], 5)[0].tokens) == 3
 
 
 SUBSET = Subset(torch.tensor([1, 2, 5, 7, 11, 12, 13, 20, 30, 35]), 37)
@@ -243,7 +243,8 @@ def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: S
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64).round(decimals=1)
     wide = torch.stack([SUBSET.widen(row) for row in logits])
     paths = [[], [1], [1, 2], [4]]
-    for ours, theirs in zip(sampler.rank(logits, paths, 6, SUBSET), sampler.rank(wide, paths, 6), strict=True):
+    few = sampler.rank(Prefix(), logits, paths, 6, SUBSET)
+    for ours, theirs in zip(few, sampler.rank(Prefix(), wide, paths, 6), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.scores == pytest.approx(theirs.scores)
         assert (ours.q is None) == (theirs.q is None) == (not sampler.draws)
@@ -269,13 +270,13 @@ def test_tokens_that_are_banned_are_dropped_and_nothing_else(
 
         rows = torch.randn(20, 2000, generator=draw, dtype=torch.float64) * 3
         sampling = Sampling(temperature=temperature, seed=5, processors=[few], **how)  # type: ignore[arg-type]
-        sampler = sampling.sampler([1, 2, 3])
-        found = [sampler.choose(row, [i]) for i, row in enumerate(rows)]
-        ranked = sampler.rank(rows, [[i] for i in range(20)], 4)
+        sampler, prefix = sampling.sampler(), Prefix([1, 2, 3])
+        found = [sampler.choose(prefix.after([i]), row) for i, row in enumerate(rows)]
+        ranked = sampler.rank(prefix, rows, [[i] for i in range(20)], 4)
         with monkeypatch.context() as patch:
             patch.setattr("paceline.sampling.sampler._SPARSE", 10**9)
-            assert [sampler.choose(row, [i]) for i, row in enumerate(rows)] == found
-            dense = sampler.rank(rows, [[i] for i in range(20)], 4)
+            assert [sampler.choose(prefix.after([i]), row) for i, row in enumerate(rows)] == found
+            dense = sampler.rank(prefix, rows, [[i] for i in range(20)], 4)
         for ours, theirs in zip(ranked, dense, strict=True):
             finite = [s for s in theirs.scores if s > -torch.inf]
             assert ours.tokens[: len(finite)] == theirs.tokens[: len(finite)]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.drafters.base import Drafter
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.protocols import Drafter
 from paceline.sampling.noise import Noise
 from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.sampling.processors import (
@@ -126,12 +126,12 @@ def test_what_a_row_costs_does_not_grow_with_the_text() -> None:
 
     sampling = Sampling(repetition_penalty=1.2, frequency_penalty=0.1, bad_words=[[1, 2, 3]], no_repeat_ngram_size=4)
     sampler = sampling.sampler(vocabulary=Vocabulary(V))
-    sampler.text = text = Watched(i % V for i in range(3000))
-    sampler.choose(row_of(0))
+    text = Watched(i % V for i in range(3000))
+    sampler.choose(Prefix(text), row_of(0))
     text.read = 0
     for _ in range(5):
         text.append(3)
-        sampler.choose(row_of(0), [1, 2])
+        sampler.choose(Prefix(text, [1, 2]), row_of(0))
     assert text.read < 5 * 40
 
 
@@ -211,10 +211,13 @@ def test_when_everything_is_banned_the_error_says_so(temperature: float, toy: De
     sampling = Sampling(temperature=temperature, bad_words=[[token] for token in range(37)], seed=1)
     with pytest.raises(NoTokenLeft, match="every token is banned at position 3"):
         run(toy, [1, 2, 3], sampling)
-    sampler = sampling.sampler([1, 2, 3])
-    assert sampler.rank(torch.zeros(1, 37), [[]], 3)[0].tokens == [], "and a drafter has nothing to say"
-    few = Sampling(temperature=temperature, bad_words=[[token] for token in range(35)], seed=1).sampler([1])
-    assert sorted(few.rank(torch.zeros(1, 37), [[]], 3)[0].tokens) == [35, 36], "and never drafts what is banned"
+    assert sampling.sampler().rank(Prefix([1, 2, 3]), torch.zeros(1, 37), [[]], 3)[0].tokens == [], (
+        "and a drafter has nothing to say"
+    )
+    few = Sampling(temperature=temperature, bad_words=[[token] for token in range(35)], seed=1).sampler()
+    assert sorted(few.rank(Prefix([1]), torch.zeros(1, 37), [[]], 3)[0].tokens) == [35, 36], (
+        "and never drafts what is banned"
+    )
 
 
 def test_errors_of_processors_name_them() -> None:
@@ -225,10 +228,10 @@ def test_errors_of_processors_name_them() -> None:
         return logits * torch.nan
 
     with pytest.raises(InvalidOption, match="short"):
-        Sampling(processors=[short]).sampler([1]).choose(torch.zeros(9))
+        Sampling(processors=[short]).sampler().choose(Prefix([1]), torch.zeros(9))
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogits, match="processor"):
-            Sampling(processors=[wild], temperature=temperature).sampler([1]).choose(torch.zeros(9))
+            Sampling(processors=[wild], temperature=temperature).sampler().choose(Prefix([1]), torch.zeros(9))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_errors_of_processors_name_them() -> None:
 )
 def test_ids_beyond_the_vocabulary_are_refused_before_any_work(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidOption, match=name):
-        Sampling(**wrong).sampler([1], vocabulary=Vocabulary(61))
+        Sampling(**wrong).sampler(vocabulary=Vocabulary(61))
 
 
 def test_words_are_banned_with_and_without_a_space() -> None:
@@ -258,14 +261,14 @@ def test_words_are_banned_with_and_without_a_space() -> None:
         return ids
 
     assert spellings("blue", encode) == {(2,), (3,)}
-    banned = Sampling(bad_words=["blue", [4]]).sampler([1], vocabulary=Vocabulary(9, encode=encode))
-    assert banned.process(torch.zeros(9), []).isinf().nonzero()[:, 0].tolist() == [2, 3, 4]
+    banned = Sampling(bad_words=["blue", [4]]).sampler(vocabulary=Vocabulary(9, encode=encode))
+    assert banned.process(Prefix([1]), torch.zeros(9)).isinf().nonzero()[:, 0].tolist() == [2, 3, 4]
 
 
 def test_end_tokens_wait_for_min_new_tokens_unless_eos_is_ignored() -> None:
     def banned(**options: Any) -> list[int]:
-        sampler = Sampling(min_new_tokens=2, **options).sampler([1], vocabulary=Vocabulary(9, eos=(5,)))
-        return sampler.process(torch.zeros(9), [0]).isinf().nonzero()[:, 0].tolist()
+        sampler = Sampling(min_new_tokens=2, **options).sampler(vocabulary=Vocabulary(9, eos=(5,)))
+        return sampler.process(Prefix([1], [0], 1), torch.zeros(9)).isinf().nonzero()[:, 0].tolist()
 
     assert banned() == [5]
     assert banned(stop_token_ids=[6]) == [5, 6]
@@ -284,11 +287,11 @@ def test_processors_come_in_the_documented_order_and_yours_last() -> None:
         logit_bias={1: 1.0},
         presence_penalty=1.0,
         repetition_penalty=2.0,
-    ).sampler([1], vocabulary=Vocabulary(9, eos=(5,)))
+    ).sampler(vocabulary=Vocabulary(9, eos=(5,)))
     kinds = [type(p) for p in sampler.processors[:-1]]
     assert kinds == [RepetitionPenalty, CountPenalty, LogitBias, BadWords, NoRepeatNGram, MinNewTokens]
     assert sampler.processors[-1] is own
-    assert Sampling().sampler([1], vocabulary=Vocabulary(9, eos=(5,))).processors == ()
+    assert Sampling().sampler(vocabulary=Vocabulary(9, eos=(5,))).processors == ()
 
 
 @settings(max_examples=30)
@@ -320,13 +323,14 @@ def test_sampling_after_penalties_follows_transformers_distribution(seed: int) -
         min_p=0.01,
         typical_p=0.9,
     )
-    torch.testing.assert_close(sampling.sampler(text).distribution(row), scores[0].softmax(-1))
+    torch.testing.assert_close(sampling.sampler().distribution(Prefix(text, (), len(text)), row), scores[0].softmax(-1))
 
 
 def test_a_drafter_in_another_width_keeps_its_counts() -> None:
     """A draft model's rows may be narrower than the target's: both look into the same counts."""
-    sampler = Sampler(processors=(RepetitionPenalty(2.0),), noise=Noise(1), text=[8, 2, 8], prompt=3)
+    sampler = Sampler(processors=(RepetitionPenalty(2.0),), noise=Noise(1))
+    prefix = Prefix([8, 2, 8], [3], 3)
     narrow, wide = torch.ones(5), torch.ones(9)
     for _ in range(2):
-        assert sampler.process(narrow, [3]).tolist() == [1, 1, 0.5, 0.5, 1]
-        assert sampler.process(wide, [3]).tolist() == [1, 1, 0.5, 0.5, 1, 1, 1, 1, 0.5]
+        assert sampler.process(prefix, narrow).tolist() == [1, 1, 0.5, 0.5, 1]
+        assert sampler.process(prefix, wide).tolist() == [1, 1, 0.5, 0.5, 1, 1, 1, 1, 0.5]

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from paceline.drafters.base import Ask
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
-from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
 from paceline.server.memory import give_back

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block as BlockDrafter
 from paceline.drafters.early_exit import EarlyExit as ExitDrafter
 from paceline.drafters.medusa import Medusa as MedusaDrafter
 from paceline.engine.engine import Engine
 from paceline.models.heads import BlockConfig, ExitConfig, MedusaConfig
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.block import BlockRecipe, default_taps

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from paceline import Sampling
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits
 from paceline.models.heads import MedusaConfig
-from paceline.protocols import Ask, Drafter
 from paceline.sampling.noise import Noise
-from paceline.sampling.sampler import Ranked, Sampler
+from paceline.sampling.sampler import Prefix, Ranked, Sampler
 from paceline.testing import run, tiny_target
 from paceline.types import Draft, DraftBudget
 from paceline.verify import rejection
 from paceline.verify.rules import RULES, text_guarantee, typical
 from paceline.verify.tree import shape
 from tests.bigram import Bigram
-from tests.toys import toy_llm
+from tests.toys import ask_for, toy_llm
 
 VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
 # What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there
@@ -115,8 +115,8 @@ def test_the_q_of_another_parent_is_noticed() -> None:
 def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that draws with the target's own noise, as it should under match."""
 
-    def shared(self: Sampler, logits: Tensor, path: Sequence[int], count: int, subset: None) -> Ranked:
-        return Ranked([self.choose(logits, path)], [0.0], self.distribution(logits))
+    def shared(self: Sampler, prefix: Prefix, logits: Tensor, count: int, subset: None) -> Ranked:
+        return Ranked([self.choose(prefix, logits)], [0.0], self.distribution(prefix, logits))
 
     monkeypatch.setattr(Sampler, "_rank", shared)
     assert chi_square("rejection", DraftBudget.chain(1), seeds=2000, length=2) > 1
@@ -177,10 +177,10 @@ def test_cut_tokens_are_never_written(rule: str) -> None:
 
 
 def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1) -> Draft:
-    sampler = Sampling(temperature=1.0, top_k=20, seed=seed, rule=rule).sampler(PROMPT)  # type: ignore[arg-type]
+    sampling = Sampling(temperature=1.0, top_k=20, seed=seed, rule=rule)  # type: ignore[arg-type]
     drafter = DraftModel(TWIN, 37)
     drafter.admit(0, PROMPT)
-    return drafter.propose([Ask(0, budget, sampler)])[0]
+    return drafter.propose([ask_for(0, budget, sampling, PROMPT)])[0]
 
 
 def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent() -> None:
@@ -205,11 +205,10 @@ def test_other_rules_are_given_chosen_candidates(rule: str) -> None:
 def test_q_covers_the_targets_vocabulary() -> None:
     small = DraftModel(tiny_target(vocab_size=30), 37)
     small.admit(0, PROMPT)
-    sampler = Sampling(temperature=1.0, seed=1, rule="block").sampler(PROMPT)
-    (draft,) = small.propose([Ask(0, DraftBudget.chain(3), sampler)])
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=1, rule="block")
+    (draft,) = small.propose([ask_for(0, DraftBudget.chain(3), sampling, PROMPT)])
     assert {q.shape for q in draft.q.values()} == {(37,)}
     assert all(float(q[30:].sum()) == 0 for q in draft.q.values())
-    sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=1, rule="block")
     assert len(run(TOY, PROMPT, sampling, small, DraftBudget.chain(3))[0]) == 12
 
 
@@ -219,7 +218,7 @@ def test_candidates_are_drawn_without_replacement() -> None:
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         sampler = Sampler(1.0, noise=Noise(seed), rule="rejection")
-        counts[tuple(sampler.rank(logits[None], [[]], 2)[0].tokens)] += 1
+        counts[tuple(sampler.rank(Prefix(), logits[None], [[]], 2)[0].tokens)] += 1
     total = 0.0
     for a, b in itertools.permutations(range(VOCAB), 2):
         expected = draws * float(Q[0, a] * Q[0, b] / (1 - Q[0, a]))
@@ -230,10 +229,10 @@ def test_candidates_are_drawn_without_replacement() -> None:
 def test_a_place_that_is_drafted_again_is_drawn_anew() -> None:
     """The same prefix and position, once in the middle of a round and once at the start of the next."""
     logits = torch.zeros(1, 1000)
-    middle = Sampler(1.0, text=[1, 2], rule="block").rank(logits, [[3]], 20)[0].tokens
-    start = Sampler(1.0, text=[1, 2, 3], rule="block").rank(logits, [[]], 20)[0].tokens
-    sibling = Sampler(1.0, text=[1, 2], rule="block").rank(logits, [[4]], 20)[0].tokens
-    own = Sampler(1.0, text=[1, 2, 3]).rank(logits, [[]], 20)[0].tokens
+    middle = Sampler(1.0, rule="block").rank(Prefix([1, 2]), logits, [[3]], 20)[0].tokens
+    start = Sampler(1.0, rule="block").rank(Prefix([1, 2, 3]), logits, [[]], 20)[0].tokens
+    sibling = Sampler(1.0, rule="block").rank(Prefix([1, 2]), logits, [[4]], 20)[0].tokens
+    own = Sampler(1.0).rank(Prefix([1, 2, 3]), logits, [[]], 20)[0].tokens
     for one, other in itertools.combinations((middle, start, sibling, own), 2):
         assert len({*one} & {*other}) < 5
 
@@ -249,22 +248,22 @@ def test_typical_keeps_the_longest_plausible_path() -> None:
     sure, unsure = [0.94, 0.03, 0.02, 0.01], [0.3, 0.3, 0.2, 0.2]
     sampler = Sampler(1.0, rule="typical")
     # Entropy of `sure` 0.29: the bar is 0.09. Of `unsure` 1.37: 0.3 * exp(-1.37) = 0.076.
-    assert typical(Draft((1,), (0,)), logits_of(sure, unsure), sampler).tokens == (0,), "implausible: 0.03"
-    assert typical(Draft((3,), (0,)), logits_of(unsure, sure), sampler).tokens == (3, 0)
+    assert typical(Draft((1,), (0,)), logits_of(sure, unsure), sampler, Prefix()).tokens == (0,), "implausible: 0.03"
+    assert typical(Draft((3,), (0,)), logits_of(unsure, sure), sampler, Prefix()).tokens == (3, 0)
     tree = Draft((0, 1, 2), (0, 0, 2))
     rows = logits_of(unsure, sure, unsure, sure)
-    assert typical(tree, rows, sampler).path == (2, 3), "the longest"
+    assert typical(tree, rows, sampler, Prefix()).path == (2, 3), "the longest"
     level = Draft((2, 0), (0, 0))
-    assert typical(level, logits_of(unsure, sure, sure), sampler).path == (2,), "of two as long the likelier"
+    assert typical(level, logits_of(unsure, sure, sure), sampler, Prefix()).path == (2,), "of two as long the likelier"
     even = logits_of([0.02] * 50, [0.02] * 50)
-    assert typical(Draft((7,), (0,)), even, sampler).path, "0.02 is much where exp(-entropy) is 0.02"
-    assert not typical(Draft((7,), (0,)), even, sampler, delta=1.01).path
+    assert typical(Draft((7,), (0,)), even, sampler, Prefix()).path, "0.02 is much where exp(-entropy) is 0.02"
+    assert not typical(Draft((7,), (0,)), even, sampler, Prefix(), delta=1.01).path
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
 def test_logits_that_are_not_finite_are_an_error(rule: str) -> None:
     with pytest.raises(NonFiniteLogits):
-        RULES[rule](Draft((1,), (0,)), torch.full((2, 4), torch.nan), Sampler(1.0, rule=rule))  # type: ignore[index, arg-type]
+        RULES[rule](Draft((1,), (0,)), torch.full((2, 4), torch.nan), Sampler(1.0, rule=rule), Prefix())  # type: ignore[index, arg-type]
 
 
 # Labels.

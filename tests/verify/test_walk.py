@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import NonFiniteLogits
 from paceline.sampling.noise import Noise
-from paceline.sampling.sampler import Sampler
+from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, Verdict
 from paceline.verify.rules import match, walk
 from tests.verify.test_tree import drafts, path_to
@@ -48,10 +48,11 @@ def test_the_walk_by_exact_enumeration(nodes: int) -> None:
 def test_match_keeps_what_the_target_draws_alone(draft: Draft, seed: int, temperature: float) -> None:
     rows = len(draft.tokens) + 1
     logits = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)).double()
-    sampler = Sampler(temperature, noise=Noise(seed), text=[0] * 20)
-    verdict = match(draft, logits, sampler)
+    sampler = Sampler(temperature, noise=Noise(seed))
+    prefix = Prefix([0] * 20)
+    verdict = match(draft, logits, sampler, prefix)
     visited = (0, *verdict.path)
-    alone = tuple(sampler.choose(logits[row], [0] * depth) for depth, row in enumerate(visited))
+    alone = tuple(sampler.choose(prefix.after([0] * depth), logits[row]) for depth, row in enumerate(visited))
     assert verdict.tokens == alone
     assert [draft.tokens[row - 1] for row in verdict.path] == list(verdict.tokens[:-1])
     assert [draft.parents[row - 1] for row in verdict.path] == list(visited[:-1])
@@ -63,9 +64,9 @@ def test_only_visited_rows_must_be_finite(temperature: float) -> None:
     logits = torch.zeros(3, 4)
     logits[0, 2] = logits[1, 3] = 100.0
     logits[2] = torch.nan
-    assert match(Draft((2, 1), (0, 0)), logits, sampler).tokens == (2, 3)
+    assert match(Draft((2, 1), (0, 0)), logits, sampler, Prefix()).tokens == (2, 3)
     with pytest.raises(NonFiniteLogits, match="position 1"):
-        match(Draft((1, 2), (0, 0)), logits, sampler)
+        match(Draft((1, 2), (0, 0)), logits, sampler, Prefix())
 
 
 def test_cutting_a_verdict_keeps_path_and_tokens_in_step() -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.independent import independent
 from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
-from paceline.protocols import Ask, Drafter, Host
+from paceline.protocols import Host
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
 
@@ -87,7 +88,7 @@ class Block(Drafter):
         busy = [ask for ask, budget in zip(asks, budgets, strict=True) if budget.nodes]
         guesses = iter(self._guess(busy, max(budget.depth for budget in budgets))) if busy else iter(())
         return [
-            independent(ask.sampler, budget, next(guesses), self._network.subset) if budget.nodes else Draft()
+            independent(ask, budget, next(guesses), self._network.subset) if budget.nodes else Draft()
             for ask, budget in zip(asks, budgets, strict=True)
         ]
 

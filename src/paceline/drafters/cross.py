@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.growth import Growth
 from paceline.drafters.model import DraftModel, SavedText
 from paceline.drafters.transcript import Respelled, TokenReader, Transcript, continuation
 from paceline.drafters.vocab_map import VocabMap
 from paceline.errors import TokenizerMismatch
-from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.sampling.sampler import Ranked, Sampler
+from paceline.protocols import KVCache, Target
+from paceline.sampling.sampler import Prefix, Ranked, Sampler
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import from_paths
 
@@ -139,7 +140,7 @@ class Retold(_Foreign[Transcript]):
         super().__init__(model, model.vocab_size, words, lambda: Transcript(words))
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        return _LIKELIEST.rank(logits, paths, count)
+        return _LIKELIEST.rank(Prefix(), logits, paths, count)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return [self._answer(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
@@ -161,7 +162,7 @@ class Retold(_Foreign[Transcript]):
             return []
         # Tokens may begin a character that they do not end.
         said = said.decode(errors="ignore").encode()[len(incomplete) :]
-        return continuation(self._words, ask.sampler.text, said) + end
+        return continuation(self._words, ask.token_ids, said) + end
 
 
 def _branches(draft: Draft) -> list[list[int]]:

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from paceline.drafters.base import Ask
 from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
 from paceline.drafters.model import SHARED
 from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
-from paceline.protocols import Ask, Host
+from paceline.protocols import Host
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
@@ -156,4 +157,4 @@ class Eagle(Growing):
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """By the target's own ids, whose noise is shared."""
-        return growth.ask.sampler.rank(logits, paths, count, self._net.subset)
+        return growth.ask.rank(logits, paths, count, self._net.subset)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.kernels.linear import Linear
@@ -15,7 +16,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import RMSNorm
 from paceline.models.weights import Weights
-from paceline.protocols import Ask, KVCache, Target
+from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Ranked
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import pack
@@ -59,6 +60,10 @@ class EarlyExit(Growing):
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
         """For each slot what came out of layer E in this round, pass by pass."""
+        self._cache: KVCache | None = None
+
+    def bind(self, cache: KVCache) -> None:
+        self._cache = cache
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
 
@@ -94,7 +99,9 @@ class EarlyExit(Growing):
             starts,
         )
         want = Want("none", taps=(self._exit,), layers=self._exit)
-        streams = self._target.forward(rows, _cache(asks[0]), want).taps[self._exit]
+        if self._cache is None:
+            raise InvalidOption("early exit has no target cache", "Bind the cache that holds the slots")
+        streams = self._target.forward(rows, self._cache, want).taps[self._exit]
         for ask, stream, count in zip(asks, streams, rows.counts, strict=True):
             self._streams[ask.slot].append(stream[:count])
         return logits_of(streams, rows.counts, self._logits)
@@ -118,7 +125,7 @@ class EarlyExit(Growing):
     def _unsure(self, growth: Growth, logits: Tensor) -> list[bool]:
         """For each row of logits [R, V] whether to stop there."""
         # Where a chain ends may depend on the draws above its end: a row is judged by what was drawn from it alone.
-        if growth.ask.sampler.draws and growth.nodes.budget.branch > 1:
+        if growth.ask.draws and growth.nodes.budget.branch > 1:
             return [False] * len(logits)
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         return (confidence < self.threshold).tolist()
@@ -137,12 +144,6 @@ def _native(target: Target) -> Decoder:
             "Use early exit with a model that Paceline runs itself, or another drafter",
         )
     return target
-
-
-def _cache(ask: Ask) -> KVCache:
-    if ask.cache is None:
-        raise InvalidOption("early exit was asked without the target's cache", "Give Ask the cache that holds its slot")
-    return ask.cache
 
 
 def _norm(weights: Weights, target: Decoder) -> RMSNorm:

@@ -15,6 +15,7 @@ from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, word
 from paceline.checkpoints.lazy import Quantised
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
+from paceline.drafters.base import Drafter
 from paceline.drafters.cross import cross
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -23,7 +24,6 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
-from paceline.protocols import Drafter
 from paceline.types import DraftBudget
 
 DraftModelLoader = Callable[[str], Loaded]

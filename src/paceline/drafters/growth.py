@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.layout import NONE
-from paceline.protocols import Ask, Drafter
+from paceline.drafters.base import Ask, Drafter
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
@@ -128,7 +128,7 @@ class Growth:
 
     @staticmethod
     def begin(ask: Ask, budget: DraftBudget) -> Growth:
-        return Growth(ask, Drawn(budget) if ask.sampler.draws else Chosen(budget))
+        return Growth(ask, Drawn(budget) if ask.draws else Chosen(budget))
 
     @property
     def fed(self) -> list[int]:
@@ -185,7 +185,7 @@ class Growing(Drafter):
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """The candidates of each row of logits [R, V], which stands after its path: see `Sampler.rank`."""
-        return growth.ask.sampler.rank(logits, paths, count)
+        return growth.ask.rank(logits, paths, count)
 
     def end(self, growth: Growth) -> Draft:
         """What is made of a tree that has grown."""

@@ -9,25 +9,26 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from paceline.sampling.sampler import Ranked, Sampler, Subset
+from paceline.drafters.base import Ask
+from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
 
 
-def independent(sampler: Sampler, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
+def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
     """The draft within `budget` for one request, row d of logits [D, V] being the guess at depth d + 1.
 
     The likeliest nodes of all that could be, where a node is as likely as its path's candidates together. Under a rule
     that draws, what stands where is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
     """
     logits = logits[: budget.depth].cpu()
-    if sampler.draws:
+    if ask.draws:
         shape = fixed(budget.within(len(logits)), (), True)
-        return shape.draft(rank(sampler, logits, shape.widths, subset))
-    return _likeliest(budget, rank(sampler, logits, [budget.branch] * len(logits), subset))
+        return shape.draft(rank(ask, logits, shape.widths, subset))
+    return _likeliest(budget, rank(ask, logits, [budget.branch] * len(logits), subset))
 
 
-def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
+def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
     """So many candidates of each depth, from its row of logits [D, V], after the best of the depths before it.
 
     Processors so see the likeliest path. Other parents may get a child that a processor forbids there, which costs
@@ -40,7 +41,7 @@ def rank(sampler: Sampler, logits: Tensor, widths: Sequence[int], subset: Subset
     ranked: list[Ranked] = []
     path: list[int] = []
     for row, width in zip(logits, widths, strict=False):
-        ranked += sampler.rank(row[None], [path], width, subset)
+        ranked += ask.rank(row[None], [path], width, subset)
         # Where a depth has no candidate, nothing stands below: any token will do for the path.
         path.append(ranked[-1].tokens[0] if ranked[-1].tokens else 0)
     return ranked

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.independent import FixedTree, fixed, rank
 from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
-from paceline.protocols import Ask, Drafter, Host
+from paceline.protocols import Host
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import places
 
@@ -72,7 +73,7 @@ class Medusa(Drafter):
         deepest = max(len(shapes[i].widths) for i in able)
         logits = self._logits([asks[i].slot for i in able], deepest)
         for line, i in enumerate(able):
-            drafts[i] = shapes[i].draft(rank(asks[i].sampler, logits[:, line], shapes[i].widths))
+            drafts[i] = shapes[i].draft(rank(asks[i], logits[:, line], shapes[i].widths))
         return drafts
 
     @torch.inference_mode()
@@ -89,4 +90,4 @@ class Medusa(Drafter):
         """Without a state (a prompt of one token was not fed) there is nothing to say."""
         if ask.slot not in self._states:
             return FixedTree((), ())
-        return fixed(ask.budget.within(self._depth), self._order, ask.sampler.draws)
+        return fixed(ask.budget.within(self._depth), self._order, ask.draws)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.drafters.base import Ask
 from paceline.drafters.growth import Growing, Growth, pack_level
-from paceline.protocols import Ask, Saved, Target
+from paceline.protocols import Saved, Target
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _ID_BITS = 32

@@ -17,8 +17,8 @@ from itertools import zip_longest
 import numpy as np
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.wrapper import DrafterWrapper
-from paceline.protocols import Ask, Drafter
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import Place
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter, Saved
+from paceline.protocols import KVCache, Saved
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
@@ -40,6 +41,10 @@ class DrafterStack(Drafter):
         self.draft: DraftBudget = DraftBudget(
             max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes)
         )
+
+    def bind(self, cache: KVCache) -> None:
+        for drafter in self._drafters:
+            drafter.bind(cache)
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         for drafter in self._drafters:

@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from torch import Tensor
 
 from paceline.drafters.automaton import SuffixAutomaton
+from paceline.drafters.base import Ask, Drafter
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import MIN_ROWS
 
@@ -83,7 +83,7 @@ class Suffix(Drafter):
 
     def _draft(self, ask: Ask, together: int) -> Draft:
         # Under the rules that draw, a text follows its drafts: then these must be the same in any company.
-        free = -(-MIN_ROWS // (1 if ask.sampler.draws else together)) - 1
+        free = -(-MIN_ROWS // (1 if ask.draws else together)) - 1
         return grow(self._slots[ask.slot].contexts(self._memory), ask.budget, max(self._floor, ask.price), free)
 
 

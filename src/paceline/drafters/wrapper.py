@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from paceline.protocols import Ask, Drafter, Saved
+from paceline.drafters.base import Ask, Drafter
+from paceline.protocols import KVCache, Saved
 from paceline.types import Draft, Tap, Verdict
 
 
@@ -15,6 +16,9 @@ class DrafterWrapper(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.taps, self.draft = inner, inner.taps, inner.draft
+
+    def bind(self, cache: KVCache) -> None:
+        self.inner.bind(cache)
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         self.inner.admit(slot, prompt)

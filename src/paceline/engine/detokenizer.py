@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.sampling.parameters import Sampling, StopWhen
+from paceline.sampling.sampler import Prefix
 from paceline.types import FinishReason, Verdict
 
 Decode = Callable[[Sequence[int]], str]
@@ -171,7 +172,7 @@ class TextStream:
         self._criteria = Criteria(sampling.stop_when)
         self.logprobs = sampling.logprobs
 
-    def trim(self, verdict: Verdict) -> Verdict:
+    def trim(self, verdict: Verdict, prefix: Prefix) -> Verdict:
         """The verdict up to the first token that ends the reply: EOS, a stop token or string, a criterion of the
         user's, the length limit."""
         self._pieces = []

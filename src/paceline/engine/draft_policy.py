@@ -9,9 +9,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.engine.draft_length import Controller, RoundOutcome
 from paceline.errors import InvalidOption
-from paceline.protocols import Ask, Drafter, KVCache
+from paceline.protocols import KVCache
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check
 
@@ -133,7 +134,7 @@ def _group(policy: DraftPolicy, at: list[int], requests: Sequence[Request], cach
     controller = policy.controller if free else None
     draft = policy.draft
     if controller:
-        behind = sum(len(r.text) - r.num_seen_tokens for r in mine)
+        behind = sum(len(r.token_ids) - r.num_seen_tokens for r in mine)
         draft = controller.choose(len(requests), behind, max(r.stream.left for r in mine))
     price = controller.price(len(requests)) if controller else 0.0
     return PolicyGroup(policy, at, controller, [_budget(draft, r, cache) for r in mine], price)

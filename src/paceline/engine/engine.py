@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.engine.detokenizer import Chunk, Origin, TextStream
 from paceline.engine.draft_policy import DraftPolicies, DraftPolicy, PolicyGroup, Speculation, learn
 from paceline.engine.prefix_cache import PrefixCache
@@ -18,8 +19,8 @@ from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.self_check import guarantee, seamless
 from paceline.engine.stats import Clock, Guarantee, Stats
 from paceline.errors import OutOfMemory, memory_named
-from paceline.protocols import Ask, Drafter, KVCache, Target
-from paceline.sampling.sampler import Sampler
+from paceline.protocols import KVCache, Target
+from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, DraftBudget, FinishReason, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.rules import RULES
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
@@ -32,6 +33,9 @@ _FORCED = 32
 class Request:
     """A reply in the making."""
 
+    token_ids: list[int]
+    """Prompt and reply so far; the last token is the pending one, chosen but not yet in the cache."""
+    num_prompt_tokens: int
     sampler: Sampler
     stream: TextStream
     stats: Stats
@@ -52,14 +56,14 @@ class Request:
     """A round broke off after it was judged: what it has shown and what the cache holds may differ."""
 
     @property
-    def text(self) -> list[int]:
-        """The prompt and the reply so far; its last token is the pending one, chosen but not yet in the cache."""
-        return self.sampler.text
+    def prefix(self) -> Prefix:
+        """The committed text, as the sampler takes it."""
+        return Prefix(self.token_ids, (), self.num_prompt_tokens)
 
     @property
     def position(self) -> int:
-        """Where the pending token stands; also how much of the text the cache holds."""
-        return len(self.text) - 1
+        """Position of the pending token; also the number of tokens that the cache holds."""
+        return len(self.token_ids) - 1
 
     def judge(self, draft: Draft, logits: Tensor) -> Verdict:
         """What stands of a draft, as far as the reply goes.
@@ -67,10 +71,10 @@ class Request:
         A request that fails here, in a processor or criterion of the user's too, ends alone: the others go on.
         """
         try:
-            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler))
+            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler, self.prefix), self.prefix)
         except Exception as error:
             self.error = error
-            return self.stream.trim(Verdict((), (), "error"))
+            return self.stream.trim(Verdict((), (), "error"), self.prefix)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -107,6 +111,8 @@ class Engine:
         self.target = target
         self.policies = DraftPolicies(drafter, draft)
         self.cache: KVCache = target.new_cache()
+        for policy in self.policies:
+            policy.drafter.bind(self.cache)
         self.prefixes: PrefixCache | None = None
         """Beginnings of texts that may come again; set by `remember`."""
         self._lock, self._deep = RLock(), 0
@@ -129,30 +135,31 @@ class Engine:
     @_alone
     def start(
         self,
+        prompt: Sequence[int],
         sampler: Sampler,
         stream: TextStream,
         stats: Stats,
         like: Request | None = None,
         speculation: Speculation | None = None,
     ) -> Request:
-        """Take a slot for the sampler's text, a prompt of at least one token. `finish` must follow, whatever happens
+        """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens
         between. `like`: a request with the same prompt that has been prefilled, so that this one need not be.
         """
         how = speculation or self.policies.default
         policy = self.policies[how.drafter]
-        begun = like is not None and len(like.text) > like.sampler.prompt
+        begun = like is not None and len(like.token_ids) > like.num_prompt_tokens
         # A drafter that was fed hidden states has by now those of the reply as well.
         if like and policy and policy.drafter.taps and (begun or like.policy is not policy):
             like = None
-        slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(sampler.text))
-        request = Request(sampler, stream, stats, slot, policy, how.most)
+        slot = self.cache.fork(like.slot) if like else self.cache.acquire(len(prompt))
+        request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, how.most)
         with self._unless_it_fails(request):
             if like:
                 self.cache.truncate(slot, request.position)
             if policy and like and like.policy is policy and not begun:
-                policy.drafter.fork(slot, like.slot, request.text)
+                policy.drafter.fork(slot, like.slot, request.token_ids)
             elif policy:
-                policy.drafter.admit(slot, request.text)
+                policy.drafter.admit(slot, request.token_ids)
         return request
 
     @_alone
@@ -163,10 +170,10 @@ class Engine:
     @_alone
     def resume(self, request: Request) -> None:
         """Take a slot again; a prefill of all that the text has by now must follow."""
-        request.slot, request.active, request.num_seen_tokens = self.cache.acquire(request.sampler.prompt), True, 0
+        request.slot, request.active, request.num_seen_tokens = self.cache.acquire(request.num_prompt_tokens), True, 0
         with self._unless_it_fails(request):
             if request.policy:
-                request.policy.drafter.admit(request.slot, request.text)
+                request.policy.drafter.admit(request.slot, request.token_ids)
 
     def prefill(self, request: Request) -> None:
         """All of the prompt but its last token. That one is row 0 of the first round."""
@@ -183,7 +190,7 @@ class Engine:
         scores = request.scores
         done = self.cache.lengths[request.slot] or (0 if scores else self._recall(request))
         most = PREFILL_ROWS if most < PREFILL_ROWS and not self.seamless else most
-        chunk = request.text[done : min(done + most, request.position)]
+        chunk = request.token_ids[done : min(done + most, request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
             out = self._forward(rows, Want("all" if scores else "none", taps=self.policies.taps([request])))
@@ -192,7 +199,7 @@ class Engine:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
                 request.policy.drafter.feed(request.slot, chunk, taps)
             if scores:
-                scores.push(done, request.text[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
+                scores.push(done, request.token_ids[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
             if done + len(chunk) == request.position:
                 self._keep(request)
         clock.lap("prefill")
@@ -204,7 +211,7 @@ class Engine:
         if self.prefixes is None:
             return 0
         policy = request.policy
-        hit = self.prefixes.find(request.text, policy.name if policy and policy.drafter.needs_past else None)
+        hit = self.prefixes.find(request.token_ids, policy.name if policy and policy.drafter.needs_past else None)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
@@ -222,7 +229,7 @@ class Engine:
         policy = request.policy
         with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
             saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
-            self.prefixes.store(request.text, request.sampler.prompt, self.cache.save(request.slot), saved)
+            self.prefixes.store(request.token_ids, request.num_prompt_tokens, self.cache.save(request.slot), saved)
 
     @_alone
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
@@ -286,7 +293,7 @@ class Engine:
         """What can only come next, whatever the target says: it is right, and costs no more than its rows."""
         draft = DraftBudget.chain(_FORCED) if request.most is None else request.most
         room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
-        return Draft.chain(request.sampler.forced(room.depth))
+        return Draft.chain(request.sampler.forced(request.prefix, room.depth))
 
     def _propose(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
         """Fills in the drafts of each group."""
@@ -296,14 +303,14 @@ class Engine:
             asks = []
             for i, budget in zip(group.at, group.budgets, strict=True):
                 request = requests[i]
-                request.num_seen_tokens = len(request.text)
-                asks.append(Ask(request.slot, budget, request.sampler, self.cache, group.price))
+                request.num_seen_tokens = len(request.token_ids)
+                asks.append(Ask.of(request.slot, request.prefix, budget, request.sampler, group.price))
             for i, draft in zip(group.at, group.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
         rows = pack(
-            [r.text[-1] for r in requests],
+            [r.token_ids[-1] for r in requests],
             drafts,
             [r.slot for r in requests],
             [r.position for r in requests],
@@ -314,7 +321,7 @@ class Engine:
     def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             self.cache.commit(request.slot, verdict.path)
-            request.text.extend(verdict.tokens)
+            request.token_ids.extend(verdict.tokens)
             request.finish = verdict.finish
             if request.policy and not verdict.finish:
                 self._tell(request, verdict, {tap: states[i] for tap, states in out.taps.items()})

@@ -70,7 +70,7 @@ class GrowingReply:
             [chunk.token_id for chunk in self._shown],
             ended or failed or "cancelled",
             request.stats,
-            request.sampler.prompt,
+            request.num_prompt_tokens,
             None if request.stream.logprobs is None else logprobs,
         )
 

@@ -49,7 +49,7 @@ class Task:
     @property
     def length(self) -> int:
         """Tokens of its text so far."""
-        return len(self.request.text) if self.request else self.prompt
+        return len(self.request.token_ids) if self.request else self.prompt
 
 
 Event = tuple[Task, list[Chunk]]

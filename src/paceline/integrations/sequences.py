@@ -58,7 +58,7 @@ class BatchSequence:
         """A `LogitsProcessor`: all of transformers' in their order, over float32 as in `generate`."""
         scores = logits.to(self._ids.device, torch.float32)
         if self._processors:
-            ids = self._ids_after(prefix.text, prefix.path).repeat(self._shown, 1)
+            ids = self._ids_after(prefix.token_ids, prefix.path).repeat(self._shown, 1)
             scores = self._processors(ids, scores.repeat(self._shown, 1))[self._place]
         return scores.to(logits)
 
@@ -85,15 +85,15 @@ def _treats_rows_alike(processor: object) -> bool:
 class Stops(TextStream):
     """Ends a reply where transformers' criteria do, inside a draft too, and shows nothing: tokens are all it is for."""
 
-    def __init__(self, row: BatchSequence, text: Sequence[int], left: int, criteria: bool) -> None:
-        """`text`: what the sequence's sampler holds, and its engine grows. `criteria`: False to stop at `left` only."""
+    def __init__(self, row: BatchSequence, left: int, criteria: bool) -> None:
+        """`criteria`: False to stop at `left` only."""
         self.left = left
-        self._row, self._text_so_far, self._asked = row, text, criteria
+        self._row, self._asked = row, criteria
 
-    def trim(self, verdict: Verdict) -> Verdict:
+    def trim(self, verdict: Verdict, prefix: Prefix) -> Verdict:
         for count in range(1, len(verdict.tokens) + 1):
             self.left -= 1
-            if self._asked and self._row.ended(self._text_so_far, verdict.tokens[:count]):
+            if self._asked and self._row.ended(prefix.token_ids, verdict.tokens[:count]):
                 return verdict.cut(count, "stop")
             if self.left == 0:
                 return verdict.cut(count, "length")
@@ -110,10 +110,10 @@ class Recorder(Sampler):
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
 
-    def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
+    def choose(self, prefix: Prefix, logits: Tensor) -> int:
         self.logits.append(logits.float())
-        self.scores.append(self.process(logits, path).float())
-        return Sampler.choose(self, logits, path)
+        self.scores.append(self.process(prefix, logits).float())
+        return Sampler.choose(self, prefix, logits)
 
     def cut(self, count: int) -> None:
         """Forget what was chosen beyond the reply's `count` tokens: the reply ended inside a draft."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_spec, open_drafter, to_tree
 from paceline.engine.engine import Engine, Request
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption
 from paceline.integrations.sequences import BatchSequence, Recorder, Stops, rows_of
-from paceline.protocols import Drafter
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Sampler
 from paceline.types import DraftBudget
@@ -146,6 +146,8 @@ class _GenerateCall:
         self._config, self._streamer = config, streamer
         self._seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         self._samplers = [self._sampler(row) for row in rows]
+        self._texts = [row.prompt for row in rows]
+        """Prompt and reply so far of every sequence."""
         self.stats = [Stats(self._seed, "rounding") for _ in rows]
         self._pad: Tensor | None = None
         self._put = 0
@@ -165,7 +167,7 @@ class _GenerateCall:
 
     @property
     def _replies(self) -> list[list[int]]:
-        return [sampler.text[sampler.prompt :] for sampler in self._samplers]
+        return [text[len(row.prompt) :] for text, row in zip(self._texts, self._rows, strict=True)]
 
     def _sampler(self, row: BatchSequence) -> Sampler:
         config = self._config
@@ -174,19 +176,19 @@ class _GenerateCall:
             temperature=1.0 if config.do_sample else 0.0,
             noise=Noise(self._seed, row.index),
             processors=(row.process,),
-            text=list(row.prompt),
-            prompt=len(row.prompt),
         )
 
     def _write(self, left: Sequence[int], criteria: bool) -> None:
         """Go on with every sequence that has tokens left, until each has ended."""
         requests: list[Request] = []
         try:
-            for row, sampler, stats, count in zip(self._rows, self._samplers, self.stats, left, strict=True):
+            for i, (row, count) in enumerate(zip(self._rows, left, strict=True)):
                 if count:
-                    stops = Stops(row, sampler.text, count, criteria)
-                    requests.append(self._engine.start(sampler, stops, stats))
-                    self._engine.prefill(requests[-1])
+                    stops = Stops(row, count, criteria)
+                    request = self._engine.start(self._texts[i], self._samplers[i], stops, self.stats[i])
+                    requests.append(request)
+                    self._texts[i] = request.token_ids
+                    self._engine.prefill(request)
             while live := [r for r in requests if not r.finish]:
                 self._engine.step(live)
                 for request in live:
@@ -194,7 +196,7 @@ class _GenerateCall:
                         raise request.error
                     if request.finish:
                         self._engine.finish(request)
-                self._stream([r.sampler for r in requests if not r.finish])
+                self._stream([r.token_ids for r in requests if not r.finish])
         finally:
             for request in requests:
                 self._engine.finish(request)
@@ -203,13 +205,14 @@ class _GenerateCall:
             if isinstance(sampler, Recorder):
                 sampler.cut(len(reply))
 
-    def _stream(self, live: Sequence[Sampler]) -> None:
+    def _stream(self, live: Sequence[list[int]]) -> None:
         """Hand over the tokens that every sequence has by now, one [B] after the other, as `generate` does."""
         if self._streamer is None:
             return
         replies = self._replies
-        waiting = self._samplers if self._pad is None else live
-        done = min((len(s.text) - s.prompt for s in waiting), default=max(map(len, replies)))
+        open_ = [self._pad is None or any(text is one for one in live) for text in self._texts]
+        lengths = list(map(len, replies))
+        done = min((n for n, waits in zip(lengths, open_, strict=True) if waits), default=max(lengths))
         for at in range(self._put, done):
             self._streamer.put(torch.tensor([self._token(reply, at) for reply in replies]))
         self._put = max(self._put, done)

@@ -147,9 +147,9 @@ class Matcher(Forcing):
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """A row [V], changed in place: what the grammar forbids is -inf. Raises `InvalidOption` for a grammar that
         llguidance finds too complex to follow."""
-        if len(prefix.text) != self._length:
+        if len(prefix.token_ids) != self._length:
             self._masks.clear()
-            self._length = len(prefix.text)
+            self._length = len(prefix.token_ids)
         path = tuple(prefix.path)
         if path not in self._masks:
             self._masks[path] = self._safely(self._allowed, prefix)
@@ -175,10 +175,10 @@ class Matcher(Forcing):
         torch.minimum(open_, caps.to(open_), out=open_)
         return row
 
-    def forced(self, prefix: Prefix, most: int) -> list[int]:
-        """The tokens that must follow, at most so many; none where there is a choice or the text may end."""
+    def forced(self, prefix: Prefix, limit: int) -> list[int]:
+        """Return up to `limit` tokens that must follow; none where there is a choice or the text may end."""
         run: _ForcedTokens = self._safely(self._forced, prefix)
-        return run.tokens[run.at : run.at + most]
+        return run.tokens[run.at : run.at + limit]
 
     def _safely(self, ask: Callable[[Prefix], Any], prefix: Prefix) -> Any:
         """A failure must not leave a state that the next row then trusts."""
@@ -218,7 +218,7 @@ class Matcher(Forcing):
 
     def _go(self, prefix: Prefix) -> bool:
         """Read exactly this prefix's reply (up to an end). Whether the grammar allows it."""
-        wanted = [*prefix.text[prefix.prompt + self._sure :], *prefix.path]
+        wanted = [*prefix.token_ids[prefix.num_prompt_tokens + self._sure :], *prefix.path]
         have = self._read[self._sure :]
         same = 0
         while same < min(len(have), len(wanted)) and have[same] == wanted[same]:
@@ -226,7 +226,7 @@ class Matcher(Forcing):
         if not self._back(len(have) - same):
             return self._go(prefix)
         stands = all(self._over or self._take(token) for token in wanted[same:])
-        self._sure = min(len(prefix.text) - prefix.prompt, len(self._read))
+        self._sure = min(len(prefix.token_ids) - prefix.num_prompt_tokens, len(self._read))
         return stands
 
     def _back(self, count: int) -> bool:

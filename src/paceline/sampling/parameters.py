@@ -144,8 +144,8 @@ class Sampling:
         """The same with a seed: a fresh one where there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
-    def sampler(self, prompt: Sequence[int] = (), sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
-        """The sampler of one reply to a prompt; draws the seed if there is none. `sample` tells several replies to one
+    def sampler(self, sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
+        """Return the sampler of one reply; draws the seed if there is none. `sample` tells several replies to one
         prompt apart. Raises `InvalidOption` for what the `vocabulary` does not have; None: nothing is known of it."""
         seed = self.seeded().seed
         assert seed is not None
@@ -158,8 +158,6 @@ class Sampling:
             noise=Noise(seed, sample),
             processors=self._processors(vocabulary),
             rule=self.rule,
-            text=list(prompt),
-            prompt=len(prompt),
         )
 
     def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:

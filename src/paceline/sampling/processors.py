@@ -25,9 +25,9 @@ class _Counts:
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
         """Counts [V] of the prefix from position `first` on for a row [V], in its dtype; not to be changed."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
-        if done < len(prefix.text) or len(counts) < len(row):
-            counts = _add(counts, prefix.text[done:], len(row))
-            self._known[row.device] = len(prefix.text), counts
+        if done < len(prefix.token_ids) or len(counts) < len(row):
+            counts = _add(counts, prefix.token_ids[done:], len(row))
+            self._known[row.device] = len(prefix.token_ids), counts
         if prefix.path:
             counts = _add(counts.clone(), prefix.path, len(row))
         return counts[: len(row)].to(row.dtype)
@@ -52,10 +52,10 @@ class _SeenTokens:
 
     def at(self, prefix: Prefix, row: Tensor) -> Tensor:
         """Ids of the prefix that a row [V] has; those of the path may come twice."""
-        for token in prefix.text[self._read :]:
+        for token in prefix.token_ids[self._read :]:
             self._order[token] = None
             self._highest = max(self._highest, token)
-        self._read = len(prefix.text)
+        self._read = len(prefix.token_ids)
         known = self._known.get(row.device, torch.empty(0, dtype=torch.long, device=row.device))
         if len(known) < len(self._order):
             known = torch.cat([known, known.new_tensor(list(islice(self._order, len(known), None)))])
@@ -87,9 +87,9 @@ class CountPenalty:
         self._counts = _Counts()
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        if len(prefix) == prefix.prompt:
+        if len(prefix) == prefix.num_prompt_tokens:
             return logits
-        counts = self._counts.at(prefix, logits, prefix.prompt)
+        counts = self._counts.at(prefix, logits, prefix.num_prompt_tokens)
         return logits.sub_(self._frequency * counts + self._presence * (counts > 0))
 
 
@@ -138,9 +138,9 @@ class NoRepeatNGram:
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         before = self._size - 1
-        for end in range(max(self._read, before), len(prefix.text)):
-            self._next.setdefault(tuple(prefix.text[end - before : end]), set()).add(prefix.text[end])
-        self._read = len(prefix.text)
+        for end in range(max(self._read, before), len(prefix.token_ids)):
+            self._next.setdefault(tuple(prefix.token_ids[end - before : end]), set()).add(prefix.token_ids[end])
+        self._read = len(prefix.token_ids)
         if len(prefix) < before:
             return logits
         tail = prefix.tail(before + len(prefix.path))
@@ -156,7 +156,7 @@ class MinNewTokens:
         self._count, self._ends = count, sorted(ends)
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        return ban(logits, self._ends) if len(prefix) - prefix.prompt < self._count else logits
+        return ban(logits, self._ends) if len(prefix) - prefix.num_prompt_tokens < self._count else logits
 
 
 def ban(logits: Tensor, tokens: Sequence[int]) -> Tensor:

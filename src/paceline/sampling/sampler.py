@@ -21,35 +21,39 @@ RuleName = Literal["match", "rejection", "block", "typical"]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What stands before a row's next token: the committed `text`, of which the first `prompt` tokens are the prompt's,
-    and then the `path` of drafted tokens that leads to the row.
+    """The tokens before a row: the committed `token_ids` (`num_prompt_tokens` of the prompt, then the reply's) and the
+    `path` of drafted tokens that leads to the row.
 
-    `text` only grows, so what was counted in it once stays true; `path` may be gone with the next round.
+    `token_ids` only grows, so counts of it stay valid; `path` may be discarded at the end of the round.
     """
 
-    text: Sequence[int]
-    path: Sequence[int]
-    prompt: int
+    token_ids: Sequence[int] = ()
+    path: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+
+    def after(self, path: Sequence[int]) -> Prefix:
+        """The prefix of the row that `path` leads to."""
+        return Prefix(self.token_ids, path, self.num_prompt_tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """All of it."""
-        return [*self.text, *self.path]
+        """Committed and drafted tokens."""
+        return [*self.token_ids, *self.path]
 
     @property
     def reply(self) -> list[int]:
-        """All of it but the prompt."""
-        return [*self.text[self.prompt :], *self.path]
+        """`tokens` without the prompt."""
+        return [*self.token_ids[self.num_prompt_tokens :], *self.path]
 
     def tail(self, count: int) -> tuple[int, ...]:
-        """Its last `count` tokens, fewer if there are no more; costs no more than they do."""
-        old = count - len(self.path)
-        if old <= 0:
+        """The last `count` of `tokens`, or all if there are fewer. Does not copy the rest."""
+        committed = count - len(self.path)
+        if committed <= 0:
             return tuple(self.path[len(self.path) - count :])
-        return (*self.text[max(0, len(self.text) - old) :], *self.path)
+        return (*self.token_ids[max(0, len(self.token_ids) - committed) :], *self.path)
 
     def __len__(self) -> int:
-        return len(self.text) + len(self.path)
+        return len(self.token_ids) + len(self.path)
 
 
 LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
@@ -63,8 +67,8 @@ class Forcing(ABC):
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def forced(self, prefix: Prefix, most: int) -> list[int]:
-        """The tokens that it leaves no choice about, at most so many; none where several may come next."""
+    def forced(self, prefix: Prefix, limit: int) -> list[int]:
+        """Return up to `limit` tokens that must come next; none where several may."""
 
 
 _SPARSE = 8
@@ -102,11 +106,12 @@ class Subset:
 
 @dataclass(slots=True)
 class Sampler:
-    """Turns logits into tokens for one reply. Target and drafters use the same one, so that they see the same noise.
+    """Sampling parameters and noise of one reply. It holds no text: every method takes the `Prefix` of its row.
 
-    `text`: prompt and reply so far, the pending token last; it grows with every round. `prompt`: how many of its tokens
-    are the prompt's. Rows are shaped on the host, whatever device they come from: a visited row costs one transfer,
-    and then the same steps give the same token everywhere.
+    The target chooses with it and drafters rank with it, so that both see the same noise.
+
+    Rows are shaped on the host, whatever device they come from: a visited row costs one transfer, and then the same
+    steps give the same token everywhere.
     """
 
     temperature: float = 0.0
@@ -117,8 +122,6 @@ class Sampler:
     noise: Noise = field(default_factory=lambda: Noise(0))
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
-    text: list[int] = field(default_factory=list)
-    prompt: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -132,24 +135,23 @@ class Sampler:
         """
         return self.rule in ("rejection", "block") and not self.greedy
 
-    def choose(self, logits: Tensor, path: Sequence[int] = ()) -> int:
-        """The token after `text` and `path`, from one row of logits [V]; ties go to the lowest id.
+    def choose(self, prefix: Prefix, logits: Tensor) -> int:
+        """Return the token after `prefix`, from its row of logits [V]; ties go to the lowest id.
 
         Raises `NonFiniteLogits`, and `NoTokenLeft` where the processors ban every token.
         """
-        row = self.process(logits, path)
-        position = len(self.text) + len(path)
+        row = self.process(prefix, logits)
         if self.greedy:
             value, token = _highest(row)
-            self._check(value, logits, position)
+            self._check(value, logits, len(prefix))
             return token
-        tokens, scores = self._shaped(row, logits, position)
-        return int(self.noise.best(position, scores, tokens)[0][0])
+        tokens, scores = self._shaped(row, logits, len(prefix))
+        return int(self.noise.best(len(prefix), scores, tokens)[0][0])
 
     def rank(
-        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
+        self, prefix: Prefix, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
     ) -> list[Ranked]:
-        """For each row of logits [R, V], which stands after `text` and its path: the `count` likeliest choices.
+        """Return the `count` likeliest choices of each row of logits [R, V], which stands after `prefix` and its path.
 
         Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
         Fewer where cuts and bans leave fewer, none where a row is not finite. `subset`: the tokens that the columns
@@ -157,28 +159,27 @@ class Sampler:
         are -inf elsewhere.
         """
         # One transfer for all rows. Without processors they are only read.
-        return [self._rank(row, path, count, subset) for row, path in zip(logits.cpu(), paths, strict=True)]
+        rows = zip(logits.cpu(), paths, strict=True)
+        return [self._rank(prefix.after(path), row, count, subset) for row, path in rows]
 
-    def forced(self, most: int) -> list[int]:
-        """The tokens that must follow the text, as far as a processor knows: a draft that costs nothing.
+    def forced(self, prefix: Prefix, limit: int) -> list[int]:
+        """Return up to `limit` tokens that must follow `prefix`, as far as a processor knows: a draft without cost.
 
-        At most so many; none where the next one is open. They follow from the text and the parameters alone.
+        Empty where several tokens may come next. They depend on the prefix and the parameters alone.
         """
-        prefix = Prefix(self.text, (), self.prompt)
         for processor in self.processors:
             if isinstance(processor, Forcing):
                 try:
-                    return processor.forced(prefix, most)
+                    return processor.forced(prefix, limit)
                 except Exception:
                     # The target says so, and this request ends alone.
                     return []
         return []
 
-    def process(self, logits: Tensor, path: Sequence[int]) -> Tensor:
-        """One row of logits [V] after all processors; itself where there are none."""
+    def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        """Return one row of logits [V] after all processors; the same tensor where there are none."""
         if not self.processors:
             return logits
-        prefix = Prefix(self.text, path, self.prompt)
         row = logits.clone()
         for processor in self.processors:
             row = processor(prefix, row)
@@ -189,18 +190,17 @@ class Sampler:
                 )
         return row
 
-    def distribution(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
-        """The probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
-        row = self.process(logits, path)
-        return _spread(row, *self._shaped(row, logits, len(self.text) + len(path)), len(row))
+    def distribution(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        """Return the probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
+        row = self.process(prefix, logits)
+        return _spread(row, *self._shaped(row, logits, len(prefix)), len(row))
 
-    def _rank(self, logits: Tensor, path: Sequence[int], count: int, subset: Subset | None) -> Ranked:
-        position = len(self.text) + len(path)
+    def _rank(self, prefix: Prefix, logits: Tensor, count: int, subset: Subset | None) -> Ranked:
         if subset and self.processors:
             # They speak of the target's tokens, and may allow one that the subset lacks.
             logits, subset = subset.widen(logits), None
         try:
-            tokens, scores = self._shaped(self.process(logits, path), logits, position)
+            tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
         except Exception:
             # A row without a candidate, or a processor that fails on it: the target says so if it gets there.
             return Ranked([], [])
@@ -210,14 +210,14 @@ class Sampler:
         if self.draws:
             # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by
             # the round and by the node, so that no two rows of any two drafts share a number.
-            noise = self.noise.stream(DRAFT, len(self.text), *path)
+            noise = self.noise.stream(DRAFT, len(prefix.token_ids), *prefix.path)
             best, sums = noise.best(0, scores, tokens, count)
             size = subset.size if subset else len(logits)
             return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
         if self.greedy or self.rule == "typical":
             best = _best(scores, count)
             return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
-        best, sums = self.noise.best(position, scores, tokens, max(count, _COMPARED))
+        best, sums = self.noise.best(len(prefix), scores, tokens, max(count, _COMPARED))
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:

@@ -188,7 +188,7 @@ def jobs(
     made = []
     for tokens in prompts:
         # Refuses what it must before anything is queued, and keeps what was compiled until the reply begins.
-        sampler = sampling.sampler(tokens, vocabulary=llm.vocabulary)
+        sampler = sampling.sampler(vocabulary=llm.vocabulary)
         group = object()
         made += [ReplyJob(tokens, sampling, sample, how, timeout, group, held=sampler) for sample in range(n)]
     return made

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine, Request
 from paceline.engine.stats import Stats
-from paceline.protocols import Ask, Drafter, Saved, Target
+from paceline.protocols import Saved, Target
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing.tiny import run, run_together, tiny_target
@@ -167,7 +168,7 @@ def _begin(
 ) -> Request:
     """A request that has been prefilled. `saved`: what target and drafter saved, and how much of it to load."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
-    request = engine.start(sampling.sampler(prompt), stream, Stats(7, "rounding"), like)
+    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), like)
     if saved and request.policy:
         text, states, length = saved
         engine.cache.load(request.slot, text, length)
@@ -178,7 +179,7 @@ def _begin(
 
 
 def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) -> Ask:
-    return Ask(request.slot, budget or DraftBudget.chain(4), request.sampler, engine.cache)
+    return Ask.of(request.slot, request.prefix, budget or DraftBudget.chain(4), request.sampler)
 
 
 class _Checked(DrafterWrapper):

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine, Request
 from paceline.engine.stats import Stats
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.protocols import Drafter, Target
+from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.types import DraftBudget, FinishReason
 
@@ -99,11 +100,11 @@ def run_together(
         for request in requests:
             engine.finish(request)
             request.stats.close()
-    return [(r.text[r.sampler.prompt :], r.finish, r.stats) for r in requests]
+    return [(r.token_ids[r.num_prompt_tokens :], r.finish, r.stats) for r in requests]
 
 
 def _start(engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int]) -> Request:
-    sampler = sampling.sampler(prompt, vocabulary=Vocabulary(engine.target.vocab_size, eos))
+    sampler = sampling.sampler(vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
-    return engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
+    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"))

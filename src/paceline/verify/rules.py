@@ -10,48 +10,58 @@ import torch
 from torch import Tensor
 
 from paceline.engine.stats import Guarantee
-from paceline.sampling.sampler import RuleName, Sampler, not_finite
+from paceline.sampling.sampler import Prefix, RuleName, Sampler, not_finite
 from paceline.types import Draft, Verdict
 from paceline.verify.rejection import RoundChance, block_walk, rejection_walk
 
-Rule = Callable[[Draft, Tensor, Sampler], Verdict]
-"""(draft, logits [T, V] of the pending token and the draft, sampler) -> what stands."""
+Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
+"""(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
 
 Choose = Callable[[int, Sequence[int]], int]
 """(row, drafted tokens that lead to it) -> the target's own next token."""
 
 
-def match(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
     """At each visited row the target chooses as it would alone; the walk goes on into the child that has the token.
 
     Only visited rows are shaped and checked. The tokens are those that plain decoding with the same `sampler` yields,
     whatever was drafted. Raises `NonFiniteLogits`.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
-        return walk(draft, _greedy(logits, len(sampler.text)))
-    return walk(draft, lambda row, path: sampler.choose(logits[row], path))
+        return walk(draft, _greedy(logits, len(prefix)))
+    return walk(draft, lambda row, path: sampler.choose(prefix.after(path), logits[row]))
 
 
-def rejection(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+def rejection(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
     """Keeps the target's distribution, not its text: see `rejection_walk`. At temperature 0 it is `match`.
 
     Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
     drafter must not use that noise itself, except as `Sampler.rank` does. Raises `NonFiniteLogits`, `InvalidOption`.
     """
-    return match(draft, logits, sampler) if sampler.greedy else rejection_walk(draft, *_round(logits, sampler))
+    if sampler.greedy:
+        return match(draft, logits, sampler, prefix)
+    return rejection_walk(draft, *_round(logits, sampler, prefix))
 
 
-def block(draft: Draft, logits: Tensor, sampler: Sampler) -> Verdict:
+def block(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
     """As `rejection`, but chains are judged as a whole, which keeps more: see `block_walk`."""
-    return match(draft, logits, sampler) if sampler.greedy else block_walk(draft, *_round(logits, sampler))
+    if sampler.greedy:
+        return match(draft, logits, sampler, prefix)
+    return block_walk(draft, *_round(logits, sampler, prefix))
 
 
-def _round(logits: Tensor, sampler: Sampler) -> tuple[Callable[[int, Sequence[int]], Tensor], RoundChance]:
-    """The target's distributions and the draws of this round."""
-    return lambda row, path: sampler.distribution(logits[row], path), RoundChance(sampler.noise, len(sampler.text))
+def _round(
+    logits: Tensor, sampler: Sampler, prefix: Prefix
+) -> tuple[Callable[[int, Sequence[int]], Tensor], RoundChance]:
+    """Return the target's distributions and the draws of this round."""
+    return lambda row, path: sampler.distribution(prefix.after(path), logits[row]), RoundChance(
+        sampler.noise, len(prefix)
+    )
 
 
-def typical(draft: Draft, logits: Tensor, sampler: Sampler, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+def typical(
+    draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix, epsilon: float = 0.09, delta: float = 0.3
+) -> Verdict:
     """Lossy: keeps the longest drafted path whose tokens are all plausible, p > min(epsilon, delta * exp(-entropy)).
 
     p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
@@ -59,14 +69,15 @@ def typical(draft: Draft, logits: Tensor, sampler: Sampler, epsilon: float = 0.0
     are the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
     """
     if sampler.greedy:
-        return match(draft, logits, sampler)
-    kept = {0: _TypicalRow((), (), 0.0, sampler.distribution(logits[0]))}
+        return match(draft, logits, sampler, prefix)
+    kept = {0: _TypicalRow((), (), 0.0, sampler.distribution(prefix, logits[0]))}
     for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
         above = kept.get(parent)
         if above and above.plausible(token, epsilon, delta):
             path = (*above.tokens, token)
             score = above.score + math.log(float(above.p[token]))
-            kept[row] = _TypicalRow((*above.path, row), path, score, sampler.distribution(logits[row], path))
+            p = sampler.distribution(prefix.after(path), logits[row])
+            kept[row] = _TypicalRow((*above.path, row), path, score, p)
     best = max(kept.values(), key=lambda k: (len(k.path), k.score))
     return Verdict(best.path, (*best.tokens, int(best.p.argmax())))
 

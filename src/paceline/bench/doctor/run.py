@@ -27,11 +27,11 @@ from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall
 from paceline.bench.doctor.watch import Onlooker
 from paceline.bench.source import cpu_name
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
 from paceline.drafters.factory import AUTO, open_drafter, spec_name
 from paceline.engine.draft_length import Controller
 from paceline.kernels.quantize import Mode
 from paceline.llm import LLM
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 
 Say = Callable[[str], object]

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.wrapper import DrafterWrapper
-from paceline.protocols import Ask, Drafter
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
@@ -52,7 +52,7 @@ class Onlooker(DrafterWrapper):
             (drafts[at],) = self.inner.propose([replace(ask, budget=size)])
             if not place:
                 self.seconds[at].append(self._clock() - began)
-        self._drafts[len(ask.sampler.text)] = [drafts[at] for at in range(len(self._sizes))]
+        self._drafts[len(ask.token_ids)] = [drafts[at] for at in range(len(self._sizes))]
         return [Draft()]
 
     def outcome(self, text: Sequence[int]) -> list[Outcome]:

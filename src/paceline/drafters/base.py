@@ -1,0 +1,126 @@
+"""The drafter seam: the base class of every drafter, and what it is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paceline.protocols import KVCache, Saved
+from paceline.sampling.sampler import Prefix, Ranked, Sampler, Subset
+from paceline.types import Draft, DraftBudget, Tap, Verdict
+
+
+class Rank(Protocol):
+    """Ranks candidates as the target will choose, with the same noise (`Sampler.rank`, bound to one request)."""
+
+    def __call__(
+        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
+    ) -> list[Ranked]:
+        """Return up to `count` candidates, best first, for each row of logits [R, V] after its path."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for one draft.
+
+    `token_ids`: prompt and reply so far, the pending token last; the request's own list, not a copy. `budget`: the most
+    to draft. `rank`: ranks a drafter's candidates. `draws`: whether the acceptance rule needs candidates drawn from the
+    drafter's distribution, in a shape that does not depend on the draws (rejection and block); `rank` then draws.
+    `price`: the cost of verifying one more node, in tokens: a node less likely to be accepted does not pay.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    budget: DraftBudget
+    rank: Rank
+    draws: bool = False
+    price: float = 0.0
+
+    @staticmethod
+    def of(slot: int, prefix: Prefix, budget: DraftBudget, sampler: Sampler, price: float = 0.0) -> Ask:
+        """Return the ask of a request whose text is `prefix` and that samples with `sampler`."""
+        return Ask(slot, prefix.token_ids, budget, partial(sampler.rank, prefix), sampler.draws, price)
+
+    @property
+    def last(self) -> int:
+        """The pending token, row 0 of the draft."""
+        return self.token_ids[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of the pending token; the first drafted one is at `position + 1`."""
+        return len(self.token_ids) - 1
+
+
+class Drafter(ABC):
+    """Proposes; never decides. It may say anything, or nothing: the text is the target's alone.
+
+    A slot's life: `admit`, `feed` per prefill chunk, then `propose` / `observe` per round, `release`. After
+    `admit(slot, prompt)` the drafter knows the prompt; `observe` tells it the tokens of each round. Every method
+    must leave the drafter usable if the request ends there.
+    """
+
+    taps: tuple[Tap, ...] = ()
+    """Which hidden states `feed` and `observe` should bring."""
+
+    draft: DraftBudget = DraftBudget.chain(5)
+    """How much to draft at most where the user gives no size (`draft="auto"`): a controller picks up to that."""
+
+    def bind(self, cache: KVCache) -> None:  # noqa: B027
+        """The engine's cache of the target, given once before the first `admit`: between rounds it holds all of a
+        slot's text but the pending token. For drafters that run the target's own layers; a drafter has one engine."""
+
+    @abstractmethod
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """A request begins: its whole prompt, the pending token included."""
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        """A request begins with the prompt of `source`, which has been fed and has drafted nothing yet.
+
+        A drafter with taps must copy what `feed` told it of `source`: it will not be fed again.
+        """
+        self.admit(slot, prompt)
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
+        """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
+
+    @property
+    def needs_past(self) -> bool:
+        """Whether a draft needs the hidden states of all the text before it: by default where there are taps.
+
+        Then a prompt may begin with what is known of another only if `load` brings those states.
+        """
+        return bool(self.taps)
+
+    def save(self, slot: int) -> Saved | None:
+        """A copy of what was computed of the slot's text so far, for texts that begin alike; None: nothing."""
+        return None
+
+    def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
+        """After `admit`: the first `length` tokens of the prompt will not be fed, since a drafter like this one has
+        `saved` them.
+
+        `saved.holds` has said yes. Token `length` is that of the saved text too, and at least one row of the prompt
+        is fed after this. The slot must then be as if it had been fed those tokens.
+        """
+
+    @abstractmethod
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """One draft per ask, in order; an empty `Draft()` where there is nothing to say."""
+
+    @abstractmethod
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        """What the round committed: `verdict.tokens` continue the text. `out`: the taps [T, H] of the round's rows.
+
+        Only buffers; catching up belongs to the next `propose`.
+        """
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """The request is over (finished, cancelled or failed). Releasing an unknown slot does nothing."""
