@@ -27,9 +27,15 @@ from paceline.functional.candidates import (
     positions,
     topk,
 )
-from paceline.functional.commit import append, gather_kv_
 from paceline.functional.growth import Level, cartesian, from_choices, from_heads, grow, sample
-from paceline.functional.verification import Accepted, verify_greedy, verify_rejection, verify_sampling
+from paceline.functional.verification import (
+    Accepted,
+    append,
+    gather_kv_,
+    verify_greedy,
+    verify_rejection,
+    verify_sampling,
+)
 
 __all__ = [
     "Accepted",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.layout import NONE, ancestors
-from paceline.functional.arguments import per_request, require, widen
+from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import check, depths
 
@@ -43,7 +43,7 @@ class TreeConfig:
         return DraftBudget(self.max_nodes, self.depth, self.branch)
 
     def floors(self, batch: int) -> list[float]:
-        """Return each request's least log-probability of a path that grows on: finite, so that nothing impossible does."""
+        """Return each request's least log-probability of a path that grows on: finite, to leave out the impossible."""
         confidence = 0.0 if self.confidence is None else self.confidence
         values = per_request("confidence", confidence, batch, lambda c: 0.0 <= c <= 1.0, "0 to 1")
         return [math.log(c) if c else -sys.float_info.max for c in values]
@@ -88,32 +88,25 @@ class CandidateTree:
         Siblings count as drawn in their order. `log_probs` [B, N] are 0 (certain) unless given. Raises
         `InvalidOption` where this is no tree.
         """
-        shaped = tokens.ndim == 2 and tokens.shape == parents.shape and tokens.dtype == parents.dtype == torch.int64
         require(
-            shaped,
+            tokens.ndim == 2 and tokens.shape == parents.shape and tokens.dtype == parents.dtype == torch.int64,
             f"tokens are {tokens.dtype} {[*tokens.shape]} and parents {parents.dtype} {[*parents.shape]}",
             "Give two int64 tensors [B, N]",
         )
         steps = torch.zeros(tokens.shape, device=tokens.device) if log_probs is None else widen(log_probs)
         require(steps.shape == tokens.shape, "log_probs differ in shape from the tokens", "Give one per token")
-        real, counts = tokens >= 0, (tokens >= 0).sum(1)
+        counts = (tokens >= 0).sum(1)
         leading = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-        padded = bool((real == leading).all() & (real == (parents >= 0)).all())
-        require(padded, "padding stands before a node or in half of one", "Pad tokens and parents alike, at the end")
-        lists = zip(tokens.tolist(), parents.tolist(), counts.tolist(), strict=True)
-        drafts = [Draft(tuple(row[:count]), tuple(above[:count])) for row, above, count in lists]
-        for draft in drafts:
-            check(draft)
-        given = [row[:count] for row, count in zip(steps.tolist(), counts.tolist(), strict=True)]
-        return pack_trees(
-            drafts,
-            given,
-            tokens.shape[1],
-            steps,
-            [False] * len(drafts),
-            max((max(depths(draft.parents)) for draft in drafts), default=0),
-            max((draft.parents.count(parent) for draft in drafts for parent in draft.parents), default=0),
-        )
+        fits = bool(((tokens >= 0) == leading).all() & ((parents >= 0) == leading).all())
+        require(fits, "padding stands before a node or in half of one", "Pad tokens and parents alike, at the end")
+        drafts, given = [], []
+        for ids, above, line, n in zip(tokens, parents, steps, counts.tolist(), strict=True):
+            drafts.append(Draft(tuple(ids[:n].tolist()), tuple(above[:n].tolist())))
+            given.append(line[:n].tolist())
+            check(drafts[-1])
+        depth = max((max(depths(draft.parents)) for draft in drafts), default=0)
+        branch = max((draft.parents.count(parent) for draft in drafts for parent in draft.parents), default=0)
+        return pack_trees(drafts, given, tokens.shape[1], steps, [False] * len(drafts), depth, branch)
 
 
 def pack_trees(
@@ -231,3 +224,34 @@ def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: to
 def _check_per_request(tree: CandidateTree, values: Tensor) -> None:
     valid = values.dtype == torch.int64 and values.shape == tree.counts.shape
     require(valid, f"got {values.dtype} {[*values.shape]} for {len(tree.counts)} trees", "Give int64 [B]")
+
+
+def require(valid: bool, cause: str, fix: str) -> None:
+    """Raise `InvalidOption` unless `valid`."""
+    if not valid:
+        raise InvalidOption(cause, fix)
+
+
+def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[float], bool], fix: str) -> list[float]:
+    """Return an option that is one number or a tensor [B] as `batch` numbers. Raises `InvalidOption`."""
+    values: list[float] = []
+    if isinstance(value, Tensor):
+        values = value.tolist() if value.shape == (batch,) else []
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        values = [value] * batch
+    require(
+        len(values) == batch and all(map(valid, values)),
+        f"{name} must be {fix}, got {value!r} for a batch of {batch}",
+        f"Give one number, or a tensor [{batch}]",
+    )
+    return values
+
+
+def temperatures(temperature: float | Tensor, batch: int) -> list[float]:
+    """Return the temperature of each request; 0 is greedy. Raises `InvalidOption`."""
+    return per_request("temperature", temperature, batch, lambda t: t == 0 or 1e-3 <= t <= 1e3, "0 or 0.001 to 1000")
+
+
+def widen(logits: Tensor) -> Tensor:
+    """Return `logits` in at least float32: half precisions tie too often and round sums away."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -13,8 +13,7 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Chosen, Growth, Nodes, grow_trees
 from paceline.drafters.independent import fixed
-from paceline.functional.arguments import require, temperatures, widen
-from paceline.functional.candidates import CandidateTree, TreeConfig, pack_trees
+from paceline.functional.candidates import CandidateTree, TreeConfig, pack_trees, require, temperatures, widen
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import DraftBudget

@@ -1,19 +1,19 @@
-"""Verification of a whole batch: the rules of `verify/` on plain tensors."""
+"""Verification and commit of a whole batch: the rules of `verify/` on plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.cache.layout import NONE
-from paceline.functional.arguments import require, temperatures, widen
-from paceline.functional.candidates import CandidateTree, padded
+from paceline.functional.candidates import CandidateTree, padded, require, temperatures, widen
 from paceline.types import Verdict
 from paceline.verify.rejection import rejection_walk
-from paceline.verify.rules import walk
+from paceline.verify.rules import Choose, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,16 @@ def verify_sampling(
     """
     logits, heat = _checked(tree, logits, temperature)
     _check_noise(noise, (len(logits), tree.max_depth + 1, logits.shape[2]), generator)
-    highest = _highest(logits)
+    greedy = _greedy(logits)
 
-    def chooser(b: int) -> Callable[[int, Sequence[int]], int]:
-        def choose(row: int, path: Sequence[int]) -> int:
-            if heat[b] == 0.0 or highest[b][row] == NONE:
-                return highest[b][row]
-            scores = logits[b, row] / heat[b]
-            gumbel = _gumbel_like(scores, generator) if noise is None else noise[b, len(path)].to(scores)
-            return int((scores + gumbel).argmax())
+    def choose(b: int, row: int, path: Sequence[int]) -> int:
+        if heat[b] == 0.0 or greedy[b](row, path) == NONE:
+            return greedy[b](row, path)
+        scores = logits[b, row] / heat[b]
+        gumbel = _gumbel_like(scores, generator) if noise is None else noise[b, len(path)].to(scores)
+        return int((scores + gumbel).argmax())
 
-        return choose
-
-    return _accepted(tree, [walk(draft, chooser(b)) for b, draft in enumerate(tree.drafts)])
+    return _accepted(tree, [walk(draft, partial(choose, b)) for b, draft in enumerate(tree.drafts)])
 
 
 def verify_rejection(
@@ -111,19 +108,60 @@ def verify_rejection(
     need = (len(logits), tree.max_depth + 1, tree.max_branch + 1)
     _check_noise(uniforms, need, generator)
     if uniforms is None:
-        uniforms = torch.rand(need, dtype=torch.float64, generator=generator, device=generator and generator.device)
-    highest, q = _highest(logits), widen(q)
+        device = generator.device if generator else None
+        uniforms = torch.rand(need, dtype=torch.float64, generator=generator, device=device)
+    greedy, q = _greedy(logits), widen(q)
     mass = q.sum(-1)
     drawn = (mass.isfinite() & (mass > 0)).tolist()
     verdicts = []
     for b, (draft, numbers) in enumerate(zip(tree.drafts, uniforms.tolist(), strict=True)):
-        if heat[b] == 0.0:
-            verdicts.append(walk(draft, lambda row, path, b=b: highest[b][row]))
-            continue
         known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
         chance = _GivenChance(logits[b], heat[b], numbers)
-        verdicts.append(rejection_walk(replace(draft, q=known), chance.shaped, chance))
+        rejection = partial(rejection_walk, replace(draft, q=known), chance.shaped, chance)
+        verdicts.append(rejection() if heat[b] else walk(draft, greedy[b]))
     return _accepted(tree, verdicts)
+
+
+def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor, Tensor]:
+    """Return the token cache and the lengths after a round.
+
+    tokens: int64 [B, L], the text of request b in `tokens[b, : lengths[b] + 1]`, the pending token last; the rest is
+    overwritten. lengths: int64 [B].
+    Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it,
+    which takes a wait for the device.
+    """
+    _check_lengths(lengths, accepted)
+    valid = tokens.ndim == 2 and len(tokens) == len(lengths) and tokens.dtype == torch.int64
+    require(valid, f"the token cache is {tokens.dtype} {[*tokens.shape]}", "Give int64 [B, L]")
+    after = lengths + accepted.counts
+    width = int(after.max()) + 1 if len(after) else 0
+    text = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])), value=NONE)
+    column = torch.arange(text.shape[1], device=text.device)
+    new = column - lengths[:, None] - 1
+    written = accepted.tokens.gather(1, new.clamp(0, accepted.tokens.shape[1] - 1))
+    text = torch.where((new >= 0) & (new < accepted.counts[:, None]), written, text)
+    return text.where(column <= after[:, None], NONE), after
+
+
+def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
+    """Move the accepted rows' keys or values of one layer next to the committed text, in place, and return the cache.
+
+    cache: [B, heads, L, D], where row r of request b was written to column `lengths[b] + r` (row 0 is in place
+    already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied; columns
+    behind the new length are left, and overwritten by the next round.
+    """
+    _check_lengths(lengths, accepted)
+    valid = cache.ndim == 4 and len(cache) == len(lengths)
+    require(valid, f"the cache has shape {[*cache.shape]}", "Give keys or values [B, heads, L, D]")
+    kept = accepted.path > 0
+    place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
+    shape = (-1, cache.shape[1], -1, cache.shape[3])
+    # A padded step copies row 0 onto itself.
+    old, new = (
+        (lengths[:, None] + rows.where(kept, 0))[:, None, :, None].expand(shape)
+        for rows in (accepted.path, place.expand_as(kept))
+    )
+    return cache.scatter_(2, new, cache.gather(2, old))
 
 
 class _GivenChance:
@@ -154,11 +192,11 @@ def draw(p: Tensor, uniform: float) -> int:
     return token if token < len(p) else int(p.argmax())
 
 
-def _highest(logits: Tensor) -> list[list[int]]:
-    """Return the likeliest token after each row, or `NONE` where no maximum is finite: a walk ends there."""
+def _greedy(logits: Tensor) -> list[Choose]:
+    """Return for each request the likeliest token after a row, `NONE` where no maximum is finite: a walk ends there."""
     best = logits.max(-1)
     tokens: list[list[int]] = best.indices.where(best.values.isfinite(), NONE).tolist()
-    return tokens
+    return [lambda row, path, after=after: after[row] for after in tokens]  # type: ignore[misc]
 
 
 def _gumbel_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -196,3 +234,8 @@ def _check_noise(given: Tensor | None, shape: tuple[int, ...], generator: torch.
         f"the given noise has shape {[*given.shape] if given is not None else None}",
         f"This tree and vocabulary need {[*shape]}",
     )
+
+
+def _check_lengths(lengths: Tensor, accepted: Accepted) -> None:
+    valid = lengths.dtype == torch.int64 and lengths.shape == accepted.counts.shape
+    require(valid, f"lengths are {lengths.dtype} {[*lengths.shape]}", "Give int64 [B], as many as were verified")
