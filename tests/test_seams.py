@@ -12,13 +12,13 @@ from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
+from paceline.drafters.cached import SavedStates
 from paceline.drafters.cross import Retold, SharedTokens
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.pending_states import SavedStates
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap

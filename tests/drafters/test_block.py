@@ -158,7 +158,7 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
 
 
 def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
+    monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     drafter = block(target=tiny_target(context_length=2048))
     drafter.admit(0, [3])
     states = {tap: torch.ones(3, TOY.config.hidden, dtype=TOY.dtype) for tap in drafter.taps}
@@ -166,12 +166,12 @@ def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: p
         drafter.observe(0, Verdict((1, 2), (4, 4, 4)), states)
     state = drafter._slots[0]
     assert len(state.pending) <= PREFILL_ROWS
-    assert drafter._cache.lengths[state.own] + len(state.pending) == 3 * PREFILL_ROWS
+    assert drafter._cache.lengths[state.cache_slot] + len(state.pending) == 3 * PREFILL_ROWS
 
 
 def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
+    monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     target = tiny_target(context_length=2048)
     tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
     drafter = Watched(WINDOWED, tensors, target)

@@ -147,7 +147,7 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
 
 
 def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.pending_states.HELD", PREFILL_ROWS)
+    monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     drafter = make(CONFIGS["eagle-3"], LONG)
     drafter.admit(0, [1] * 1500)
     row = torch.zeros(1, 32, dtype=torch.float64)
@@ -270,9 +270,9 @@ def learned(config: EagleConfig, target: Decoder, depth: int = 4) -> tuple[dict[
 class LateFeatures(Eagle):
     """Hears of each position what the target felt at the one before."""
 
-    def _hear(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+    def _receive(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
         kept = slice(None) if path is None else [0, *path]
-        super()._hear(state, {tap: states[kept].roll(1, 0) for tap, states in taps.items()})
+        super()._receive(state, {tap: states[kept].roll(1, 0) for tap, states in taps.items()})
 
 
 class LateTokens(Eagle):
@@ -280,10 +280,10 @@ class LateTokens(Eagle):
 
     def _catch_up(self, states: Any) -> None:
         for state in states:
-            state.text.insert(0, 0)
+            state.token_ids.insert(0, 0)
         super()._catch_up(states)
         for state in states:
-            state.text.pop(0)
+            state.token_ids.pop(0)
 
 
 class Deaf(Eagle):

@@ -232,7 +232,7 @@ def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
         """One token behind from the first round on."""
 
         def observe(self, slot, verdict, out):  # type: ignore[no-untyped-def]
-            text = self._slots[slot].text
+            text = self._slots[slot].token_ids
             super().observe(slot, verdict, out)
             if len(text) == len(PROMPT) + len(verdict.tokens):
                 del text[-1]

@@ -115,8 +115,8 @@ def test_sampled_trees_stay_within_their_configuration(config: TreeConfig, seed:
 def test_siblings_come_in_the_order_of_draws_without_replacement() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     generator = torch.Generator().manual_seed(0)
-    tree, _ = sample(never, p.log().expand(60_000, 4), TreeConfig(2, 1, 2), generator=generator)
-    pairs = torch.zeros(4, 4).index_put_(tuple(tree.tokens.T), torch.ones(60_000), accumulate=True)
+    tree, _ = sample(never, p.log().expand(10_000, 4), TreeConfig(2, 1, 2), generator=generator)
+    pairs = torch.zeros(4, 4).index_put_(tuple(tree.tokens.T), torch.ones(10_000), accumulate=True)
     expected = p[:, None] * p / (1 - p[:, None])
     assert chi_square(pairs, expected.fill_diagonal_(0.0)) < 4
 
@@ -158,7 +158,7 @@ def test_a_row_that_is_not_sure_enough_is_not_live() -> None:
 
     root = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, 0]])
     tree = grow(step, root, TreeConfig(2, 3, 6, 0.5))
-    assert asked == [[[True, False], [False, False]], [[False, False], [False, False]]]
+    assert asked == [[[True, False], [False, False]]], "and where none is live, the drafter is not asked"
     assert tree.counts.tolist() == [1, 0]
 
 

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.base import Ask
+from paceline.drafters.cached import CachedSlot, StateDrafter
 from paceline.drafters.independent import independent
-from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
 from paceline.protocols import Host
-from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import PREFILL_ROWS
 
 
-@dataclass(slots=True)
-class _BlockSlot:
-    """`own`: the slot in the context's cache. `pending`: hidden states [taps * H] that it does not hold yet."""
-
-    own: int
-    pending: PendingStates = field(default_factory=PendingStates)
-
-
-class Block(Drafter):
+class Block(StateDrafter[CachedSlot]):
     """Drafts a block with a head that has read the target's hidden states of the whole text.
 
     Keys and values that the head makes of them are kept from round to round; those of a drafted block never are. What
@@ -48,40 +39,7 @@ class Block(Drafter):
         self._config, self.taps = config, config.taps
         self.draft = DraftBudget.chain(config.depth)
         self._network = BlockNetwork(config, tensors, target)
-        self._cache = self._network.new_cache()
-        self._slots: dict[int, _BlockSlot] = {}
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _BlockSlot(self._cache.acquire(len(prompt)))
-
-    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        state = self._slots[source]
-        self._slots[slot] = _BlockSlot(self._cache.fork(state.own), state.pending.copy())
-
-    def save(self, slot: int) -> SavedStates | None:
-        state = self._slots[slot]
-        return save_states(self._cache, state.own, state.pending)
-
-    def load(self, slot: int, saved: SavedStates, length: int) -> None:
-        state = self._slots[slot]
-        state.pending = saved.load(self._cache, state.own, length)
-
-    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._hear(self._slots[slot], taps)
-
-    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._hear(self._slots[slot], out, verdict.path)
-
-    def _hear(self, state: _BlockSlot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        state.pending.add(self.taps, taps, path)
-        if state.pending.full:
-            # Hidden states take several times the room of the keys and values made of them.
-            self._catch_up([state])
-
-    def release(self, slot: int) -> None:
-        state = self._slots.pop(slot, None)
-        if state:
-            self._cache.release(state.own)
+        super().__init__(self._network.new_cache(), CachedSlot)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         budgets = [ask.budget.within(self._config.depth) for ask in asks]
@@ -99,17 +57,23 @@ class Block(Drafter):
         self._catch_up(states)
         last = self._host.embed(torch.tensor([[ask.last] for ask in asks], device=self._mask.device))
         x = torch.cat([last, self._mask.expand(len(asks), self._config.size - 1, -1)], 1)
-        x = self._network.draft(self._cache, [state.own for state in states], [ask.position for ask in asks], x)
+        x = self._network.draft(self._cache, [state.cache_slot for state in states], [ask.position for ask in asks], x)
         first = self._config.size - self._config.depth
         return self._network.logits(x[:, first : first + depth])
 
+    def _read_pending(self, state: CachedSlot) -> None:
+        # Hidden states take several times the memory of the keys and values made of them.
+        self._catch_up([state])
+
     @torch.inference_mode()
-    def _catch_up(self, states: Sequence[_BlockSlot]) -> None:
+    def _catch_up(self, states: Sequence[CachedSlot]) -> None:
         """Make keys and values of all that waits, in passes that fit a window's ring."""
         while late := [state for state in states if len(state.pending)]:
             parts = [state.pending.take(PREFILL_ROWS) for state in late]
             features = pad_sequence(parts, batch_first=True)
-            self._network.read(self._cache, [state.own for state in late], features, [len(part) for part in parts])
+            self._network.read(
+                self._cache, [state.cache_slot for state in late], features, [len(part) for part in parts]
+            )
 
 
 def _check(config: BlockConfig, vocab_size: int) -> None:

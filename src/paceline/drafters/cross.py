@@ -75,7 +75,7 @@ class _Foreign(DraftModel, Generic[R]):
 
     def limit(self, ask: Ask) -> DraftBudget:
         # A text of nothing that the draft can read gives it nothing to go on from.
-        return super().limit(ask) if self._slots[ask.slot].text else DraftBudget.chain(0)
+        return super().limit(ask) if self._slots[ask.slot].token_ids else DraftBudget.chain(0)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         for ask in asks:
@@ -87,8 +87,8 @@ class _Foreign(DraftModel, Generic[R]):
         reader, state = self._readers[slot], self._slots[slot]
         stand = reader.read(self._unread[slot])
         self._unread[slot].clear()
-        state.text[stand:] = reader.ids[stand:]
-        self._cache.truncate(state.own, min(stand, self._cache.lengths[state.own]))
+        state.token_ids[stand:] = reader.ids[stand:]
+        self._cache.truncate(state.cache_slot, min(stand, self._cache.lengths[state.cache_slot]))
 
 
 class SharedTokens(_Foreign[Respelled]):

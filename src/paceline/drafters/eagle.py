@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,41 +11,37 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.base import Ask
+from paceline.drafters.cached import CachedSlot, StateDrafter
 from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
 from paceline.drafters.model import SHARED
-from paceline.drafters.pending_states import PendingStates, SavedStates, save_states
 from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import Host
 from paceline.sampling.sampler import Ranked
-from paceline.types import Draft, DraftBudget, Rows, Tap, Verdict
+from paceline.types import Draft, DraftBudget, Rows, Tap
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 
 @dataclass(slots=True)
-class _EagleSlot:
-    """`own`: the slot in the head's cache, which holds a row per position whose features it has seen. `text`: all that
-    is known. `pending`: features [taps * target H] of the positions after those in the cache.
+class _EagleSlot(CachedSlot):
+    """`token_ids`: the whole text. The cache holds a row per position whose features it has seen.
 
-    `root`: the two [H] that the newest row in the cache gave (see `EagleNetwork.step`), None before the first. `grown`
+    `root`: the two [H] of the newest row in the cache (see `EagleNetwork.step`), None before the first. `grown`
     [1 + rows, H]: hidden states of this round, the root's and then those of the rows that `pack_level` laid out.
     """
 
-    own: int
-    text: list[int]
-    pending: PendingStates = field(default_factory=PendingStates)
     root: tuple[Tensor, Tensor] | None = None
     grown: Tensor | None = None
 
 
-class Eagle(Growing):
+class Eagle(StateDrafter[_EagleSlot], Growing):
     """Drafts with an EAGLE-3 head, or an EAGLE-1/2 one, beside the target that it was trained for.
 
-    What the target felt at each position comes from its taps. `feed` and `observe` keep it until the next `propose`,
-    whose first pass catches up for all requests at once and so replaces drafted features by true ones; of what nobody
-    asks for, no more than `HELD` positions are kept. A text of one token has no features yet, so its first round is not
-    drafted for.
+    The head reads features: the target's hidden states at its taps. They stay pending until the next `propose`, whose
+    first pass reads them for all requests at once and so replaces drafted features by true ones. Row i of the head's
+    cache is made of the features at position i and of token i + 1. A text of one token has no features yet, so its
+    first round has no draft.
     """
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
@@ -54,57 +50,21 @@ class Eagle(Growing):
         # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
         # (benchmarks/results/2026-11-21-learned.md).
         self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
-        self._net = EagleNetwork(config, tensors, target)
-        self._cache = self._net.new_cache()
-        self._device = target.device
-        self._slots: dict[int, _EagleSlot] = {}
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._slots[slot] = _EagleSlot(self._cache.acquire(len(prompt)), list(prompt))
-
-    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        like = self._slots[source]
-        self._slots[slot] = _EagleSlot(self._cache.fork(like.own), list(prompt), like.pending.copy(), like.root)
-
-    def save(self, slot: int) -> SavedStates | None:
-        state = self._slots[slot]
-        return save_states(self._cache, state.own, state.pending)
-
-    def load(self, slot: int, saved: SavedStates, length: int) -> None:
-        """Row i is made of what the target felt at i and of token i + 1. The root's states come with the next row."""
-        state = self._slots[slot]
-        state.pending = saved.load(self._cache, state.own, length)
-
-    def release(self, slot: int) -> None:
-        state = self._slots.pop(slot, None)
-        if state:
-            self._cache.release(state.own)
-
-    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._hear(self._slots[slot], taps)
-
-    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._slots[slot].text += verdict.tokens
-        self._hear(self._slots[slot], out, verdict.path)
-
-    @torch.inference_mode()
-    def _hear(self, state: _EagleSlot, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        state.pending.add(self.taps, taps, path)
-        while state.pending.full:
-            self._feed_alone(state, PREFILL_ROWS)
+        self._net, self._device = EagleNetwork(config, tensors, target), target.device
+        super().__init__(self._net.new_cache(), _EagleSlot)
 
     def limit(self, ask: Ask) -> DraftBudget:
         """Nothing where features are missing: of a first token, or of a text that was not fed."""
         state = self._slots[ask.slot]
-        known = self._cache.lengths[state.own] + len(state.pending)
-        return ask.budget if 0 < known == len(state.text) - 1 else DraftBudget.chain(0)
+        known = self._cache.lengths[state.cache_slot] + len(state.pending)
+        return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
 
     @torch.inference_mode()
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         for state in states:
             while len(state.pending) > SHARED:
-                self._feed_alone(state, min(PREFILL_ROWS, len(state.pending) - 1))
+                self._read_pending(state)
         # Asked again before anything was observed, a request has nothing to catch up with.
         if behind := [state for state in states if len(state.pending)]:
             self._catch_up(behind)
@@ -115,9 +75,9 @@ class Eagle(Growing):
 
     def _catch_up(self, states: Sequence[_EagleSlot]) -> None:
         """One pass over all features pending, each with the token after its own."""
-        slots = [state.own for state in states]
+        slots = [state.cache_slot for state in states]
         lengths = [self._cache.lengths[slot] for slot in slots]
-        tokens = [state.text[length + 1 :] for state, length in zip(states, lengths, strict=True)]
+        tokens = [state.token_ids[length + 1 :] for state, length in zip(states, lengths, strict=True)]
         rows = pack(
             [line[0] for line in tokens], [Draft.chain(line[1:]) for line in tokens], slots, lengths, self._device
         )
@@ -126,14 +86,15 @@ class Eagle(Growing):
         for i, (state, features) in enumerate(zip(states, pending, strict=True)):
             last = len(features) - 1
             state.root = hidden[i, last], outs[i, last]
-            self._cache.commit(state.own, range(1, last + 1))
+            self._cache.commit(state.cache_slot, range(1, last + 1))
 
-    def _feed_alone(self, state: _EagleSlot, count: int) -> None:
-        """The first `count` features pending, in a pass of their own."""
-        done = self._cache.lengths[state.own]
-        rows = pack_prefix(state.text[done + 1 : done + 1 + count], state.own, done, self._device)
+    def _read_pending(self, state: _EagleSlot) -> None:
+        """Read pending features of one request in a pass of their own: one at least stays pending for the root."""
+        count = min(PREFILL_ROWS, len(state.pending) - 1)
+        done = self._cache.lengths[state.cache_slot]
+        rows = pack_prefix(state.token_ids[done + 1 : done + 1 + count], state.cache_slot, done, self._device)
         self._step(rows, state.pending.take(count)[None])
-        self._cache.commit(state.own, range(1, count))
+        self._cache.commit(state.cache_slot, range(1, count))
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""
@@ -143,7 +104,7 @@ class Eagle(Growing):
     @torch.inference_mode()
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
-        slots = [state.own for state in states]
+        slots = [state.cache_slot for state in states]
         rows = pack_level(growths, slots, [self._cache.lengths[slot] for slot in slots], self._device)
         grown = [state.grown for state in states if state.grown is not None]
         # The root's hidden state comes first, so that row r stands at r + 1 and NONE at 0.

@@ -193,20 +193,27 @@ class Growing(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         growths = [Growth.begin(ask, self.limit(ask)) for ask in asks]
-        growing = [growth for growth in growths if growth.nodes.budget.nodes]
-        if growing:
-            self._expand(growing, self.roots(growing))
-        while growing := [growth for growth in growing if growth.descend()]:
-            self._expand(growing, self.level(growing))
+        grow_trees(growths, self.roots, self.level, self.rank)
         return [self.end(growth) for growth in growths]
 
-    def _expand(self, growths: Sequence[Growth], logits: Sequence[Tensor]) -> None:
-        """Give each chosen node its children by its row of logits."""
-        for growth, rows in zip(growths, logits, strict=True):
+
+def grow_trees(
+    growths: Sequence[Growth],
+    roots: Callable[[Sequence[Growth]], Sequence[Tensor]],
+    level: Callable[[Sequence[Growth]], Sequence[Tensor]],
+    rank: Callable[[Growth, Tensor, Sequence[Sequence[int]], int], list[Ranked]],
+) -> None:
+    """Grow all trees together, one call of `roots` and then one of `level` per depth (see `Growing`)."""
+    growing = [growth for growth in growths if growth.nodes.budget.nodes]
+    read = roots
+    while growing:
+        for growth, logits in zip(growing, read(growing), strict=True):
             nodes = growth.nodes
-            ranked = self.rank(growth, rows, [nodes.path(node) for node in growth.chosen], nodes.budget.branch)
+            ranked = rank(growth, logits, [nodes.path(node) for node in growth.chosen], nodes.budget.branch)
             for node, best in zip(growth.chosen, ranked, strict=True):
                 nodes.grow(node, best)
+        growing = [growth for growth in growing if growth.descend()]
+        read = level
 
 
 def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], Tensor]) -> list[Tensor]:

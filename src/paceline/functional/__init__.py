@@ -10,9 +10,10 @@ is where the pending token stands. So request b's text is `tokens[b, : lengths[b
 
     B  requests     N  nodes, padded     T  N + 1 rows     D  depth     V  vocabulary     H  hidden size
 
-Padding is -1 and lies at the end. Shapes depend on the configuration alone and nothing waits for the device, but
-for `CandidateTree.of`, a temperature or confidence that is a tensor (they are checked), and `append` (the new width).
-Logits may have any float dtype; less than float32 is widened first. docs/functional.md shows a whole loop.
+Padding is -1 and lies at the end. Shapes depend on the configuration alone. Trees grow and are walked on the host, by
+the code of Paceline's own engine: `grow` and `sample` wait for the device once per level, the `verify_` functions once,
+and once more per visited row where they draw. Logits may have any float dtype; less than float32 is widened first.
+docs/functional.md shows a whole loop.
 """
 
 from paceline.functional.candidates import (
@@ -26,10 +27,15 @@ from paceline.functional.candidates import (
     positions,
     topk,
 )
-from paceline.functional.commit import append, gather_kv_
-from paceline.functional.growth import cartesian, from_choices, from_heads, grow, sample
-from paceline.functional.levels import Level
-from paceline.functional.verification import Accepted, verify_greedy, verify_rejection, verify_sampling
+from paceline.functional.growth import Level, cartesian, from_choices, from_heads, grow, sample
+from paceline.functional.verification import (
+    Accepted,
+    append,
+    gather_kv_,
+    verify_greedy,
+    verify_rejection,
+    verify_sampling,
+)
 
 __all__ = [
     "Accepted",

@@ -1,20 +1,24 @@
-"""Which candidates stand, for a whole batch at once."""
+"""Verification and commit of a whole batch: the rules of `verify/` on plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.functional.candidates import NONE, CandidateTree, require, widen
-from paceline.functional.draws import draw, gumbel_like, log_softmax, temperatures
+from paceline.cache.layout import NONE
+from paceline.functional.candidates import CandidateTree, padded, require, temperatures, widen
+from paceline.types import Verdict
+from paceline.verify.rejection import rejection_walk
+from paceline.verify.rules import Choose, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What one round gives each request.
+    """Result of one round for each request.
 
     tokens: int64 [B, D + 1], the accepted candidates and then the target's own token (correction or bonus), padded
     with -1. The last is the next pending token. counts: int64 [B], how many.
@@ -29,26 +33,24 @@ class Accepted:
     broken: Tensor
 
     def cut(self, limit: Tensor) -> Accepted:
-        """The first `limit` [B] tokens at most, as an end of text or a length may ask; 0 leaves a request as it was."""
+        """Return the first `limit` [B] tokens at most, for an end of text or a length; 0 leaves a request as it was."""
         require(limit.shape == self.counts.shape, f"limit has shape {[*limit.shape]}", "Give a tensor [B]")
-        return _accepted(self.tokens, self.path, self.counts.minimum(limit).clamp(min=0), self.broken)
-
-
-Decide = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(logits [B, V] of the rows visited, those rows [B], depth) -> the token after each, and its row in the tree or 0."""
+        counts = self.counts.minimum(limit).clamp(min=0)
+        column = torch.arange(self.tokens.shape[1], device=counts.device)
+        return Accepted(
+            tokens=self.tokens.where(column < counts[:, None], NONE),
+            counts=counts,
+            path=self.path.where(column[1:] < counts[:, None], NONE),
+            broken=self.broken,
+        )
 
 
 def verify_greedy(tree: CandidateTree, logits: Tensor) -> Accepted:
-    """The target's likeliest tokens, ties to the lowest id: the text of plain greedy decoding.
+    """Accept the target's likeliest tokens, ties to the lowest id: the text of plain greedy decoding.
 
     logits: [B, T, V], the target's, row by row. Raises `InvalidOption`.
     """
-
-    def decide(here: Tensor, row: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        token = here.max(-1).indices
-        return token, _child(tree, row, token)
-
-    return _walk(tree, _checked(tree, logits), decide)
+    return verify_sampling(tree, logits, temperature=0.0)
 
 
 def verify_sampling(
@@ -59,24 +61,26 @@ def verify_sampling(
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Accepted:
-    """At each visited row the target draws its own token, argmax(log p + noise), and the walk goes on where a
-    candidate carries it (Paceline's rule `match`): the distribution is the target's, whatever was drafted.
+    """At each visited row the target draws its own token, argmax(logits / temperature + noise), and the walk goes on
+    where a candidate carries it (the rule `match`): the distribution is the target's, whatever was drafted.
 
     logits: [B, T, V]; cut tokens (top-k, top-p) by setting them to -inf. temperature: a number or [B], 0 for greedy.
     noise: standard Gumbel [B, D + 1, V], [:, d] for the token d + 1 after the pending one; with noise that belongs to
     the place in the text (`paceline.sampling.noise`) the text is that of plain decoding with it. Without: drawn with
     `generator`. Raises `InvalidOption`.
     """
-    logits = _checked(tree, logits)
-    heat = temperatures(temperature, logits)
-    _check_chance(noise, (len(logits), tree.max_depth + 1, logits.shape[2]), generator)
+    logits, heat = _checked(tree, logits, temperature)
+    _check_noise(noise, (len(logits), tree.max_depth + 1, logits.shape[2]), generator)
+    greedy = _greedy(logits)
 
-    def decide(here: Tensor, row: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        log_p = log_softmax(here, heat)
-        token = (log_p + (gumbel_like(log_p, generator) if noise is None else noise[:, depth])).max(-1).indices
-        return token, _child(tree, row, token)
+    def choose(b: int, row: int, path: Sequence[int]) -> int:
+        if heat[b] == 0.0 or greedy[b](row, path) == NONE:
+            return greedy[b](row, path)
+        scores = logits[b, row] / heat[b]
+        gumbel = _gumbel_like(scores, generator) if noise is None else noise[b, len(path)].to(scores)
+        return int((scores + gumbel).argmax())
 
-    return _walk(tree, logits, decide)
+    return _accepted(tree, [walk(draft, partial(choose, b)) for b, draft in enumerate(tree.drafts)])
 
 
 def verify_rejection(
@@ -89,113 +93,149 @@ def verify_rejection(
     generator: torch.Generator | None = None,
 ) -> Accepted:
     """Accept a candidate x with probability min(1, p(x) / q(x)), else try its next sibling against what is left of p
-    and of q: p becomes (p - q)+, q loses x. The distribution is the target's, exactly, and more is accepted than by
-    `verify_sampling` for most drafts. Chains: arXiv 2211.17192. Siblings without replacement: arXiv 2402.14160.
+    and of q (`verify.rejection.rejection_walk`). The distribution is the target's, exactly, and more is accepted than
+    by `verify_sampling` for most drafts.
 
-    tree: siblings in the order in which they were drawn from q without replacement, as `sample` makes them. What
-    `grow` picks was not drawn: it has no q. q: [B, T, V], the probabilities that row r's children were drawn from.
-    A row of q that is not finite counts as none, and so does a candidate of probability 0: it is passed over.
+    tree: siblings in the order in which they were drawn from q without replacement, as `sample` makes them. q:
+    [B, T, V], the probabilities that row r's children were drawn from. A child whose q is 0, or all children of a row
+    of q that is not finite, count as chosen instead: all of q lies on them, and p(x) accepts.
     logits: [B, T, V]. temperature: the target's, a number or [B], 0 for greedy. uniforms: [B, D + 1, S + 1] in [0, 1)
     for S = tree.max_branch, one for each sibling and the last for the target's own token; they must not be those that
     drew the candidates. Without: drawn with `generator`. Raises `InvalidOption`.
     """
-    logits = _checked(tree, logits)
-    heat = temperatures(temperature, logits)
+    logits, heat = _checked(tree, logits, temperature)
     require(q.shape == logits.shape, f"q has shape {[*q.shape]} and logits {[*logits.shape]}", "Give q as [B, T, V]")
-    _check_chance(uniforms, (len(logits), tree.max_depth + 1, tree.max_branch + 1), generator)
-
-    def decide(here: Tensor, row: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        chance = here.new_empty(len(here), tree.max_branch + 1).uniform_(generator=generator)
-        chance = chance if uniforms is None else uniforms[:, depth].to(here)
-        return _reject(tree, row, log_softmax(here, heat).exp(), _row(q, row).to(here), chance)
-
-    return _walk(tree, logits, decide)
-
-
-def _reject(tree: CandidateTree, row: Tensor, p: Tensor, q: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
-    """The token after `row` [B] and its row in the tree or 0, from p and q [B, V]."""
-    q = q.where(q.isfinite().all(-1, keepdim=True), 0.0)
-    siblings = tree.parents == row[:, None]
-    order = siblings.cumsum(1)
-    token, taken = torch.zeros_like(row), torch.zeros_like(row)
-    for sibling in range(tree.max_branch):
-        child = _row_number(siblings & (order == sibling + 1))
-        x = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, child[:, None]).clamp_(min=0)
-        p_x, q_x = p.gather(1, x)[:, 0], q.gather(1, x)[:, 0]
-        tried = (child > 0) & (taken == 0) & (q_x > 0)
-        accept = tried & (chance[:, sibling] * q_x < p_x)
-        token, taken = torch.where(accept, x[:, 0], token), torch.where(accept, child, taken)
-        rejected = (tried & ~accept)[:, None]
-        p = torch.where(rejected, _normal((p - q).clamp_(min=0), p), p)
-        q = torch.where(rejected, _normal(q.scatter(1, x, 0.0), q.new_zeros(())), q)
-    return torch.where(taken > 0, token, draw(p, chance[:, -1])), taken
+    need = (len(logits), tree.max_depth + 1, tree.max_branch + 1)
+    _check_noise(uniforms, need, generator)
+    if uniforms is None:
+        device = generator.device if generator else None
+        uniforms = torch.rand(need, dtype=torch.float64, generator=generator, device=device)
+    greedy, q = _greedy(logits), widen(q)
+    mass = q.sum(-1)
+    drawn = (mass.isfinite() & (mass > 0)).tolist()
+    verdicts = []
+    for b, (draft, numbers) in enumerate(zip(tree.drafts, uniforms.tolist(), strict=True)):
+        known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
+        chance = _GivenChance(logits[b], heat[b], numbers)
+        rejection = partial(rejection_walk, replace(draft, q=known), chance.shaped, chance)
+        verdicts.append(rejection() if heat[b] else walk(draft, greedy[b]))
+    return _accepted(tree, verdicts)
 
 
-def _walk(tree: CandidateTree, logits: Tensor, decide: Decide) -> Accepted:
-    """From row 0 down, all requests together, as long as `decide` names a row of the tree."""
-    row = torch.zeros_like(tree.counts)
-    live = row == 0
-    broken = ~live
-    tokens, path = [], []
-    for depth in range(tree.max_depth + 1):
-        here = _row(logits, row)
-        token, child = decide(here, row, depth)
-        fine = here.amax(-1).isfinite()
-        broken = broken | (live & ~fine)
-        tokens.append(token.where(live & fine, NONE))
-        live = live & fine & (child > 0)
-        path.append(child.where(live, NONE))
-        row = child.where(live, 0)
-    all_tokens = torch.stack(tokens, 1)
-    return _accepted(all_tokens, torch.stack(path, 1)[:, :-1], (all_tokens >= 0).sum(1), broken)
+def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor, Tensor]:
+    """Return the token cache and the lengths after a round.
+
+    tokens: int64 [B, L], the text of request b in `tokens[b, : lengths[b] + 1]`, the pending token last; the rest is
+    overwritten. lengths: int64 [B].
+    Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it,
+    which takes a wait for the device.
+    """
+    _check_lengths(lengths, accepted)
+    valid = tokens.ndim == 2 and len(tokens) == len(lengths) and tokens.dtype == torch.int64
+    require(valid, f"the token cache is {tokens.dtype} {[*tokens.shape]}", "Give int64 [B, L]")
+    after = lengths + accepted.counts
+    width = int(after.max()) + 1 if len(after) else 0
+    text = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])), value=NONE)
+    column = torch.arange(text.shape[1], device=text.device)
+    new = column - lengths[:, None] - 1
+    written = accepted.tokens.gather(1, new.clamp(0, accepted.tokens.shape[1] - 1))
+    text = torch.where((new >= 0) & (new < accepted.counts[:, None]), written, text)
+    return text.where(column <= after[:, None], NONE), after
 
 
-def _accepted(tokens: Tensor, path: Tensor, counts: Tensor, broken: Tensor) -> Accepted:
-    """Everything cut to `counts` tokens and the rows before the last of them."""
-    column = torch.arange(tokens.shape[1], device=tokens.device)
+def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
+    """Move the accepted rows' keys or values of one layer next to the committed text, in place, and return the cache.
+
+    cache: [B, heads, L, D], where row r of request b was written to column `lengths[b] + r` (row 0 is in place
+    already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied; columns
+    behind the new length are left, and overwritten by the next round.
+    """
+    _check_lengths(lengths, accepted)
+    valid = cache.ndim == 4 and len(cache) == len(lengths)
+    require(valid, f"the cache has shape {[*cache.shape]}", "Give keys or values [B, heads, L, D]")
+    kept = accepted.path > 0
+    place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
+    shape = (-1, cache.shape[1], -1, cache.shape[3])
+    # A padded step copies row 0 onto itself.
+    old, new = (
+        (lengths[:, None] + rows.where(kept, 0))[:, None, :, None].expand(shape)
+        for rows in (accepted.path, place.expand_as(kept))
+    )
+    return cache.scatter_(2, new, cache.gather(2, old))
+
+
+class _GivenChance:
+    """The target's distributions in one round of one request, and its draws (`verify.rejection.Chance`)."""
+
+    def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:
+        self._logits, self._temperature, self._uniforms = logits, temperature, uniforms
+        self._depth = self._tried = 0
+
+    def shaped(self, row: int, path: Sequence[int]) -> Tensor:
+        """Return p [V]: NaN for a row without a finite maximum, where nothing is accepted and the walk ends."""
+        self._depth, self._tried = len(path), 0
+        return (self._logits[row] / self._temperature).softmax(-1).cpu()
+
+    def accept(self, probability: float) -> bool:
+        self._tried += 1
+        return self._uniforms[self._depth][self._tried - 1] < probability
+
+    def token(self, p: Tensor) -> int:
+        return NONE if bool(p.isnan().any()) else draw(p, self._uniforms[self._depth][-1])
+
+
+def draw(p: Tensor, uniform: float) -> int:
+    """Return the token at `uniform` of the sum of p [V], which need not be 1."""
+    edges = p.cumsum(-1)
+    token = int(torch.searchsorted(edges, uniform * edges[-1], right=True))
+    # A uniform so near 1 that the product rounds to the sum itself.
+    return token if token < len(p) else int(p.argmax())
+
+
+def _greedy(logits: Tensor) -> list[Choose]:
+    """Return for each request the likeliest token after a row, `NONE` where no maximum is finite: a walk ends there."""
+    best = logits.max(-1)
+    tokens: list[list[int]] = best.indices.where(best.values.isfinite(), NONE).tolist()
+    return [lambda row, path, after=after: after[row] for after in tokens]  # type: ignore[misc]
+
+
+def _gumbel_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    waits = torch.empty_like(x).exponential_(generator=generator)
+    return -waits.clamp_min_(torch.finfo(x.dtype).tiny).log_()
+
+
+def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
+    """Return what these walks accepted, without the `NONE` that ends one at a broken row."""
+    device, depth = tree.tokens.device, tree.max_depth
+    broken = [verdict.tokens[-1] == NONE for verdict in verdicts]
+    counts = [len(verdict.tokens) - end for verdict, end in zip(verdicts, broken, strict=True)]
     return Accepted(
-        tokens=tokens.where(column < counts[:, None], NONE),
-        counts=counts,
-        path=path.where(column[1:] < counts[:, None], NONE),
-        broken=broken,
+        tokens=padded([verdict.tokens for verdict in verdicts], depth + 1, device),
+        counts=torch.tensor(counts, device=device),
+        path=padded([v.path[: max(0, n - 1)] for v, n in zip(verdicts, counts, strict=True)], depth, device),
+        broken=torch.tensor(broken, device=device),
     )
 
 
-def _child(tree: CandidateTree, row: Tensor, token: Tensor) -> Tensor:
-    """The child of `row` [B] that carries `token` [B], as a row, or 0."""
-    return _row_number((tree.parents == row[:, None]) & (tree.tokens == token[:, None]))
-
-
-def _row_number(node: Tensor) -> Tensor:
-    """The row of the one node that is marked in bool [B, N], or 0."""
-    return (node * torch.arange(1, node.shape[1] + 1, device=node.device)).sum(1)
-
-
-def _row(values: Tensor, row: Tensor) -> Tensor:
-    """[B, T, V] at `row` [B]: [B, V]."""
-    return values.gather(1, row[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
-
-
-def _normal(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """`weights` [B, V] over their sum; `otherwise` where nothing is left but rounding."""
-    mass = weights.sum(-1, keepdim=True)
-    return torch.where(mass > 0, weights / mass, otherwise)
-
-
-def _checked(tree: CandidateTree, logits: Tensor) -> Tensor:
+def _checked(tree: CandidateTree, logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, list[float]]:
     batch, nodes = tree.tokens.shape
     require(
         logits.ndim == 3 and logits.shape[:2] == (batch, nodes + 1) and logits.is_floating_point(),
         f"the target's logits are {logits.dtype} {[*logits.shape]} for trees of {nodes} nodes, {batch} requests",
         "Give floats [B, N + 1, V]: row 0 is the pending token, node i is row i + 1",
     )
-    return widen(logits)
+    return widen(logits), temperatures(temperature, batch)
 
 
-def _check_chance(given: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
-    require(given is None or generator is None, "two sources of chance are given", "Give numbers or a generator")
+def _check_noise(given: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
+    require(given is None or generator is None, "both numbers and a generator are given", "Give one of them")
     require(
         given is None or given.shape == shape,
         f"the given noise has shape {[*given.shape] if given is not None else None}",
         f"This tree and vocabulary need {[*shape]}",
     )
+
+
+def _check_lengths(lengths: Tensor, accepted: Accepted) -> None:
+    valid = lengths.dtype == torch.int64 and lengths.shape == accepted.counts.shape
+    require(valid, f"lengths are {lengths.dtype} {[*lengths.shape]}", "Give int64 [B], as many as were verified")

@@ -1,0 +1,141 @@
+"""Drafters with a key-value cache of their own: slots, and hidden states of the target that are not cached yet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.cache.slab import SavedSlabs, SlabCache
+from paceline.drafters.base import Drafter
+from paceline.protocols import KVCache, Saved
+from paceline.types import Tap, Verdict
+from paceline.verify.tree import PREFILL_ROWS
+
+MAX_PENDING = 8 * PREFILL_ROWS
+"""Positions whose states may be pending. Requests that never draft never need them read, which is worth some memory (of
+three taps of width 4096 in bfloat16: 48 MiB)."""
+
+
+class PendingStates:
+    """Hidden states [n, width] that a drafter has received and not read yet, in the order of positions."""
+
+    def __init__(self, parts: Sequence[Tensor] = ()) -> None:
+        self.parts = list(parts)
+        self._count = sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, taps: Sequence[Tap], out: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        """Append the taps of a pass [T, H], side by side. `path`: keep only row 0 and these; None: all rows.
+
+        They are copied: a view would hold the states of the whole pass, or follow a buffer that is used again.
+        """
+        kept: slice | list[int] = slice(None)
+        if path is not None:
+            # A chain's rows are the first ones, and a slice spares a gather for each tap.
+            chain = not path or path[-1] == len(path)
+            kept = slice(1 + len(path)) if chain else [0, *path]
+        self.parts.append(torch.cat([out[tap][kept] for tap in taps], -1))
+        self._count += len(self.parts[-1])
+
+    def take(self, count: int) -> Tensor:
+        """Remove and return the first `count` states, or all if there are fewer; there must be one."""
+        states = torch.cat(self.parts)
+        self.parts = [states[count:].clone()] if len(states) > count else []
+        self._count = max(0, self._count - count)
+        return states[:count]
+
+    def first(self, count: int) -> PendingStates:
+        """Return the first `count` states. Pending states are never written to, so both may hold the same."""
+        return PendingStates([torch.cat(self.parts)[:count]] if count else ())
+
+
+@dataclass(slots=True)
+class CachedSlot:
+    """One request of a drafter with a cache: its slot there, the tokens known so far, of which the cache holds a
+    prefix, and the states [taps * H] of positions after those in the cache."""
+
+    cache_slot: int
+    token_ids: list[int]
+    pending: PendingStates = field(default_factory=PendingStates)
+
+
+S = TypeVar("S", bound=CachedSlot)
+
+
+class CachedDrafter(Drafter, Generic[S]):
+    """A drafter that holds a slot of its own cache per request."""
+
+    def __init__(self, cache: KVCache, slot_type: type[S]) -> None:
+        self._cache, self._slot_type = cache, slot_type
+        self._slots: dict[int, S] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._slots[slot] = self._slot_type(self._cache.acquire(len(prompt)), list(prompt))
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        self._slots[slot].token_ids += verdict.tokens
+
+    def release(self, slot: int) -> None:
+        state = self._slots.pop(slot, None)
+        if state:
+            self._cache.release(state.cache_slot)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStates(Saved):
+    """A copy of a drafter's cached text, and of the states that were pending behind it."""
+
+    cache: SavedSlabs
+    pending: PendingStates
+
+    def holds(self, length: int, prompt: int) -> bool:
+        return length <= self.length and self.cache.holds(min(length, self.cache.length), prompt)
+
+
+class StateDrafter(CachedDrafter[S]):
+    """A drafter that reads the target's hidden states (`taps`) into its cache, no sooner than a draft needs them."""
+
+    _cache: SlabCache
+
+    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        like = self._slots[source]
+        pending = PendingStates(like.pending.parts)
+        fork = self._cache.fork(like.cache_slot)
+        self._slots[slot] = replace(like, cache_slot=fork, token_ids=list(prompt), pending=pending)
+
+    @torch.inference_mode()
+    def save(self, slot: int) -> SavedStates | None:
+        state = self._slots[slot]
+        cached, pending = self._cache.save(state.cache_slot), state.pending.first(len(state.pending))
+        length = cached.length + len(pending)
+        return SavedStates(length, (*cached.tensors, *pending.parts), cached, pending) if length else None
+
+    def load(self, slot: int, saved: SavedStates, length: int) -> None:
+        """Take over what was cached of the first `length` tokens; the states of the others are pending."""
+        state = self._slots[slot]
+        read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))
+        state.pending = saved.pending.first(length - read)
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        self._receive(self._slots[slot], taps)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        super().observe(slot, verdict, out)
+        self._receive(self._slots[slot], out, verdict.path)
+
+    @torch.inference_mode()
+    def _receive(self, state: S, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        state.pending.add(self.taps, taps, path)
+        while len(state.pending) > MAX_PENDING:
+            self._read_pending(state)
+
+    @abstractmethod
+    def _read_pending(self, state: S) -> None:
+        """Read some of one request's pending states into the cache, to bound the memory they take."""
