@@ -53,7 +53,7 @@ class Lengths:
 
 
 class Bigram:
-    """A `Target` with `Ends`: `table` [V, V] holds the logits after each token, which is its own "final" state."""
+    """A `Target` with `EmbeddingAndHead`: `table` [V, V] holds the logits after each token, which is its own "final" state."""
 
     context_length = 64
     device = torch.device("cpu")

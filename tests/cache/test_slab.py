@@ -104,7 +104,7 @@ def test_room_that_no_text_has_reached_costs_nothing() -> None:
     resource = pytest.importorskip("resource")
     cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    cache.first = 2**14  # type: ignore[misc]
+    cache.initial_capacity = 2**14  # type: ignore[misc]
     slot = cache.acquire()
     assert cache.nbytes == 2**29
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64

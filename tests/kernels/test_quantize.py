@@ -24,7 +24,7 @@ from paceline.kernels.quantize import GROUP, Codes, Mode, quantize, round_activa
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import Weights
-from paceline.protocols import Drafter, Host
+from paceline.protocols import Drafter, TargetWithHead
 from paceline.sampling.parameters import Sampling
 from paceline.testing import (
     TINY,
@@ -366,7 +366,7 @@ def test_heads_and_targets_are_quantised_apart(
     name: str, modes: tuple[Mode | None, Mode | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, tensors = HEADS[name]
-    host: Host = target(modes[0])
+    host: TargetWithHead = target(modes[0])
     made: list[str] = []
     coded = Weights._coded
     monkeypatch.setattr(Weights, "_coded", lambda self, *given: (made.append(given[0]), coded(self, *given))[1])

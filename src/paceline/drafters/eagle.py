@@ -16,7 +16,7 @@ from paceline.drafters.pending_states import PendingStates, SavedStates, save_st
 from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
-from paceline.protocols import Ask, Host
+from paceline.protocols import Ask, TargetWithHead
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
@@ -47,7 +47,7 @@ class Eagle(Growing):
     drafted for.
     """
 
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
         self.taps: tuple[Tap, ...] = config.taps
         # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
@@ -122,17 +122,17 @@ class Eagle(Growing):
         )
         pending = [state.pending.take(len(state.pending)) for state in states]
         hidden, outs = self._step(rows, pad_sequence(pending, batch_first=True))
+        self._cache.commit(rows, [range(1, len(features)) for features in pending])
         for i, (state, features) in enumerate(zip(states, pending, strict=True)):
             last = len(features) - 1
             state.root = hidden[i, last], outs[i, last]
-            self._cache.commit(state.own, range(1, last + 1))
 
     def _feed_alone(self, state: _EagleSlot, count: int) -> None:
         """The first `count` features pending, in a pass of their own."""
         done = self._cache.lengths[state.own]
         rows = pack_prefix(state.text[done + 1 : done + 1 + count], state.own, done, self._device)
         self._step(rows, state.pending.take(count)[None])
-        self._cache.commit(state.own, range(1, count))
+        self._cache.commit(rows, [range(1, count)])
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""

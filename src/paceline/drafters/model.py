@@ -84,8 +84,7 @@ class DraftModel(Growing):
         # The head is spared all rows but the last where that is everybody's.
         level = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
         logits = self._model.forward(rows, self._cache, Want("last" if level else "all")).logits
-        for slot, tokens in zip(slots, rest, strict=True):
-            self._cache.commit(slot, range(1, len(tokens)))
+        self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
         return [line[-1:] if level else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
     def _ahead(self, state: _ModelSlot) -> list[int]:
@@ -94,8 +93,9 @@ class DraftModel(Growing):
         self._cache.truncate(state.own, min(self._cache.lengths[state.own], len(state.text) - 1))
         while len(state.text) - (done := self._cache.lengths[state.own]) > SHARED:
             chunk = state.text[done : min(done + PREFILL_ROWS, len(state.text) - 1)]
-            self._model.forward(pack_prefix(chunk, state.own, done, self._model.device), self._cache, Want("none"))
-            self._cache.commit(state.own, range(1, len(chunk)))
+            rows = pack_prefix(chunk, state.own, done, self._model.device)
+            self._model.forward(rows, self._cache, Want("none"))
+            self._cache.commit(rows, [range(1, len(chunk))])
         return state.text[self._cache.lengths[state.own] :]
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:

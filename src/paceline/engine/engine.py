@@ -187,7 +187,7 @@ class Engine:
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
             out = self._forward(rows, Want("all" if scores else "none", taps=self.policies.taps([request])))
-            self.cache.commit(request.slot, range(1, len(chunk)))
+            self.cache.commit(rows, [range(1, len(chunk))])
             if request.policy:
                 taps = {tap: states[0, : len(chunk)] for tap, states in out.taps.items()}
                 request.policy.drafter.feed(request.slot, chunk, taps)
@@ -233,11 +233,11 @@ class Engine:
         groups = self.policies.group(requests, drafts, self.cache)
         self._propose(requests, groups, drafts)
         clock.lap("draft")
-        out = self._verify(requests, drafts)
+        rows, out = self._verify(requests, drafts)
         with _spoiling(requests):
             verdicts = [r.judge(made, logits) for r, made, logits in zip(requests, drafts, out.logits, strict=True)]
             clock.lap("verify")
-            self._commit(requests, verdicts, out)
+            self._commit(requests, verdicts, rows, out)
             clock.lap("commit")
             _charge(requests, clock)
             learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
@@ -301,7 +301,7 @@ class Engine:
             for i, draft in zip(group.at, group.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 
-    def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Forward:
+    def _verify(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> tuple[Rows, Forward]:
         rows = pack(
             [r.text[-1] for r in requests],
             drafts,
@@ -309,11 +309,11 @@ class Engine:
             [r.position for r in requests],
             self.target.device,
         )
-        return self._forward(rows, Want("all", taps=self.policies.taps(requests)))
+        return rows, self._forward(rows, Want("all", taps=self.policies.taps(requests)))
 
-    def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], out: Forward) -> None:
+    def _commit(self, requests: Sequence[Request], verdicts: Sequence[Verdict], rows: Rows, out: Forward) -> None:
+        self.cache.commit(rows, [verdict.path for verdict in verdicts])
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            self.cache.commit(request.slot, verdict.path)
             request.text.extend(verdict.tokens)
             request.finish = verdict.finish
             if request.policy and not verdict.finish:

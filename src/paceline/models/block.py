@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.attention import LayerAttention
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
 from paceline.models.decoder import make_layer, make_norm, norm_weight
@@ -32,16 +32,16 @@ from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, Rotary, by_prompt, rotate
-from paceline.models.stack import stack
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Rows
 
 
 class BlockNetwork:
     """The layers between a target's hidden states and its output head. It keeps no text: the cache does."""
 
-    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
         c, device = config.layer, host.device
         self.config, self._host = config, host
@@ -62,7 +62,7 @@ class BlockNetwork:
             LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
             for layer, late in zip(c.plan, causal, strict=True)
         ]
-        self._stack = stack(layers, self._how, self._rope_of, host.dtype)
+        self._stack = LayerStack(layers, self._how, self._rope_of, host.dtype)
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """`subset`: the tokens that the columns of its logits stand for; None: all of the target's."""
@@ -81,22 +81,20 @@ class BlockNetwork:
         features [B, n, taps * H]: of slot b the first counts[b] rows, the rest fills up.
         """
         b, n, _ = features.shape
-        attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
+        rows, attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
         both = self._read(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
         for i, (norm, kind) in enumerate(zip(self._key_norms, self._rope_of, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
-        for slot, count in zip(slots, counts, strict=True):
-            if count:
-                cache.commit(slot, range(1, count))
+        cache.commit(rows, [range(1, count) if count else None for count in counts])
 
     @torch.inference_mode()
     def draft(self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
         """The embedded blocks [B, size, H], whose pending tokens stand at the positions `first`, to the states that
         enter the head [B, size, H]. Nothing is committed."""
-        attention, ropes = self._begin(cache, slots, first, x.shape[1])
+        _, attention, ropes = self._begin(cache, slots, first, x.shape[1])
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
 
@@ -107,18 +105,19 @@ class BlockNetwork:
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
-    ) -> tuple[SlabPass, list[Rope]]:
-        """A pass of `count` rows per slot at positions from `first` on, and the rotary factors of every kind."""
+    ) -> tuple[Rows, Pass, list[Rope]]:
+        """A pass of `count` rows per slot at positions from `first` on, and its rotary factors of every kind."""
         device = self._host.device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
         # The cache looks at how many rows there are, not at their tokens. Drafts may have any bits: the fast way.
         starts = (0,) * len(slots)
-        attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True))
+        rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         prompts = [cache.prompts[slot] for slot in slots]
         end = max(first) + count
-        return attention, [rotary(positions, end, prompts) if rotary else None for rotary in self._rotaries]
+        ropes = [rotary(positions, end, prompts) if rotary else None for rotary in self._rotaries]
+        return rows, cache.begin(rows), ropes
 
 
 def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:

@@ -24,9 +24,9 @@ from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, Rotary, by_prompt
-from paceline.models.stack import stack
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.types import Rows
 
 _LAYER = "layers.0."
@@ -35,7 +35,7 @@ _LAYER = "layers.0."
 class EagleNetwork:
     """EAGLE-3 (arXiv 2503.01840), or EAGLE-1/2 (2401.15077, 2406.16858) where `config.version` is 1."""
 
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
         ones, and where the head's vocabulary is not the host's."""
         layer = config.layer
@@ -51,7 +51,7 @@ class EagleNetwork:
             make_mlp(layer, weights, _LAYER + "mlp."),
         )
         self._how = LayerAttention(layer.query_scale or layer.head_dim**-0.5, layer.plan[0].window, layer.softcap)
-        self._body = stack([body], [self._how], [0], host.dtype)
+        self._body = LayerStack([body], [self._how], [0], host.dtype)
         # EAGLE-1 learns the normed state itself, so that nothing stands between its layer and the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
@@ -155,7 +155,7 @@ class _First:
         return (x if self._norm is None else self._norm(x)), x
 
 
-def _embedding(config: EagleConfig, weights: Weights, host: Host) -> Activation:
+def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> Activation:
     """Its own, or the target's."""
     if "embed_tokens.weight" in weights:
         table = weights.get("embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden))

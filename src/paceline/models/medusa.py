@@ -12,7 +12,7 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.kernels.linear import linear
 from paceline.models.heads import MedusaConfig
 from paceline.models.weights import Weights
-from paceline.protocols import Ends, Target
+from paceline.protocols import EmbeddingAndHead, Target
 
 Block = tuple[Tensor, Tensor]
 """One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]."""
@@ -79,12 +79,12 @@ class MedusaHeads:
         return logits.new_full((*logits.shape[:2], self._vocab), -torch.inf).index_copy_(2, self._ids, logits)
 
 
-def _borrow(target: Target) -> Ends:
-    if isinstance(target, Ends):
+def _borrow(target: Target) -> EmbeddingAndHead:
+    if isinstance(target, EmbeddingAndHead):
         return target
     raise UnsupportedModel(
         f"{type(target).__name__} lends no embedding and no head to a learned drafter",
-        "Give it `embed` and `logits` (paceline.protocols.Ends), or take another drafter",
+        "Give it `embed` and `logits` (paceline.protocols.EmbeddingAndHead), or take another drafter",
     )
 
 

@@ -9,13 +9,13 @@ from paceline.errors import CorruptModel
 from paceline.kernels.linear import Activation, linear
 from paceline.kernels.quantize import Codes
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.sampling.sampler import Subset
 
 _HEAD = "lm_head.weight"
 
 
-def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[Subset | None, Activation]:
+def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int) -> tuple[Subset | None, Activation]:
     """Which of the target's tokens a head's logits are of (None: all of them, in order), and what makes them of states
     [..., hidden], in float32 at least: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's,
     all of it or the rows of these tokens.
@@ -48,7 +48,7 @@ def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor | C
     return weight[order.to(weights.device)]
 
 
-def _lent(host: Host, hidden: int, ids: Tensor) -> Tensor:
+def _lent(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
     """The target's rows of these tokens."""
     head = host.head()
     if head.shape[1] != hidden:

@@ -30,7 +30,7 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made anew as slabs grow, and the reference reads all of a slab."""
-    monkeypatch.setattr(DeviceCache, "first", 64)
+    monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
 
 
 @pytest.mark.parametrize("capture", [None, tape])

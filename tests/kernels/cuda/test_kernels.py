@@ -148,7 +148,7 @@ def test_a_rows_product_is_the_same_among_any_number_of_rows() -> None:
 def test_the_exact_decoder_passes_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it together: chains, trees and a neighbour give the logits of plain decoding bit for bit."""
     monkeypatch.setattr("paceline.kernels.cuda.cache.attend", kernels.tree_attention)
-    monkeypatch.setattr(DeviceCache, "first", 64)
+    monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
     config = replace(TINY, layers=1)
     target = DeviceDecoder(config, random_tensors(config), HALF, DEVICE, exact=True, capture=None)
     assert guarantee(target) == "bits"
