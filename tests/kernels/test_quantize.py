@@ -228,8 +228,9 @@ def row_0(model: Decoder, draft: Draft) -> Tensor:
     """[V] of the pending token, verified with this draft."""
     cache = model.new_cache()
     slot = cache.acquire(len(PROMPT))
-    model.forward(pack_prefix(PROMPT, slot, 0, CPU), cache, Want("none"))
-    cache.commit(slot, range(1, len(PROMPT)))
+    rows = pack_prefix(PROMPT, slot, 0, CPU)
+    model.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, len(PROMPT))])
     return model.forward(pack([7], [draft], [slot], [len(PROMPT)], CPU), cache, Want()).logits[0, 0]
 
 

@@ -106,6 +106,7 @@ class DeviceDecoder(Decoder):
             cache.graphs[key] = table, self._capture(partial(self._run_table, table, cache, want))
         return cache.graphs.get(key)
 
+    @torch.inference_mode()
     def _run_table(self, table: RowTable, cache: DeviceCache, want: Want) -> Forward:
         """A pass over the contents of the table at the time it runs. What `Rows` says on the host is not read, except
         for the highest position, on which no table of rotary factors depends any more."""
