@@ -145,9 +145,9 @@ class Counted:
 def test_only_real_rows_reach_the_kernels() -> None:
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
-    layers = Counted(target._stack._run, lambda args: args[2]._obj.rows)  # type: ignore[attr-defined]
+    layers = Counted(target._stack.native._run, lambda args: args[2]._obj.rows)  # type: ignore[attr-defined]
     head = Counted(target._head._run, lambda args: args[5])  # type: ignore[attr-defined]
-    target._stack._run, target._head._run = layers, head  # type: ignore[attr-defined]
+    target._stack.native._run, target._head._run = layers, head  # type: ignore[attr-defined]
     verify(target, cache, slots, DRAFTS, Want())
     verify(target, cache, slots[1:2], [Draft()], Want())
     real = sum(1 + len(draft.tokens) for draft in DRAFTS)

@@ -12,17 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library, multiplies_bfloat16
 from paceline.kernels.cpu.matrix import LANES, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
-
-Activation = Callable[[Tensor], Tensor]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class Linear(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
-from paceline.kernels.linear import Activation
+from paceline.kernels.activations import Activation
 from paceline.models.decoder import make_attention, make_mlp, make_norm
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer

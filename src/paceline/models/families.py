@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, FieldKind, check
-from paceline.kernels.linear import ACTIVATIONS
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
 

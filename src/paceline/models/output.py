@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel
-from paceline.kernels.linear import Activation, linear
+from paceline.kernels.activations import Activation
+from paceline.kernels.linear import linear
 from paceline.kernels.quantize import Codes
 from paceline.models.weights import Weights
 from paceline.protocols import TargetWithHead

@@ -7,24 +7,35 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.lazy import Quantised, own_codes
 from paceline.errors import CorruptModel, InvalidOption
-from paceline.kernels.linear import Activation, Linear, gated, linear
+from paceline.kernels.activations import Activation
+from paceline.kernels.linear import Linear, gated, linear
 from paceline.kernels.quantize import Codes, quantize, stack
 
 _HEAD_BITS = 8
 """An output head has at least so many: it costs one product of many, and decides every token."""
 
 
-class Weights:
-    """Takes tensors out of a checkpoint one by one, checks their shapes, and knows what was left over.
+class CodedTensors(Mapping[str, Tensor]):
+    """Tensors by name, of which matrices may be stored as codes."""
 
-    Of `Quantised` tensors, the products are made of codes; what is taken as a tensor stays one.
+    bits: int | None = None
+    """Bits of the codes to hold matrices in, for those that are not stored as codes; None: hold them as tensors."""
+
+    def codes(self, name: str) -> Codes | None:
+        """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
+        return None
+
+
+class Weights:
+    """Tensors of a checkpoint, taken one by one: their shapes are checked, and none may be left over.
+
+    Of `CodedTensors` with `bits`, products are made of codes; what is taken as a tensor stays one.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors, self._dtype, self.device = tensors, dtype, device
-        self._bits = tensors.bits if isinstance(tensors, Quantised) else None
+        self._bits = tensors.bits if isinstance(tensors, CodedTensors) else None
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -65,7 +76,7 @@ class Weights:
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
         """The file's own codes, whatever their bits, since codes of codes would lose twice; else the nearest ones."""
-        own = own_codes(self._tensors, name) if name in self._tensors else None
+        own = self._tensors.codes(name) if name in self and isinstance(self._tensors, CodedTensors) else None
         if own is None:
             return quantize(self.get(name, shape, torch.float32), bits)
         self._check(name, own.shape, shape)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import OutOfMemory
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import library
 from paceline.kernels.quantize import GROUP, Codes
 
@@ -163,8 +164,6 @@ class NativeGated:
         self.both = NativeLinear(weight[order], None if bias is None else bias[order])
 
     def __call__(self, x: Tensor) -> Tensor:
-        from paceline.kernels.linear import ACTIVATIONS
-
         left, right = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
         y: Tensor = (ACTIVATIONS[self.activation](left) * right).flatten(-2)
         return y

@@ -10,10 +10,6 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.kernels.cuda.table import RowTable
 
-SPLIT = 256
-"""Positions whose share of a row is computed by one program, then added to the others' in their order. They begin at
-multiples of it, so that the same positions make up a share whatever the length, the rows or the slots of a pass."""
-
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, how: LayerAttention) -> Tensor:
     """What each row sees of its slot: the committed prefix, its ancestors and itself, already written.

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention
-from paceline.kernels.cuda.attention import SPLIT
-from paceline.kernels.cuda.table import RowTable
+from paceline.kernels.cuda.table import SPLIT, RowTable
 
 BLOCK = 64
 """Keys per step of a program."""

@@ -15,6 +15,10 @@ from paceline.types import Rows
 
 Ints = npt.NDArray[np.int32]
 
+SPLIT = 256
+"""Positions of a partial sum of attention, which one program computes before all are added in order. Splits begin at
+multiples of it, so that they hold the same positions whatever the length, the rows or the slots of a pass."""
+
 
 class RowTable:
     """T rows for each of B slots. Row r of a slot lies in column `length + r` of its place, whatever its depth.
