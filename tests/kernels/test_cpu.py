@@ -21,8 +21,7 @@ from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu import build, matrix, norm
 from paceline.kernels.cpu.build import compiled, cpu_flags, library
-from paceline.kernels.cpu.matrix import NativeGated, NativeLinear
-from paceline.kernels.cpu.norm import NativeNorm
+from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
 from paceline.models import cpu_layers as layers

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_indices
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
-from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.models.layers import Dense, Layer, PostNormed, Sublayer
 from paceline.models.rope import Rope
@@ -50,9 +50,9 @@ class _CSlot(Structure):
 class _View(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("layer_stride", "capacity", "place_lines")),
-        *((name, c_int32) for name in ("window", "stores", "copies")),
-        *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
+        *((name, c_int64) for name in ("layer_stride", "capacity", "place_rows")),
+        *((name, c_int32) for name in ("window", "store_count", "copy_count")),
+        *((name, c_void_p) for name in ("targets", "sources", "copy_sources", "copy_targets")),
         ("slots", POINTER(_CSlot)),
     )
 
@@ -64,7 +64,7 @@ class _Rotation(Structure):
 class _CPass(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
-        ("lines", c_void_p),
+        ("indices", c_void_p),
         ("views", POINTER(_View)),
         ("rotations", POINTER(_Rotation)),
     )
@@ -86,11 +86,8 @@ class NativeLayers:
             )
         ]
         self._table = (_CLayer * len(table))(*table)
-        lib = library()
-        assert lib is not None
-        self._run = lib.paceline_layers
-        self._run.argtypes = (
-            *(c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
+        self._run = kernel(
+            *("paceline_layers", c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p),
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.norm import NativeNorm
+from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass
