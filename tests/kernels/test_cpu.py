@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.kernels.activations import ACTIVATIONS
-from paceline.kernels.cpu import build, matrix, norm
+from paceline.kernels.cpu import build
 from paceline.kernels.cpu.build import compiled, cpu_flags, library
 from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.linear import _Coded
@@ -49,7 +49,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", *WARNINGS, *chosen]
             subprocess.run([*build._compiler(), *flags, str(FOLDER / "layers.cpp"), "-o", str(place)], check=True)
             lib = ctypes.CDLL(str(place))
-            for module in (matrix, norm, layers):
+            for module in (build, layers):
                 patch.setattr(module, "library", lambda: lib)
         assert lib is not None
         yield lib
