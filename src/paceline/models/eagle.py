@@ -41,9 +41,7 @@ class EagleNetwork:
         weights = Weights(tensors, host.dtype, host.device)
         self._layer, self._host = layer, host
         self._embed = _embedding(config, weights, host)
-        self._entry: _InputMixer = (
-            _Eagle3Input(config, weights) if config.version == 3 else _Eagle1Input(config, weights)
-        )
+        self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
         body = Layer(
             None,
             make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width),
@@ -128,8 +126,8 @@ class _Eagle3Input:
 
 
 class _Eagle1Input:
-    """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The hidden state is the target's last
-    one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
+    """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The
+    hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c = config.layer

@@ -21,7 +21,8 @@ def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int)
     float32 or wider.
 
     The map is the head's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: all of it or the
-    rows of these tokens. Raises `CorruptModel` if the tokens are not the target's, or its rows not as wide as the states.
+    rows of these tokens. Raises `CorruptModel` if the tokens are not the target's, or its rows not as wide as the
+    states.
     """
     weights.skip("t2d")
     if _HEAD not in weights and "d2t" not in weights:
