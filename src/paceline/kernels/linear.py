@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,18 +22,21 @@ from paceline.kernels.quantize import Codes, round_activations
 class Linear(Protocol):
     """x W^T + b for W [out, in]: [..., in] -> [..., out]."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b."""
-        ...
+        return residual + self(x)
 
     def precise(self, x: Tensor) -> Tensor:
-        """The product in float32 at least, for logits."""
-        ...
+        """The product in float32 or wider, for logits."""
+        y = self(x)
+        return y if y.dtype == torch.float64 else y.float()
 
+    @abstractmethod
     def weight(self) -> Tensor:
-        """W [out, in], as it was given; float32 where that was codes."""
+        """W [out, in] as it was given; dequantised to float32 if it was codes."""
         ...
 
 
@@ -82,21 +85,7 @@ def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activ
     return run
 
 
-class _Product(ABC):
-    """Defaults of a `Linear`."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
-
-    def precise(self, x: Tensor) -> Tensor:
-        y = self(x)
-        return y if y.dtype == torch.float64 else y.float()
-
-
-class _Plain(_Product):
+class _Plain(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
@@ -107,7 +96,7 @@ class _Plain(_Product):
         return self._weight
 
 
-class _Packed(_Product):
+class _Packed(Linear):
     """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -127,7 +116,7 @@ class _Packed(_Product):
         return weight
 
 
-class _Coded(_Product):
+class _Coded(Linear):
     """Codes on any device, a group at a time.
 
     A group's sum is one of integers below 2^24, exact in float32 in any order, and the groups are added in order: so a

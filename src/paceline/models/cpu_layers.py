@@ -22,51 +22,49 @@ from paceline.types import Tap
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
 
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Fields of a structure, in the order of layer.h and attention.h: kinds, each with its names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class _Heads(Structure):
-    _fields_ = (("query", c_int32), ("kv", c_int32), ("size", c_int32), ("scale", c_float), ("softcap", c_float))
-
-
-_NORMS = ("before_mix", "after_mix", "before_mlp", "after_mlp", "query_norm", "key_norm")
+    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"))
 
 
 class _CLayer(Structure):
-    _fields_ = (
-        *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in _NORMS),
-        ("eps", c_float),
-        *((name, c_int32) for name in ("hidden", "ffn", "activation", "view", "index", "rotation")),
-        ("heads", _Heads),
+    _fields_ = _fields(
+        (CMatrix, "qkv out gate_up down"),
+        (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
+        (c_float, "eps"),
+        (c_int32, "hidden ffn activation view index rotation"),
+        (_Heads, "heads"),
     )
 
 
 class _CSlot(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("place", "length")),
-        *((name, c_int32) for name in ("first", "rows", "columns")),
-        *((name, c_void_p) for name in ("visible", "depth", "below")),
-    )
+    _fields_ = _fields((c_int64, "place length"), (c_int32, "first rows columns"), (c_void_p, "visible depth below"))
 
 
 class _View(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("layer_stride", "capacity", "place_rows")),
-        *((name, c_int32) for name in ("window", "store_count", "copy_count")),
-        *((name, c_void_p) for name in ("targets", "sources", "copy_sources", "copy_targets")),
-        ("slots", POINTER(_CSlot)),
+    _fields_ = _fields(
+        (c_void_p, "keys values"),
+        (c_int64, "layer_stride capacity place_rows"),
+        (c_int32, "window store_count copy_count"),
+        (c_void_p, "targets sources copy_sources copy_targets"),
+        (POINTER(_CSlot), "slots"),
     )
 
 
 class _Rotation(Structure):
-    _fields_ = (("cosines", c_void_p), ("signed_sines", c_void_p), ("rotated", c_int32))
+    _fields_ = _fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
 class _CPass(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
-        ("indices", c_void_p),
-        ("views", POINTER(_View)),
-        ("rotations", POINTER(_Rotation)),
+    _fields_ = _fields(
+        (c_int32, "slots rows room threads"),
+        (c_void_p, "indices"),
+        (POINTER(_View), "views"),
+        (POINTER(_Rotation), "rotations"),
     )
 
 

@@ -317,6 +317,5 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
     if any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
-            f"{name} is a recurrent model, whose state cannot drop rejected tokens",
-            "Use an attention-only model",
+            f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Protocol
 
 import torch
@@ -72,14 +73,15 @@ class Attention:
 class Sublayer(Protocol):
     """The end of one half of a layer: the output product of attention, or a feed-forward network."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + self(x)."""
-        ...
+        return residual + self(x)
 
 
-class Dense:
+class Dense(Sublayer):
     """A gated feed-forward network (Shazeer 2020)."""
 
     def __init__(self, gate_up: Activation, down: Linear) -> None:
@@ -92,7 +94,7 @@ class Dense:
         return self.down.onto(self.gate_up(x), residual)
 
 
-class PostNormed:
+class PostNormed(Sublayer):
     """A sublayer whose result is normed before it is added to the stream (Gemma 2 and 3)."""
 
     def __init__(self, sublayer: Sublayer, norm: RMSNorm) -> None:
@@ -100,9 +102,6 @@ class PostNormed:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(self.sublayer(x))
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
 
 
 class Layer:
@@ -117,14 +116,7 @@ class Layer:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(
-        self,
-        x: Tensor,
-        layer: int,
-        rope: Rope,
-        attention: Pass,
-        entry: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
         """`entry`: the input of attention, if not the normed stream."""
         if entry is None:
             entry = x if self.attn_norm is None else self.attn_norm(x)

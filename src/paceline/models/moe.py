@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.linear import Linear
-from paceline.models.layers import Dense
+from paceline.models.layers import Dense, Sublayer
 from paceline.verify.tree import MIN_ROWS
 
 
-class Mixture:
+class Mixture(Sublayer):
     """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3).
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
@@ -32,9 +32,6 @@ class Mixture:
             here, rank = (chosen == number).nonzero(as_tuple=True)
             total.index_add_(0, here, _padded(self.experts[number], rows[here]) * weights[here, rank, None])
         return total.to(x.dtype).view_as(x)
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""

@@ -208,10 +208,7 @@ def _resolve_longrope(given: Raw, raw: Raw) -> Numbers:
     original = _original(given, raw)
     factor = given.get("factor") or raw["max_position_embeddings"] / original
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {
-        "original_max_position_embeddings": original,
-        "attention_factor": given.get("attention_factor", attention),
-    }
+    return {"original_max_position_embeddings": original, "attention_factor": given.get("attention_factor", attention)}
 
 
 _HARMLESS = ("type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")

@@ -127,8 +127,7 @@ def _compile(command: Sequence[str]) -> None:
         messages.append(message.splitlines())
     reason = next((line for line in messages[0] if "error" in line), messages[0][-1])
     raise InvalidOption(
-        f"{command[0]} could not compile the CPU kernels: {reason[:300]}",
-        "Name another compiler in CXX",
+        f"{command[0]} could not compile the CPU kernels: {reason[:300]}", "Name another compiler in CXX"
     )
 
 
