@@ -155,7 +155,9 @@ def test_layers_that_begin_with_something_else_than_the_stream() -> None:
         draw = torch.Generator().manual_seed(5)
         x, entry = (torch.randn(*rows.tokens.shape, 64, generator=draw).bfloat16() for _ in range(2))
         with watched(target) as groups:
-            out, _ = stack.run(x, 0, 3, target._ropes(rows, [0] * len(slots)), cache.begin(rows), entry)
+            out, _ = stack.run(
+                x, 0, 3, target._ropes(rows.positions, rows.end, [0] * len(slots)), cache.begin(rows), entry
+            )
         assert threads != 2 or groups[-1] > 1
         results.append([out[i, : 1 + len(draft.tokens)] for i, draft in enumerate(MANY)])
     assert all(torch.equal(a, b) for one in results for a, b in zip(one, results[0], strict=True))

@@ -27,11 +27,11 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
-from paceline.models.decoder import make_layer, make_norm, norm_weight
+from paceline.models.decoder import make_layer, make_norm, norm_weight, slab_cache
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary, by_prompt, rotate
+from paceline.models.rope import Rope, RotarySet, rotate
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import Pass, TargetWithHead
@@ -43,12 +43,10 @@ class BlockNetwork:
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
-        c, device = config.layer, host.device
+        c = config.layer
         self.config, self._host = config, host
-        weights = Weights(tensors, host.dtype, device)
-        ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
-        self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
-        self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
+        weights = Weights(tensors, host.dtype, host.device)
+        self._ropes = RotarySet([layer.rope for layer in c.plan], c.head_dim, weights.precise, host.device)
         self._fuse = weights.linear({"fc": c.hidden}, len(config.taps) * c.hidden)
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
@@ -62,7 +60,7 @@ class BlockNetwork:
             LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
             for layer, late in zip(c.plan, causal, strict=True)
         ]
-        self._stack = LayerStack(layers, self._spec, self._rope_of, host.dtype)
+        self._stack = LayerStack(layers, self._spec, self._ropes.index, host.dtype)
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """`subset`: the tokens of the logits' columns; None: all of the target's."""
@@ -70,9 +68,7 @@ class BlockNetwork:
 
     def new_cache(self) -> SlabCache:
         """A cache for the host's context length, whatever length the head was trained on."""
-        c, host = self.config.layer, self._host
-        choose = by_prompt(layer.rope for layer in c.plan)
-        return SlabCache(self._spec, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device, choose)
+        return slab_cache(self.config.layer, self._spec, self._host)
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
@@ -85,7 +81,7 @@ class BlockNetwork:
         both = self._keys_values(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
-        for i, (norm, kind) in enumerate(zip(self._key_norms, self._rope_of, strict=True)):
+        for i, (norm, kind) in enumerate(zip(self._key_norms, self._ropes.index, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
         cache.commit(rows, [range(1, count) if count else None for count in counts])
@@ -114,9 +110,7 @@ class BlockNetwork:
         # The cache does not read the tokens. Bits of drafts do not matter: the fast kernel (prefill) will do.
         starts = (0,) * len(slots)
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
-        prompts = [cache.prompts[slot] for slot in slots]
-        end = max(first) + count
-        ropes = [rotary(positions, end, prompts) if rotary else None for rotary in self._rotaries]
+        ropes = self._ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
         return rows, cache.begin(rows), ropes
 
 

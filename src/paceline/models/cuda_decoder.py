@@ -55,6 +55,8 @@ class DeviceDecoder(Decoder):
     graph run kernel by kernel.
     """
 
+    _cache_type = DeviceCache
+
     def __init__(
         self,
         config: ModelConfig,
@@ -73,13 +75,7 @@ class DeviceDecoder(Decoder):
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
-            for rotary in self._rotaries:
-                rotary(torch.zeros(1, 1, dtype=torch.long, device=device), config.context_length + BLOCK, [0])
-
-    def new_cache(self) -> DeviceCache:
-        c = self.config
-        sizes = c.kv_heads, c.head_dim, c.context_length
-        return DeviceCache(self._attentions, *sizes, self.dtype, self.device, self._choose)
+            self._ropes.reserve(config.context_length + BLOCK)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

@@ -16,10 +16,10 @@ from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, PostNormed, RMSNorm, Sublayer
 from paceline.models.moe import Mixture
-from paceline.models.rope import Rope, Rotary, by_prompt
+from paceline.models.rope import RotarySet, by_prompt
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import KVCache, Pass
+from paceline.protocols import KVCache, Pass, TargetWithHead
 from paceline.types import Forward, Rows, Want
 
 Progress = Callable[[int, int], None]
@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 class Decoder:
     """A decoder-only transformer as a `Target`."""
+
+    _cache_type: type[SlabCache] = SlabCache
 
     def __init__(
         self,
@@ -41,9 +43,7 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
-        ropes = list(dict.fromkeys(layer.rope for layer in config.plan if layer.rope))
-        self._rotaries = [Rotary(rope, config.head_dim, weights.precise, device) for rope in ropes]
-        rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.plan]
+        self._ropes = RotarySet([layer.rope for layer in config.plan], config.head_dim, weights.precise, device)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.get("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
@@ -54,7 +54,7 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._stack = LayerStack(layers, self._attentions, rope_of, dtype)
+        self._stack = LayerStack(layers, self._attentions, self._ropes.index, dtype)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
@@ -64,14 +64,8 @@ class Decoder:
         weights.finish()
         progress(config.layers, config.layers)
 
-    @property
-    def _choose(self) -> Callable[[int], tuple[int, ...]]:
-        return by_prompt(layer.rope for layer in self.config.plan)
-
     def new_cache(self) -> SlabCache:
-        c = self.config
-        sizes = c.kv_heads, c.head_dim, c.context_length
-        return SlabCache(self._attentions, *sizes, self.dtype, self.device, self._choose)
+        return slab_cache(self.config, self._attentions, self, self._cache_type)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -85,7 +79,7 @@ class Decoder:
         """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
-        x, taps = self._stack.run(x, first, end, self._ropes(rows, prompts), attention, taps=inner)
+        x, taps = self._stack.run(x, first, end, self._ropes(rows.positions, rows.end, prompts), attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -125,10 +119,6 @@ class Decoder:
         x = F.embedding(tokens, self._embed)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
-    def _ropes(self, rows: Rows, prompts: Sequence[int]) -> list[Rope]:
-        """Factors of every kind of rotary embedding, then None for layers without."""
-        return [*(rotary(rows.positions, rows.end, prompts) for rotary in self._rotaries), None]
-
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
         return self._cap(self._head.precise(x))
@@ -140,6 +130,17 @@ class Decoder:
     def head(self) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
         return self._head.weight().to(self.dtype)
+
+
+def slab_cache(
+    c: ModelConfig,
+    attentions: Sequence[LayerAttention],
+    target: TargetWithHead,
+    kind: type[SlabCache] = SlabCache,
+) -> SlabCache:
+    """A cache for layers of this config, with the context length, dtype and device of a target."""
+    choose = by_prompt(layer.rope for layer in c.plan)
+    return kind(attentions, c.kv_heads, c.head_dim, target.context_length, target.dtype, target.device, choose)
 
 
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:

@@ -18,11 +18,11 @@ from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.activations import Activation
-from paceline.models.decoder import make_attention, make_mlp, make_norm
+from paceline.models.decoder import make_attention, make_mlp, make_norm, slab_cache
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary, by_prompt
+from paceline.models.rope import RotarySet
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import TargetWithHead
@@ -54,16 +54,13 @@ class EagleNetwork:
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
-        rope = layer.plan[0].rope
-        self._rotary = Rotary(rope, layer.head_dim, weights.precise, host.device) if rope else None
+        self._ropes = RotarySet([layer.plan[0].rope], layer.head_dim, weights.precise, host.device)
         self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
         """A cache for the host's context length: the one in a head's config is only that of its training texts."""
-        c, host = self._layer, self._host
-        sizes = c.kv_heads, c.head_dim, host.context_length
-        return SlabCache([self._spec], *sizes, host.dtype, host.device, by_prompt([c.plan[0].rope]))
+        return slab_cache(self._layer, [self._spec], self._host)
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
@@ -77,7 +74,8 @@ class EagleNetwork:
         Returns two [B, T, H]: hidden states for the next step, and the input of `logits`.
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
-        x, _ = self._body.run(residual, 0, 1, [self._rope(rows, cache)], cache.begin(rows), entry)
+        ropes = self._ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
+        x, _ = self._body.run(residual, 0, 1, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
 
@@ -85,11 +83,6 @@ class EagleNetwork:
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the second result of `step`."""
         return self._head(states)
-
-    def _rope(self, rows: Rows, cache: SlabCache) -> Rope:
-        if self._rotary is None:
-            return None
-        return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
 
 
 class _Eagle3Input:

@@ -36,14 +36,14 @@ class Rotary:
         """
         spans = [span_of(self._config, prompt) for prompt in prompts]
         if len(set(spans)) == 1:
-            cos, sin = self._table(spans[0], highest)[:, positions, None]
+            cos, sin = self.table(spans[0], highest)[:, positions, None]
         else:
-            slots = [self._table(span, highest)[:, slot] for span, slot in zip(spans, positions, strict=True)]
+            slots = [self.table(span, highest)[:, slot] for span, slot in zip(spans, positions, strict=True)]
             cos, sin = torch.stack(slots, 1)[:, :, :, None]
         return cos, sin
 
-    def _table(self, span: int, highest: int) -> Tensor:
-        """Factors [2, positions, R]."""
+    def table(self, span: int, highest: int) -> Tensor:
+        """Factors [2, positions, R] up to `highest`, scaled for texts of length `span` (see `span_of`)."""
         table = self._tables.get(span, self._empty)
         if highest >= table.shape[1]:
             if span not in self._tables and len(self._tables) == _TABLES:
@@ -58,6 +58,29 @@ class Rotary:
         cos, sin = angles.cos(), angles.sin()
         factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
         return (factors * dict(self._config.scaling).get("attention_factor", 1.0)).to(self._empty)
+
+
+class RotarySet:
+    """The rotary embeddings of a model's layers, one `Rotary` for all layers that share a config."""
+
+    def __init__(
+        self, ropes: Sequence[RopeConfig | None], head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`ropes`: by layer. For the rest see `Rotary`."""
+        kinds = list(dict.fromkeys(ropes))
+        self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope in kinds]
+        self.index = [kinds.index(rope) for rope in ropes]
+        """For each layer the index of its factors in what a call returns."""
+
+    def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
+        """Factors of every kind, None for layers without. See `Rotary`."""
+        return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
+
+    def reserve(self, highest: int) -> None:
+        """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
+        for rotary in self._rotaries:
+            if rotary:
+                rotary.table(0, highest)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
