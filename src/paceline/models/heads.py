@@ -15,7 +15,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3
-    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: what stands between layer E and the head
+    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
 
 Any projection may have a bias beside its weight.
 """

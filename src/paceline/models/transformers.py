@@ -73,7 +73,7 @@ class CausalLM:
         if key not in known:
             known[key] = self._check_trees()
         self.trees = known[key]
-        # Where trees are not possible, the padding of a pass stands behind its chain.
+        # Without trees, the padding rows of a pass come after its chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
     def _check_trees(self) -> bool:
@@ -217,26 +217,20 @@ def refuse(model: PreTrainedModel) -> None:
     name = type(model).__name__
     config = model.config
     refuse_other_kinds({**config.to_dict(), "architectures": [name]})
-    text = config.get_text_config(decoder=True)
+    attention = config.get_text_config(decoder=True)._attn_implementation
+    fix = "Use an attention-only model"
     if model._is_stateful:
-        raise UnsupportedModel(
-            f"{name} keeps a recurrent state, which cannot drop rejected tokens", "Use an attention-only model"
-        )
+        raise UnsupportedModel(f"{name} keeps a recurrent state, which cannot drop rejected tokens", fix)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         named = ", ".join(sorted(kind.__name__ for kind in others))
-        raise UnsupportedModel(
-            f"{name} keeps its past in {named}, which cannot drop rejected tokens", "Use an attention-only model"
-        )
+        raise UnsupportedModel(f"{name} keeps its past in {named}, which cannot drop rejected tokens", fix)
     if any(getattr(part, "is_causal", True) is False for part in model.modules()):
-        raise UnsupportedModel(
-            f"{name} attends in both directions", "Use a causal model (is_decoder=True in its config)"
-        )
-    if text._attn_implementation not in ("sdpa", "eager"):
-        raise UnsupportedModel(
-            f"{name} runs {text._attn_implementation}, which takes no mask of a tree",
-            'Load it with attn_implementation="sdpa"',
-        )
+        fix = "Use a causal model (is_decoder=True in its config)"
+        raise UnsupportedModel(f"{name} attends in both directions", fix)
+    if attention not in ("sdpa", "eager"):
+        fix = 'Load it with attn_implementation="sdpa"'
+        raise UnsupportedModel(f"{name} runs {attention}, which takes no mask of a tree", fix)
 
 
 def _kinds(config: Any) -> _Kinds | None:
@@ -244,9 +238,9 @@ def _kinds(config: Any) -> _Kinds | None:
     layers = DynamicCache(config=config).layers
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     settings = config.to_dict()
-    own = any(name.endswith("window_size") for name in settings)  # GPT-Neo counts columns, not positions
+    by_column = any(name.endswith("window_size") for name in settings)  # GPT-Neo counts columns, not positions
     named = set(settings.get("layer_types") or ())
-    if own or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
+    if by_column or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
         return None
     return _Kinds(windows.pop() if windows else None, bool(named))
 
@@ -275,15 +269,15 @@ def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
     """Which columns each row sees, and how far back in the text each lies, both [B, T, columns]."""
     count = rows.tokens.shape[1]
     visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
-    columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
-    own = torch.empty(len(rows.slots), count, dtype=torch.long)
+    column_positions = torch.arange(rows.end).repeat(len(rows.slots), 1)
+    row_positions = torch.empty(len(rows.slots), count, dtype=torch.long)
     for slot, (length, start, parents) in enumerate(zip(rows.lengths, rows.starts, rows.parents, strict=True)):
         seen, deep = _tree(parents)
         visible[slot, :, :length] = True
         visible[slot, :, length : length + len(parents)] = seen[start:]
-        columns[slot, length : length + len(parents)] = length + deep
-        own[slot] = length + deep[start:]
-    return visible, own[:, :, None] - columns[:, None]
+        column_positions[slot, length : length + len(parents)] = length + deep
+        row_positions[slot] = length + deep[start:]
+    return visible, row_positions[:, :, None] - column_positions[:, None]
 
 
 def _chains(rows: Rows) -> Iterator[Rows]:
