@@ -21,9 +21,8 @@ import paceline
 from paceline import Sampling
 from paceline.bench.doctor.machine import bandwidth as read_bandwidth
 from paceline.kernels.cpu.matrix import NativeLinear
-from paceline.models.cpu_layers import NativeStack
 from paceline.models.decoder import Decoder
-from paceline.models.layers import Dense, Layer, Sandwiched
+from paceline.models.layers import Dense, Layer, PostNormed
 from paceline.types import Draft, Rows, Want
 from paceline.verify.tree import pack, pack_prefix
 
@@ -34,7 +33,7 @@ def main() -> None:
     args = _arguments()
     llm = paceline.load(args.model, quantize=args.quantize, drafter=None)
     target = llm.model.target
-    if not isinstance(target, Decoder) or not isinstance(target._stack, NativeStack):
+    if not isinstance(target, Decoder) or not target._stack.native:
         raise SystemExit("error: this machine runs the model through torch, whose parts cannot be told apart here")
     source = provenance(model=args.model, quantize=args.quantize, prefix=args.prefix)
     products = [product for layer in target._stack._layers for product in _products(layer)]
@@ -89,15 +88,16 @@ def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
     cache = target.new_cache()
     slot = cache.acquire(length)
     tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
-    target.forward(pack_prefix(tokens, slot, 0, target.device), cache, Want("none"))
-    cache.commit(slot, range(1, length))
+    prefix = pack_prefix(tokens, slot, 0, target.device)
+    target.forward(prefix, cache, Want("none"))
+    cache.commit(prefix, [range(1, length)])
     chain = Draft.chain([(i * 31 + 5) % 1000 for i in range(rows - 1)])
     packed: Rows = pack([7], [chain], [slot], [length], target.device)
     return lambda want: target.forward(packed, cache, want)
 
 
 def _products(layer: Layer) -> list[NativeLinear]:
-    parts: list[Any] = [part.part if isinstance(part, Sandwiched) else part for part in (layer.out, layer.mlp)]
+    parts: list[Any] = [part.sublayer if isinstance(part, PostNormed) else part for part in (layer.out, layer.mlp)]
     assert isinstance(parts[1], Dense)
     gate_up: Any = parts[1].gate_up
     return [layer.attention.qkv, parts[0], gate_up.both, parts[1].down]  # type: ignore[list-item]

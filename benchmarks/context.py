@@ -48,8 +48,9 @@ def _fed(target: Target, cache: KVCache, text: list[int]) -> int:
     slot = cache.acquire()
     for done in range(0, len(text), PREFILL_ROWS):
         chunk = text[done : done + PREFILL_ROWS]
-        target.forward(pack_prefix(chunk, slot, done, target.device), cache, Want("none"))
-        cache.commit(slot, range(1, len(chunk)))
+        rows = pack_prefix(chunk, slot, done, target.device)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(chunk))])
     return slot
 
 

@@ -137,8 +137,9 @@ def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
     slot = cache.acquire(context)
     for done in range(0, context, PREFILL_ROWS):
         chunk = [(7 * i + 1) % target.vocab_size for i in range(done, min(done + PREFILL_ROWS, context))]
-        target.forward(pack_prefix(chunk, slot, done, target.device), cache, Want("none"))
-        cache.commit(slot, range(1, len(chunk)))
+        rows = pack_prefix(chunk, slot, done, target.device)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(chunk))])
     yield cache, slot
     cache.release(slot)
 

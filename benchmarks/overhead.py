@@ -28,6 +28,7 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
 from paceline.testing import TINY, Oracle, random_tensors, run
 from paceline.types import Forward, Rows, Want
+from paceline.verify.tree import pack_prefix
 
 ALLOWED_MS = 0.5
 TREE = DraftBudget(nodes=12, depth=6, branch=3)
@@ -68,7 +69,8 @@ class Spy:
         """Count what was fed before as committed. Which rows they were does not matter to the time of a pass."""
         missing = length - self._shadow.lengths[0]
         if missing > 0:
-            self._shadow.commit(0, range(1, missing))
+            rows = pack_prefix([0] * missing, 0, length - missing, self._target.device)
+            self._shadow.commit(rows, [range(1, missing)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ class Lengths:
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         return budget
 
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        self.lengths[slot] += 1 + len(path)
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        for slot, path in zip(rows.slots, paths, strict=True):
+            self.lengths[slot] += 0 if path is None else 1 + len(path)
 
     def truncate(self, slot: int, length: int) -> None:
         self.lengths[slot] = length
@@ -53,7 +54,7 @@ class Lengths:
 
 
 class Bigram:
-    """A `Target` with `Ends`: `table` [V, V] holds the logits after each token, which is its own "final" state."""
+    """A `Target` with `EmbeddingAndHead`: `table` [V, V] holds the logits after each token, its own "final" state."""
 
     context_length = 64
     device = torch.device("cpu")

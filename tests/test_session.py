@@ -96,7 +96,7 @@ def feed(tokens: list[int], cache: SlabCache, slot: int, target: Toy) -> torch.T
         chunk = tokens[first : first + 200]
         rows = pack_prefix(chunk, slot, cache.lengths[slot], CPU)
         logits = Decoder.forward(target, rows, cache, Want()).logits[0]
-        cache.commit(slot, range(1, len(chunk)))
+        cache.commit(rows, [range(1, len(chunk))])
     return logits[len(chunk) - 1]
 
 

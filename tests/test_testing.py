@@ -18,13 +18,13 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 class CommitsInOrder(ListCache):
     """Does not move the rows of a path."""
 
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        super().commit(slot, range(1, len(path) + 1))
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        super().commit(rows, [path and range(1, len(path) + 1) for path in paths])
 
 
 class CommitsTwice(ListCache):
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        super().commit(slot, (0, *path))
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        super().commit(rows, [None if path is None else (0, *path) for path in paths])
 
 
 class OneSlot(ListCache):
@@ -220,8 +220,7 @@ class Eager(Altered):
     """Commits by itself."""
 
     def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        for slot in rows.slots:
-            cache.commit(slot, ())
+        cache.commit(rows, [()] * len(rows.slots))
         return out
 
 

@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from paceline.types import DraftBudget, Forward, Rows, Want
 
@@ -20,10 +21,14 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 class Pass(Protocol):
     """A cache made ready for one forward pass."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write this layer's keys and values of the pass's rows, then attend.
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store a layer's keys and values [B, T, kv_heads, D] of the pass's rows, rotary applied."""
+        ...
 
-        q [B, T, heads, D], k and v [B, T, kv_heads, D], rotary applied. Returns [B, T, heads * D].
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the layer's keys and values, then attend.
+
+        q [B, T, heads, D], k and v as for `write`. Returns [B, T, heads * D].
         Each row sees its slot's committed prefix, its ancestors and itself.
         """
         ...
@@ -31,8 +36,8 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was computed of a text's first `length` tokens, in tensors of its own, for texts that begin alike
-    (`prefix.py`). Those who keep more than this derive from it."""
+    """A copy of what was computed for the first `length` tokens of a text, for other requests that begin alike
+    (the prefix cache). Caches and drafters that keep more than this derive from it."""
 
     length: int
     tensors: tuple[Tensor, ...]
@@ -42,15 +47,19 @@ class Saved:
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def holds(self, length: int, prompt: int) -> bool:
-        """Whether a request whose prompt has `prompt` tokens can begin with the first `length` of them."""
+        """Whether a request with a prompt of `prompt` tokens can begin with the first `length` of them."""
         return length <= self.length
 
 
-class KVCache(Protocol):
+PassT = TypeVar("PassT", covariant=True, default=Pass)
+
+
+class KVCache(Protocol[PassT]):
     """Keys and values of every slot. It owns its layout, growth and lengths.
 
-    Rows that are written but not committed are simply overwritten later: there is no rollback. Cost follows the
-    length reached, never the capacity.
+    Rows that are written but not committed are overwritten later: there is no rollback. Cost follows the length
+    reached, never the capacity. `PassT`: what `begin` makes for the cache's own model, a `Pass` unless the model brings
+    its own attention.
     """
 
     @property
@@ -60,29 +69,30 @@ class KVCache(Protocol):
 
     @property
     def prompts(self) -> Sequence[int]:
-        """The prompt's length of each slot's request: what a model goes by whose positions depend on the text's length.
+        """Prompt length of each slot's request, for models whose rotary factors depend on the length of the text.
 
-        It is chosen once and for the whole request, because keys of one choice mean nothing to rows of another.
+        It is fixed for the whole request, because keys made with one choice of factors cannot meet queries of another.
         """
         ...
 
     def acquire(self, prompt: int = 0) -> int:
-        """A free slot, of length 0, for a request whose prompt has so many tokens. Raises `OutOfMemory`."""
+        """Return a free slot, of length 0, for a request with a prompt of `prompt` tokens. Raises `OutOfMemory`."""
         ...
 
-    def begin(self, rows: Rows) -> Any:
-        """Make room for the rows. Raises `OutOfMemory`.
-
-        What it returns is between a cache and the model that made it: a `Pass`, or what a model of transformers takes.
-        """
+    def begin(self, rows: Rows) -> PassT:
+        """Make room for the rows and return the pass that writes and reads them. Raises `OutOfMemory`."""
         ...
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """As much of a draft's budget as the slot's next pass can verify exactly."""
+        """The part of a draft budget that the slot's next pass can verify exactly."""
         ...
 
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Keep row 0 and then the rows of `path`, in this order: the only place where a slot's length grows."""
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep row 0 and then the rows of `paths[i]`, in this order, of slot i of a pass over `rows`; None keeps
+        nothing. The only place where a slot's length grows.
+
+        `rows` must be those of the slots' latest pass.
+        """
         ...
 
     def truncate(self, slot: int, length: int) -> None:
@@ -94,18 +104,18 @@ class KVCache(Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
+        """Return a new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
         ...
 
     def save(self, slot: int) -> Saved:
-        """A copy of all that the slot has committed. It outlives the slot, and the cache."""
+        """Return a copy of all that the slot has committed. It outlives the slot and the cache."""
         ...
 
     def load(self, slot: int, saved: Any, length: int) -> int:
-        """A fresh slot begins with the first `length` tokens of what a cache of the same target saved.
+        """Fill a fresh slot with the first `length` tokens of what a cache of the same target saved.
 
-        Returns how many it holds now: `length`, or 0 where `saved.holds` denies them (a sliding window that has moved
-        on, keys turned for texts of another length). Raises `OutOfMemory`.
+        Returns the slot's length: `length`, or 0 where `saved.holds` is false (a sliding window that has moved on,
+        rotary factors for another length of text). Raises `OutOfMemory`.
         """
         ...
 
@@ -115,51 +125,51 @@ class KVCache(Protocol):
 
 
 class Target(Protocol):
-    """A model that can verify: any number of rows in one pass, over a cache it made itself."""
+    """A model that can verify: any number of rows in one pass, over a cache of its own making."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context_length(self) -> int:
-        """The most tokens (prompt and reply) that one slot may reach."""
+        """Maximum number of tokens (prompt and reply) of one slot."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
-    def new_cache(self) -> KVCache: ...
+    def new_cache(self) -> KVCache[Any]: ...
 
-    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        """Feed the rows, write their keys and values, commit nothing."""
+    def forward(self, rows: Rows, cache: KVCache[Any], want: Want) -> Forward:
+        """Feed the rows and write their keys and values; commit nothing. `cache` must come from `new_cache`."""
         ...
 
 
 @runtime_checkable
-class Ends(Protocol):
-    """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
+class EmbeddingAndHead(Protocol):
+    """The parts of a target that a learned drafter borrows: embedding and output head."""
 
     @property
     def layers(self) -> int:
-        """How many there are: the taps are 0 to layers - 1, and "final"."""
+        """Number of layers: the taps are 0 to layers - 1, and "final"."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens, int64 of any shape [...], to what enters layer 0 [..., H], in the target's dtype."""
+        """From tokens, int64 of any shape [...], to the input of layer 0 [..., H], in the target's dtype."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """Normed states [..., H] (the tap "final", or what a drafter has for it) to float32 logits [..., V]."""
+        """From normed states [..., H] (the tap "final", or a drafter's stand-in for it) to float32 logits [..., V]."""
         ...
 
     def head(self) -> Tensor:
-        """The matrix [V, H] that logits are made with: what a drafter is trained towards."""
+        """The matrix [V, H] of the output head: a drafter is trained towards it."""
         ...
 
 
 @runtime_checkable
-class Host(Target, Ends, Protocol):
-    """A target that learned drafters can live beside: they take its dtype and device, and its ends."""
+class TargetWithHead(Target, EmbeddingAndHead, Protocol):
+    """A target for learned drafters, which use its dtype and device, its embedding and its head."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -84,7 +84,7 @@ class Session(Closable):
         self._scored: _ScoredRows | None = None
         self._path: list[int] = []
         """The scored rows below row 0 that the history has taken."""
-        self._live = False
+        self._fed: Rows | None = None
         """Whether the scored rows lie in the cache, not yet committed."""
         self._asked = Draft()
         self._taps: tuple[Tap, ...] = ()
@@ -256,8 +256,7 @@ class Session(Closable):
         start = len(self._text) - 1
         if not self._fits(draft):
             return _ScoredRows(draft, start, *self._path_by_path(draft, taps))
-        logits, states = self._feed(self._text[-1], draft, taps)
-        self._live = True
+        self._fed, (logits, states) = self._feed(self._text[-1], draft, taps)
         return _ScoredRows(draft, start, logits, states)
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
@@ -279,17 +278,17 @@ class Session(Closable):
         while left := len(tokens) - len(results):
             nodes = cache.fit(self._slot, DraftBudget.chain(min(left, PREFILL_ROWS) - 1)).nodes
             first, *rest = tokens[len(results) :][: nodes + 1]
-            logits, states = self._feed(first, Draft.chain(rest), taps)
-            cache.commit(self._slot, range(1, nodes + 1))
+            rows, (logits, states) = self._feed(first, Draft.chain(rest), taps)
+            cache.commit(rows, [range(1, nodes + 1)])
             results += [(row, {tap: x[i] for tap, x in states.items()}) for i, row in enumerate(logits)]
         return results
 
-    def _feed(self, last: int, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
-        """One pass over what follows the cache: logits [T, V] and taps [T, H]."""
+    def _feed(self, last: int, draft: Draft, taps: tuple[Tap, ...]) -> tuple[Rows, _Results]:
+        """One pass over what follows the cache: its rows, and logits [T, V] and taps [T, H]."""
         length, count = self._kv().lengths[self._slot], len(draft.tokens) + 1
         rows = pack([last], [draft], [self._slot], [length], self._target.device)
         out = self._forward(rows, Want(taps=taps))
-        return out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()}
+        return rows, (out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()})
 
     def _catch_up(self) -> None:
         """Feed what the history has and the cache has not, all but the pending token."""
@@ -300,17 +299,18 @@ class Session(Closable):
             self._slot = cache.acquire(self._prompt)
         while (done := cache.lengths[self._slot]) < before:
             chunk = self._text[done : min(done + PREFILL_ROWS, before)]
-            self._forward(pack_prefix(chunk, self._slot, done, self._target.device), Want("none"))
-            cache.commit(self._slot, range(1, len(chunk)))
+            rows = pack_prefix(chunk, self._slot, done, self._target.device)
+            self._forward(rows, Want("none"))
+            cache.commit(rows, [range(1, len(chunk))])
 
     def _commit(self) -> None:
         """Keep the scored rows that the history has taken, but for the pending one; forget the rest."""
-        scored, path, live = self._scored, self._path, self._live
+        scored, path, fed = self._scored, self._path, self._fed
         self._forget()
-        if scored and live:
+        if scored and fed:
             keep = min(len(path) + 1, len(self._text) - 1 - scored.start)
             if keep > 0:
-                self._kv().commit(self._slot, path[: keep - 1])
+                self._kv().commit(fed, [path[: keep - 1]])
 
     def _trim(self) -> None:
         """Take from the cache what is not history, or pending. It may forget more than that."""
@@ -319,7 +319,7 @@ class Session(Closable):
             self._kv().truncate(self._slot, before)
 
     def _forget(self) -> None:
-        self._scored, self._path, self._live = None, [], False
+        self._scored, self._path, self._fed = None, [], None
 
     def _row(self) -> int | None:
         """The scored row of the pending token, if it was scored."""

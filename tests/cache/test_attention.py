@@ -55,8 +55,7 @@ class Witness:
                 keys, values = self.history[slot][layer]
                 new = (torch.cat([keys, k[line, kept]]), torch.cat([values, v[line, kept]]))
                 self.history[slot] = [*self.history[slot][:layer], new, *self.history[slot][layer + 1 :]]
-        for slot, path in zip(rows.slots, paths, strict=True):
-            self.cache.commit(slot, path)
+        self.cache.commit(rows, paths)
 
     def draw(self, b: int, t: int, heads: int) -> Tensor:
         return torch.randn(b, t, heads, D, generator=self.random, dtype=self.dtype)

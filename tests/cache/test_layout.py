@@ -19,19 +19,19 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
     for row in range(rows):
         path = path_to(draft, row)[::-1]
         columns = laid.visible[row].nonzero()[:, 0].tolist()
-        assert [laid.sources[c] for c in columns] == path, "the path, each row once, in order"
-        assert columns[-1] == laid.home[row]
-        assert laid.deep[row] == len(path) - 1
+        assert [laid.rows[c] for c in columns] == path, "the path, each row once, in order"
+        assert columns[-1] == laid.columns[row]
+        assert laid.row_depths[row] == len(path) - 1
         for depth, column in enumerate(columns):
             place, position = length + column, length + depth
             assert place % 2 == position % 2, "first and second of a pair stay so"
             if depth and position % 2:
                 assert columns[depth - 1] == column - 1, "a pair stays together"
     for row in range(rows, rows + padding):
-        assert laid.visible[row].nonzero()[:, 0].tolist() == [laid.home[row]]
-    assert len(laid.sources) <= 2 * (rows + padding) + 1
-    assert laid.home[0] == 0
-    assert laid.below.tolist() == [laid.deep[row] for row in laid.sources]
+        assert laid.visible[row].nonzero()[:, 0].tolist() == [laid.columns[row]]
+    assert len(laid.rows) <= 2 * (rows + padding) + 1
+    assert laid.columns[0] == 0
+    assert laid.column_depths.tolist() == [laid.row_depths[row] for row in laid.rows]
 
 
 @given(drafts(most=12), st.integers(0, 3), st.integers(0, 1), st.data())
@@ -45,13 +45,13 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
     for start, end in itertools.pairwise(cuts):
         count = data.draw(st.integers(0, fillers))
         laid = layout((*parents[:end], *[-1] * count), length, start)
-        held = {row: slab.get(laid.home[row]) for row in range(start)}
+        held = {row: slab.get(laid.columns[row]) for row in range(start)}
         assert held == {row: row for row in range(start)}, "where a copy is taken from, and what is seen"
-        slab.update((column, laid.sources[column]) for column in laid.fresh)
-        assert laid.visible.shape == (end + count - start, len(laid.sources))
+        slab.update((column, laid.rows[column]) for column in laid.written)
+        assert laid.visible.shape == (end + count - start, len(laid.rows))
     whole = layout(parents, length)
     assert [slab[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()] == [
-        whole.sources[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()
+        whole.rows[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()
     ]
     assert torch.equal(layout(parents, length, len(parents) - 1).visible[0], whole.visible[-1])
 
@@ -59,7 +59,7 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0), (-1, 0, 1, 2, 3), (-1, -1, -1)])
 def test_chains_and_padding_lie_as_they_come(parents: tuple[int, ...]) -> None:
     for length in (0, 1):
-        assert layout(parents, length).sources == tuple(range(len(parents)))
+        assert layout(parents, length).rows == tuple(range(len(parents)))
 
 
 @given(drafts())

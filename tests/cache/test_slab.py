@@ -23,8 +23,9 @@ def fed(tokens: list[int], target: Decoder = TOY) -> tuple[SlabCache, int]:
     """A cache that holds the tokens, fed in one chunk."""
     cache = target.new_cache()
     slot = cache.acquire()
-    target.forward(pack_prefix(tokens, slot, 0, CPU), cache, Want("none"))
-    cache.commit(slot, range(1, len(tokens)))
+    rows = pack_prefix(tokens, slot, 0, CPU)
+    target.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, len(tokens))])
     return cache, slot  # type: ignore[return-value]
 
 
@@ -40,13 +41,14 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 def test_a_nodes_logits_are_those_of_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
     prefix = [(3 * i + 1) % 37 for i in range(length)]
     cache, slot = fed(prefix)
-    logits = TOY.forward(pack([5], [draft], [slot], [length], CPU), cache, Want()).logits[0]
+    rows = pack([5], [draft], [slot], [length], CPU)
+    logits = TOY.forward(rows, cache, Want()).logits[0]
     row = data.draw(st.integers(0, len(draft.tokens)))
     path = path_to(draft, row)[::-1]
     plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:])])
     torch.testing.assert_close(logits[row], plain, rtol=0, atol=1e-10)
 
-    cache.commit(slot, path[1:])
+    cache.commit(rows, [path[1:]])
     assert cache.lengths[slot] == length + len(path)
     after = TOY.forward(pack([7], [Draft()], [slot], [cache.lengths[slot]], CPU), cache, Want()).logits[0, 0]
     plain = logits_after([*prefix, 5, *(draft.tokens[r - 1] for r in path[1:]), 7])
@@ -60,8 +62,9 @@ def test_slots_of_different_lengths_share_a_pass() -> None:
     cache = TOY.new_cache()
     slots = [cache.acquire() for _ in texts]
     for slot, text in zip(slots, texts, strict=True):
-        TOY.forward(pack_prefix(text, slot, 0, CPU), cache, Want("none"))
-        cache.commit(slot, range(1, len(text)))
+        rows = pack_prefix(text, slot, 0, CPU)
+        TOY.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(text))])
     for order in ([0, 1, 2], [2, 0]):
         rows = pack(
             [30] * len(order), [batch[i] for i in order], [slots[i] for i in order], [len(texts[i]) for i in order], CPU
@@ -77,8 +80,9 @@ def test_slots_of_different_lengths_share_a_pass() -> None:
 def test_memory_follows_the_length_reached() -> None:
     cache, slot = fed([1, 2, 3])
     assert cache.capacity == 256
-    TOY.forward(pack_prefix([1] * 400, slot, 3, CPU), cache, Want("none"))
-    cache.commit(slot, range(1, 400))
+    rows = pack_prefix([1] * 400, slot, 3, CPU)
+    TOY.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, 400)])
     assert 403 <= cache.capacity <= 512
     assert TOY.new_cache().capacity == 0, "nothing is held before a request comes"
 
@@ -104,7 +108,7 @@ def test_room_that_no_text_has_reached_costs_nothing() -> None:
     resource = pytest.importorskip("resource")
     cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    cache.first = 2**14  # type: ignore[misc]
+    cache.initial_capacity = 2**14  # type: ignore[misc]
     slot = cache.acquire()
     assert cache.nbytes == 2**29
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64

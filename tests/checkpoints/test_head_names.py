@@ -27,7 +27,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig, HeadConfig
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.testing import Oracle
 from paceline.testing.tiny import random_tensors
 from paceline.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", n
 class Fake(Suffix):
     """Stands for every drafter of a head, and keeps what it was made of."""
 
-    def __init__(self, config: HeadConfig, tensors: Any, target: Host) -> None:
+    def __init__(self, config: HeadConfig, tensors: Any, target: TargetWithHead) -> None:
         super().__init__()
         self.made = (config, dict(tensors), target)
 

@@ -24,7 +24,7 @@ from paceline.engine.stats import Stats
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
@@ -54,7 +54,7 @@ def make(config: EagleConfig, target: Decoder = TOY, **tensors: Tensor) -> Eagle
 class Spy(Eagle):
     """Notes every row that it ranks: the text, the drafted path, the logits [C]."""
 
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         super().__init__(config, tensors, target)
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
 

@@ -77,7 +77,7 @@ def plain_rows(target: Decoder, cache: KVCache, slot: int, draft: Draft) -> Tens
         for row in path_to(draft, leaf)[::-1]:
             one = pack([draft.tokens[row - 1] if row else 5], [Draft()], [fork], [cache.lengths[fork]], CPU)
             rows[row] = target.forward(one, cache, Want()).logits[0, 0]
-            cache.commit(fork, ())
+            cache.commit(one, [()])
         cache.release(fork)
     return torch.stack([rows[row] for row in sorted(rows)])
 
@@ -86,8 +86,9 @@ def filled(target: Decoder, cache: KVCache, length: int) -> int:
     slot, tokens = cache.acquire(length), families.text(length)
     for start in range(0, length, PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
-        target.forward(pack_prefix(chunk, slot, start, CPU), cache, Want("none"))
-        cache.commit(slot, range(1, len(chunk)))
+        rows = pack_prefix(chunk, slot, start, CPU)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(chunk))])
     return slot
 
 
@@ -129,11 +130,13 @@ def check_committed(target: Decoder, cache: KVCache, slot: int) -> None:
     """A branch of a tree that was taken halfway stays, and the text goes on with the bits of plain decoding."""
     fork, path = cache.fork(slot), path_to(BUSHY, 8)[::-1][1:]
     for token in (5, *(BUSHY.tokens[row - 1] for row in path)):
-        target.forward(pack([token], [Draft()], [fork], [cache.lengths[fork]], CPU), cache, Want())
-        cache.commit(fork, ())
+        rows = pack([token], [Draft()], [fork], [cache.lengths[fork]], CPU)
+        target.forward(rows, cache, Want())
+        cache.commit(rows, [()])
     draft = taken(target, cache, slot, BUSHY, 1, 3)
-    target.forward(pack([5], [draft], [slot], [cache.lengths[slot]], CPU), cache, Want())
-    cache.commit(slot, path)
+    rows = pack([5], [draft], [slot], [cache.lengths[slot]], CPU)
+    target.forward(rows, cache, Want())
+    cache.commit(rows, [path])
     ours, theirs = (
         target.forward(pack([6], [Draft.chain([1, 2])], [s], [cache.lengths[s]], CPU), cache, Want()).logits
         for s in (slot, fork)

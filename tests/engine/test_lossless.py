@@ -43,7 +43,7 @@ from paceline.testing import (
     run,
     tiny_target,
 )
-from paceline.types import DraftBudget, Want
+from paceline.types import DraftBudget, Rows, Want
 from paceline.verify.tree import pack_prefix
 from tests.toys import toy_foreigner, toy_model
 from tests.verify.test_tree import drafts
@@ -223,7 +223,11 @@ def test_a_commit_that_forgets_to_move_a_trees_rows_is_noticed(monkeypatch: pyte
     oracle = lambda: Oracle(PROMPT + plain, 0.9, 37)  # noqa: E731
     assert run(TOY, PROMPT, SAMPLINGS["warm"], oracle(), SHAPES["tree"])[0] == plain
     honest = SlabCache.commit
-    monkeypatch.setattr(SlabCache, "commit", lambda self, slot, path: honest(self, slot, range(1, len(path) + 1)))
+
+    def in_order(self: SlabCache, rows: Rows, paths: Sequence[Sequence[int]]) -> None:
+        honest(self, rows, [range(1, len(path) + 1) for path in paths])
+
+    monkeypatch.setattr(SlabCache, "commit", in_order)
     assert run(TOY, PROMPT, SAMPLINGS["warm"], oracle(), SHAPES["tree"])[0] != plain
 
 

@@ -341,7 +341,7 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
             if rows.prefill == prefill and rows.lengths[0] >= rows_from and rows.tokens.shape[1] < 62:
                 keys = cache.slabs[0].tensors[0]  # type: ignore[attr-defined]
                 with torch.inference_mode():
-                    keys[-1, cache._places.index(rows.slots[0]), 0, rows.lengths[0], 3] *= 1.01  # type: ignore[attr-defined]
+                    keys[-1, cache._places[rows.slots[0]], 0, rows.lengths[0], 3] *= 1.01  # type: ignore[attr-defined]
             return out
 
         monkeypatch.setattr(target, "forward", forward)

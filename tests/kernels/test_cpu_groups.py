@@ -13,13 +13,13 @@ import torch
 
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.build import library
-from paceline.models.cpu_layers import NativeStack
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Draft, Forward, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
 from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, kernels_for_every_product, native, plan, text
-from tests.kernels.test_cpu_ragged import DRAFTS, filled, verify
+from tests.kernels.test_cpu_ragged import DRAFTS, filled, packed, verify
+from tests.verify.test_tree import path_to
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 _ = kernels_for_every_product
@@ -39,9 +39,9 @@ def one_thread_afterwards() -> Iterator[None]:
 @contextmanager
 def watched(target: Decoder) -> Iterator[list[int]]:
     """Into how many groups each pass is cut."""
-    lib, stack, seen = library(), target._stack, list[int]()
+    lib, stack, seen = library(), target._stack.native, list[int]()
     assert lib is not None
-    assert isinstance(stack, NativeStack)
+    assert stack is not None
     honest = stack._run
 
     def run(*args: Any) -> Any:
@@ -108,12 +108,9 @@ def test_what_a_pass_wrote_is_what_the_next_one_reads() -> None:
     for threads in (1, *THREADS):
         torch.set_num_threads(threads)
         cache, slots = filled(target, (1021, 3, 1060, 600, 5, 9, 40, 2))
-        verify(target, cache, slots, MANY, Want("none"))
-        for slot, draft in zip(slots, MANY, strict=True):
-            path = [len(draft.tokens)] if draft.tokens else []
-            while path and draft.parents[path[0] - 1]:
-                path.insert(0, draft.parents[path[0] - 1])
-            cache.commit(slot, path)
+        rows = packed(cache, slots, MANY)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [path_to(draft, len(draft.tokens))[::-1][1:] for draft in MANY])
         after.append(verify(target, cache, slots, [Draft()] * len(slots), Want()).logits[:, 0])
     assert all(torch.equal(x, after[0]) for x in after)
 
@@ -148,7 +145,7 @@ def test_layers_that_begin_with_something_else_than_the_stream() -> None:
     """EAGLE's first attention is made from an entry of its own."""
     target = native(replace(BASE, layers=3))
     stack = target._stack
-    assert isinstance(stack, NativeStack)
+    assert stack.native
     results = []
     for threads in (1, *THREADS):
         torch.set_num_threads(1)
@@ -158,7 +155,9 @@ def test_layers_that_begin_with_something_else_than_the_stream() -> None:
         draw = torch.Generator().manual_seed(5)
         x, entry = (torch.randn(*rows.tokens.shape, 64, generator=draw).bfloat16() for _ in range(2))
         with watched(target) as groups:
-            out, _ = stack.run(x, 0, 3, target._ropes(rows, cache), cache.begin(rows), entry)
+            out, _ = stack.run(
+                x, 0, 3, target._ropes(rows.positions, rows.end, [0] * len(slots)), cache.begin(rows), entry
+            )
         assert threads != 2 or groups[-1] > 1
         results.append([out[i, : 1 + len(draft.tokens)] for i, draft in enumerate(MANY)])
     assert all(torch.equal(a, b) for one in results for a, b in zip(one, results[0], strict=True))

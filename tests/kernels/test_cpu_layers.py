@@ -21,12 +21,11 @@ from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
-from paceline.models.cpu_layers import NativeStack
 from paceline.models.decoder import Decoder, make_attention, make_layer, make_mlp, make_norm
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Layer
 from paceline.models.rope import Rotary
-from paceline.models.stack import TorchStack, stack
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
 from paceline.testing import block_tensors, random_tensors
@@ -91,7 +90,7 @@ def kernels_for_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def native(c: ModelConfig, mode: Mode | None = None) -> Decoder:
     tensors = tensors_of(c)
     target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), torch.bfloat16, CPU)
-    assert isinstance(target._stack, NativeStack)
+    assert target._stack.native
     return target
 
 
@@ -100,7 +99,7 @@ def by_torch(c: ModelConfig, dtype: torch.dtype, mode: Mode | None = None) -> De
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "library", lambda: None)
         target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
-    assert isinstance(target._stack, TorchStack)
+    assert not target._stack.native
     return target
 
 
@@ -113,8 +112,9 @@ def filled(target: Decoder, prefix: Sequence[int], chunk: int = 256) -> tuple[KV
     slot = cache.acquire()
     for start in range(0, len(prefix), chunk):
         part = prefix[start : start + chunk]
-        target.forward(pack_prefix(part, slot, start, CPU), cache, Want("none"))
-        cache.commit(slot, range(1, len(part)))
+        rows = pack_prefix(part, slot, start, CPU)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(part))])
     return cache, slot
 
 
@@ -127,8 +127,9 @@ def plain(target: Decoder, prefix: Sequence[int], path: Sequence[int], taps: tup
     cache, slot = filled(target, prefix)
     out = []
     for token in path:
-        out.append(target.forward(rows_of(cache, slot, token, Draft()), cache, Want(taps=taps)))
-        cache.commit(slot, ())
+        rows = rows_of(cache, slot, token, Draft())
+        out.append(target.forward(rows, cache, Want(taps=taps)))
+        cache.commit(rows, [()])
     return out
 
 
@@ -183,8 +184,9 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str) -> 
         # A cache that has not seen the tree: a column that no pass writes would hold what it should.
         assert torch.equal(grown(target, *filled(target, prefix), path[0], tree, (5, 12))[[0, *lines]], alone)
         third = cache.acquire()
-        target.forward(pack_prefix(other, third, 0, CPU), cache, Want("none"))
-        cache.commit(third, range(1, 70))
+        rows = pack_prefix(other, third, 0, CPU)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, 70)])
         lengths = [cache.lengths[third], cache.lengths[slot]]
         both = pack([1, path[0]], [Draft.chain(other[:30]), tree], [third, slot], lengths, CPU)
         assert torch.equal(target.forward(both, cache, Want()).logits[1, [0, *lines]], alone)
@@ -277,7 +279,7 @@ def test_a_mixture_of_experts_is_torchs() -> None:
         tensors |= {f"{block}experts.{i}.{x}.weight": normal(*shape) / 8 for i in range(2)}
     tensors[block + "gate.weight"] = normal(2, 64)
     target = Decoder(c, tensors, torch.bfloat16, CPU)
-    assert isinstance(target._stack, TorchStack)
+    assert not target._stack.native
     right, _ = whole(Decoder(c, tensors, torch.float32, CPU), text(20))
     assert relative(whole(target, text(20))[0], right) < 0.03
 
@@ -294,9 +296,9 @@ def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], 
     for runs in (None, False):
         with pytest.MonkeyPatch.context() as patch:
             if runs is not None:
-                patch.setattr(stacks, "runs", lambda *_: False)
+                patch.setattr(stacks, "runs_natively", lambda *_: False)
             network = BlockNetwork(config, tensors, host)
-        assert isinstance(network._stack, NativeStack if runs is None else TorchStack)
+        assert bool(network._stack.native) == (runs is None)
         cache = network.new_cache()
         slots = [cache.acquire(), cache.acquire()]
         network.read(cache, slots, features, [11, 9])
@@ -322,11 +324,12 @@ def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
     )
     body = [entered, make_layer(c, False, weights, "model.layers.1.")]
     how = [LayerAttention(0.25)] * 2
-    ours = stack(body, how, [0, 0], torch.bfloat16)
-    assert isinstance(ours, NativeStack)
+    ours, by_torch = (LayerStack(body, how, [0, 0], torch.bfloat16) for _ in range(2))
+    assert ours.native
+    by_torch.native = None
     x, entry = torch.randn(1, 9, 64).bfloat16(), torch.randn(1, 9, 128).bfloat16()
     out = []
-    for one in (ours, TorchStack(body, [0, 0])):
+    for one in (ours, by_torch):
         cache = SlabCache(how, 2, 16, 256, torch.bfloat16, CPU)
         rows = pack([1], [Draft.chain(range(8))], [cache.acquire()], [0], CPU)  # type: ignore[arg-type]
         rope = Rotary(FULL, 16, torch.float32, CPU)(rows.positions, rows.end, [0])

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
-from paceline.types import Carried, Draft, Forward, Tap, Want
+from paceline.types import Carried, Draft, Forward, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
 from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, kernels_for_every_product, native, plan, text
 
@@ -37,16 +37,21 @@ def filled(target: Decoder, lengths: Sequence[int]) -> tuple[KVCache, list[int]]
         slots.append(cache.acquire())
         for done in range(0, length, 200):
             part = text(length, seed)[done : done + 200]
-            target.forward(pack_prefix(part, slots[-1], done, CPU), cache, Want("none"))
-            cache.commit(slots[-1], range(1, len(part)))
+            rows = pack_prefix(part, slots[-1], done, CPU)
+            target.forward(rows, cache, Want("none"))
+            cache.commit(rows, [range(1, len(part))])
     return cache, slots
 
 
 def verify(
     target: Decoder, cache: KVCache, slots: Sequence[int], drafts: Sequence[Draft], want: Want, *starts: int
 ) -> Forward:
+    return target.forward(packed(cache, slots, drafts, *starts), cache, want)
+
+
+def packed(cache: KVCache, slots: Sequence[int], drafts: Sequence[Draft], *starts: int) -> Rows:
     lengths = [cache.lengths[slot] for slot in slots]
-    return target.forward(pack([9] * len(slots), drafts, slots, lengths, CPU, starts or None), cache, want)
+    return pack([9] * len(slots), drafts, slots, lengths, CPU, starts or None)
 
 
 def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
@@ -81,17 +86,18 @@ def test_what_is_kept_of_a_ragged_pass_is_what_was_fed() -> None:
     """Rows are written under their own slot's positions: the next pass reads them."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
-    verify(target, cache, slots, DRAFTS, Want())
+    rows = packed(cache, slots, DRAFTS)
+    target.forward(rows, cache, Want())
     paths = ([*range(1, 10)], [], [2, 4], [1], [1, 2])
-    for slot, path in zip(slots, paths, strict=True):
-        cache.commit(slot, path)
+    cache.commit(rows, paths)
     for i, (slot, path) in enumerate(zip(slots, paths, strict=True)):
         whole = [*text(LENGTHS[i], i), 9, *(DRAFTS[i].tokens[row - 1] for row in path)]
         fresh = target.new_cache()
         own = fresh.acquire()
         for token in whole:
-            target.forward(pack([token], [Draft()], [own], [fresh.lengths[own]], CPU), fresh, Want("none"))
-            fresh.commit(own, ())
+            rows = pack([token], [Draft()], [own], [fresh.lengths[own]], CPU)
+            target.forward(rows, fresh, Want("none"))
+            fresh.commit(rows, [()])
         ours, right = (verify(target, c, [s], [Draft()], Want()).logits[0, 0] for c, s in ((cache, slot), (fresh, own)))
         assert torch.equal(ours, right), i
 
@@ -139,9 +145,9 @@ class Counted:
 def test_only_real_rows_reach_the_kernels() -> None:
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
-    layers = Counted(target._stack._run, lambda args: args[2]._obj.rows)  # type: ignore[attr-defined]
+    layers = Counted(target._stack.native._run, lambda args: args[2]._obj.rows)  # type: ignore[attr-defined]
     head = Counted(target._head._run, lambda args: args[5])  # type: ignore[attr-defined]
-    target._stack._run, target._head._run = layers, head  # type: ignore[attr-defined]
+    target._stack.native._run, target._head._run = layers, head  # type: ignore[attr-defined]
     verify(target, cache, slots, DRAFTS, Want())
     verify(target, cache, slots[1:2], [Draft()], Want())
     real = sum(1 + len(draft.tokens) for draft in DRAFTS)

@@ -25,7 +25,7 @@ from paceline.kernels.quantize import GROUP, Codes, Mode, quantize, round_activa
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.sampling.parameters import Sampling
 from paceline.testing import (
     TINY,
@@ -229,8 +229,9 @@ def row_0(model: Decoder, draft: Draft) -> Tensor:
     """[V] of the pending token, verified with this draft."""
     cache = model.new_cache()
     slot = cache.acquire(len(PROMPT))
-    model.forward(pack_prefix(PROMPT, slot, 0, CPU), cache, Want("none"))
-    cache.commit(slot, range(1, len(PROMPT)))
+    rows = pack_prefix(PROMPT, slot, 0, CPU)
+    model.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, len(PROMPT))])
     return model.forward(pack([7], [draft], [slot], [len(PROMPT)], CPU), cache, Want()).logits[0, 0]
 
 
@@ -367,7 +368,7 @@ def test_heads_and_targets_are_quantised_apart(
     name: str, modes: tuple[Mode | None, Mode | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, tensors = HEADS[name]
-    host: Host = target(modes[0])
+    host: TargetWithHead = target(modes[0])
     made: list[str] = []
     coded = Weights._coded
     monkeypatch.setattr(Weights, "_coded", lambda self, *given: (made.append(given[0]), coded(self, *given))[1])

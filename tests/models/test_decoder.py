@@ -67,8 +67,9 @@ def test_logits_and_hidden_states_equal_transformers(family: str) -> None:
     slot = cache.acquire()
     logits, taps = [], []
     for start, end in ((0, 50), (50, 51), (51, 90)):
-        out = ours.forward(pack_prefix(tokens[start:end], slot, start, CPU), cache, Want(taps=(0, 2, "final")))
-        cache.commit(slot, range(1, end - start))
+        rows = pack_prefix(tokens[start:end], slot, start, CPU)
+        out = ours.forward(rows, cache, Want(taps=(0, 2, "final")))
+        cache.commit(rows, [range(1, end - start)])
         logits.append(out.logits[0, : end - start])
         taps.append({tap: states[0, : end - start] for tap, states in out.taps.items()})
     assert relative(torch.cat(logits), theirs.logits[0]) < 1e-4

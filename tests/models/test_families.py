@@ -134,8 +134,9 @@ def expected(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def feed(target: Decoder, cache: KVCache, slot: int, tokens: list[int]) -> torch.Tensor:
     """A committed chunk: its logits [T, V]."""
-    out = target.forward(pack_prefix(tokens, slot, cache.lengths[slot], CPU), cache, Want())
-    cache.commit(slot, range(1, len(tokens)))
+    rows = pack_prefix(tokens, slot, cache.lengths[slot], CPU)
+    out = target.forward(rows, cache, Want())
+    cache.commit(rows, [range(1, len(tokens))])
     return out.logits[0, : len(tokens)]
 
 
@@ -157,8 +158,9 @@ def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> No
     slot = cache.acquire(70)
     logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in ((0, 33), (33, 35), (35, 55))]
     for token in tokens[55:]:
-        logits.append(verify(ours, cache, slot, token, Draft())[:1])
-        cache.commit(slot, ())
+        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
+        logits.append(ours.forward(rows, cache, Want()).logits[0, :1])
+        cache.commit(rows, [()])
     assert_close(torch.cat(logits), expected(theirs, tokens))
 
 
@@ -180,12 +182,13 @@ def check_drafts(
     theirs: Any, ours: Decoder, cache: KVCache, slot: int, tokens: list[int], rows: tuple[int, ...]
 ) -> None:
     """These nodes of a tree, then a chain on top of a committed branch of it."""
-    logits = verify(ours, cache, slot, 5, TREE)
+    whole = pack([5], [TREE], [slot], [cache.lengths[slot]], CPU)
+    logits = ours.forward(whole, cache, Want()).logits[0]
     for row in rows:
         path = path_to(TREE, row)[::-1]
         assert_close(logits[row], expected(theirs, [*tokens, 5, *(TREE.tokens[r - 1] for r in path[1:])])[-1])
     path = path_to(TREE, 8)[::-1][1:]
-    cache.commit(slot, path)
+    cache.commit(whole, [path])
     tokens = [*tokens, 5, *(TREE.tokens[r - 1] for r in path)]
     logits = verify(ours, cache, slot, 6, Draft.chain([1, 2, 3, 4, 5]))
     assert_close(logits[:6], expected(theirs, [*tokens, 6, 1, 2, 3, 4, 5])[-6:])

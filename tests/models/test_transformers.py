@@ -141,8 +141,9 @@ def test_each_row_has_the_logits_of_its_path_fed_plainly(name: str) -> None:
     texts = [[(5 * i + 3) % 37 for i in range(14)], [(11 * i + 1) % 37 for i in range(21)]]
     slots = [cache.acquire() for _ in texts]
     for slot, text in zip(slots, texts, strict=True):
-        target.forward(pack_prefix(text[:-1], slot, 0, target.device), cache, Want("none"))
-        cache.commit(slot, range(1, len(text) - 1))
+        rows = pack_prefix(text[:-1], slot, 0, target.device)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(text) - 1)])
     for seed in range(3):
         drafts = [some_draft(6, target.trees, seed), some_draft(3, target.trees, seed + 9)]
         lengths = [len(text) - 1 for text in texts]
@@ -153,7 +154,7 @@ def test_each_row_has_the_logits_of_its_path_fed_plainly(name: str) -> None:
                 path = [draft.tokens[r - 1] for r in path_to(draft, row)]
                 assert same(logits[i, row], plain(target, text + path))
             kept = path_to(draft, len(draft.tokens))
-            cache.commit(slots[i], kept)
+            cache.commit(rows, [kept if j == i else None for j in range(2)])
             text += [*(draft.tokens[r - 1] for r in kept), 5]
     assert list(cache.lengths) == [len(text) - 1 for text in texts]
 
@@ -169,12 +170,13 @@ def test_slots_are_cut_forked_and_taken_again(name: str) -> None:
         return target.forward(rows, cache, Want()).logits[0, 0]
 
     first = cache.acquire()
-    target.forward(pack_prefix(text, first, 0, target.device), cache, Want("none"))
-    cache.commit(first, range(1, 20))
+    rows = pack_prefix(text, first, 0, target.device)
+    target.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, 20)])
     cache.truncate(first, 12)
     twin = cache.fork(first)
     assert same(after(first, 4), plain(target, [*text[:12], 4]))
-    cache.commit(first, ())
+    cache.commit(pack([4], [Draft()], [first], [12], target.device), [()])
     assert same(after(twin, 9), plain(target, [*text[:12], 9]))
     assert same(after(first, 2), plain(target, [*text[:12], 4, 2]))
     cache.release(first)
@@ -194,8 +196,9 @@ def test_a_slot_that_held_nan_harms_no_later_request() -> None:
     broken.remove()
     cache.release(slots[1])
     assert cache.acquire() == slots[1]
-    target.forward(pack_prefix(PROMPT, slots[0], 0, target.device), cache, Want("none"))
-    cache.commit(slots[0], range(1, len(PROMPT)))
+    rows = pack_prefix(PROMPT, slots[0], 0, target.device)
+    target.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, len(PROMPT))])
     rows = pack([3, 4], [Draft()] * 2, slots, list(cache.lengths), target.device)
     assert same(target.forward(rows, cache, Want()).logits[1, 0], plain(target, [4]))
 

@@ -91,9 +91,9 @@ def test_only_requests_to_known_hosts_are_answered() -> None:
     with serving(toy_llm(), hosts=["127.0.0.1"]) as it:
         assert it.get("/v1/models").status_code == 200
         for path in ("/v1/models", "/metrics"):
-            answer = it.get(path, headers={"Host": "evil.example:8000"})
+            answer = it.get(path, headers={"TargetWithHead": "evil.example:8000"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
-        assert it.get("/health", headers={"Host": "evil.example"}).status_code == 200
+        assert it.get("/health", headers={"TargetWithHead": "evil.example"}).status_code == 200
 
 
 def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
@@ -329,7 +329,7 @@ def connect(it: Serving, receive: int | None = None) -> socket.socket:
 
 
 def request(body: bytes) -> bytes:
-    head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    head = ("POST /v1/chat/completions HTTP/1.1", "TargetWithHead: x", "Content-Type: application/json")
     return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
 
 

@@ -40,7 +40,7 @@ def test_training_sees_what_decoding_sees(flags: dict[str, bool]) -> None:
             last = at - 1
             for step in range(4):
                 torch.testing.assert_close(steps[step][b, p].double(), out[0, last], atol=1e-4, rtol=1e-4)
-                cache.commit(slot, range(1, last + 1))
+                cache.commit(rows, [range(1, last + 1)])
                 rows = pack([text[at + 1 + step]], [Draft()], [slot], [at + step], TARGET.device)
                 hidden, out = network.step(rows, _padded(hidden[0, last : last + 1], rows.tokens.shape[1]), cache)
                 last = 0

@@ -73,8 +73,9 @@ def _scored(target: Target, cache: KVCache, piece: TextWindow) -> Iterator[tuple
     slot = cache.acquire(len(piece.tokens))
     for start in range(0, len(piece.tokens) - 1, _ROWS):
         chunk = piece.tokens[start : min(start + _ROWS, len(piece.tokens) - 1)]
-        logits = target.forward(pack_prefix(chunk, slot, start, target.device), cache, Want()).logits[0, : len(chunk)]
-        cache.commit(slot, range(1, len(chunk)))
+        rows = pack_prefix(chunk, slot, start, target.device)
+        logits = target.forward(rows, cache, Want()).logits[0, : len(chunk)]
+        cache.commit(rows, [range(1, len(chunk))])
         # Row i predicts the token at i + 1.
         skipped = max(0, piece.first - 1 - start)
         if skipped < len(chunk):

@@ -1,11 +1,11 @@
-"""Where the rows of a tree lie in the cache while they are verified.
+"""Columns of a tree's rows in the cache while they are verified.
 
 A sum of floats depends on its order, and a bfloat16 product adds keys in pairs of neighbouring columns (2i, 2i + 1).
-So that a row's result has the bits it would have in plain decoding, its ancestors must lie in the order of their
-positions and in the same pairs, whatever lies between: gaps hold zeros, and adding zero changes nothing. A chain has
-this by nature. In a tree, a row at an even position is the first of a pair and each of its children the second; every
-child after the first gets a copy of its parent beside it. Firsts begin at even columns, children or not, so that where
-a row lies depends on the rows before it alone: a tree may grow over several passes, and every row keeps those bits.
+For a row's result to have the bits of plain decoding, its ancestors must lie in the order of their positions and in the
+same pairs. What lies between does not matter: it weighs zero, and adding zero changes nothing. A chain satisfies this
+as it is. In a tree, a row at an even position is the first of a pair and each of its children the second; every child
+after the first gets a copy of its parent beside it. Firsts begin at even columns, children or not, so that a row's
+column depends on the rows before it alone: a tree may grow over several passes, and every row keeps its bits.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ NONE = -1
 class Layout:
     """C columns after the committed prefix.
 
-    `sources[c]`: the row whose keys and values column c holds. `home[r]`: the column where row r itself lies.
-    `visible`: bool [T, C], the columns that each row of the pass attends to. `deep` and `below`, int32 [T] and [C]: how
-    far beyond the prefix these rows, and those in the columns, stand. `fresh`: the columns that the pass writes, all
-    but those that hold the same already.
+    `rows[c]`: the row whose keys and values column c holds. `columns[r]`: the column where row r itself lies.
+    `visible`: bool [T, C], the columns that each row of the pass attends to. `row_depths` and `column_depths`, int32
+    [T] and [C]: distance from the prefix of the pass's rows, and of the rows in the columns. `written`: the columns
+    that the pass writes, all but those that hold the same already.
     """
 
-    sources: tuple[int, ...]
-    home: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
     visible: Tensor
-    deep: Tensor
-    below: Tensor
-    fresh: tuple[int, ...]
+    row_depths: Tensor
+    column_depths: Tensor
+    written: tuple[int, ...]
 
     def mutual(self) -> Layout:
         """The same columns, where every row sees every row."""
@@ -45,35 +45,35 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
-    """The layout of rows with these parents (`NONE`: no row of this tree), after a prefix of `length` tokens, for a
-    pass over the rows from `start` on.
+    """Layout of rows with these parents (`NONE`: no row of this tree) after a prefix of `length` tokens, for a pass
+    over the rows from `start` on.
 
     Only the parity of `length` matters: pass `length % 2`.
     """
-    laid = _laid(parents, length % 2, start)
+    whole = _layout(parents, length % 2, start)
     if not start:
-        return laid
-    held = _laid(parents[:start], length % 2, start).sources
-    fresh = [c for c, row in enumerate(laid.sources) if c >= len(held) or held[c] != row]
-    return replace(laid, visible=laid.visible[start:], deep=laid.deep[start:], fresh=tuple(fresh))
+        return whole
+    held = _layout(parents[:start], length % 2, start).rows
+    written = [c for c, row in enumerate(whole.rows) if c >= len(held) or held[c] != row]
+    return replace(whole, visible=whole.visible[start:], row_depths=whole.row_depths[start:], written=tuple(written))
 
 
-def _laid(parents: tuple[int, ...], parity: int, start: int) -> Layout:
-    """All rows, those of earlier passes too."""
-    rows = tuple(range(len(parents)))
-    if parents[1:] == rows[:-1]:
-        sources, home, visible = rows, rows, torch.ones(len(rows), len(rows), dtype=torch.bool).tril_()
-    # What is verified has one root. Where earlier passes fed several, the tree only drafts, and lies as it comes.
+def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
+    """Layout of all rows, those of earlier passes too."""
+    numbers = tuple(range(len(parents)))
+    if parents[1:] == numbers[:-1]:
+        rows, columns, visible = numbers, numbers, torch.ones(len(numbers), len(numbers), dtype=torch.bool).tril_()
+    # A tree to verify has one root. Where earlier passes fed several, it only drafts, and its rows lie in order.
     elif NONE in parents[1:start]:
-        sources, home, visible = rows, rows, ancestors(parents)
+        rows, columns, visible = numbers, numbers, ancestors(parents)
     else:
-        sources, home, visible = _paired(parents, parity)
-    deep = torch.tensor(depths(parents), dtype=torch.int32)
-    return Layout(sources, home, visible, deep, deep[list(sources)], tuple(range(len(sources))))
+        rows, columns, visible = _paired(parents, parity)
+    row_depths = torch.tensor(depths(parents), dtype=torch.int32)
+    return Layout(rows, columns, visible, row_depths, row_depths[list(rows)], tuple(range(len(rows))))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Rows of this tree between each row and the committed prefix."""
+    """Number of rows of this tree between each row and the committed prefix."""
     out: list[int] = []
     for parent in parents:
         out.append(0 if parent == NONE else out[parent] + 1)
@@ -81,7 +81,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:
-    """Bool [T, T]: row r sees itself and its ancestors, every row lying in the column of its own number."""
+    """Mask, bool [T, T]: row r sees itself and its ancestors, every row in the column of its own number."""
     visible = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent != NONE:
@@ -90,19 +90,19 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
 
 
 def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """`sources`, `home` and `visible`: rows in order, each beside its parent if it is the second of a pair and that
-    place is free."""
-    sources: list[int] = []
+    """`rows`, `columns` and `visible`: rows in order, each beside its parent if it is the second of a pair and that
+    column is free."""
+    rows: list[int] = []
     paths: list[list[int]] = []
     beside: dict[int, int] = {}
     """The column kept free beside a first of a pair, until its first child comes."""
 
     def place(row: int) -> int:
-        sources.append(row)
-        return len(sources) - 1
+        rows.append(row)
+        return len(rows) - 1
 
     def align() -> None:
-        if (parity + len(sources)) % 2:
+        if (parity + len(rows)) % 2:
             place(0)
 
     for row, parent in enumerate(parents):
@@ -116,12 +116,12 @@ def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tup
                 beside[row] = place(row)
         elif parent in beside:
             column = beside.pop(parent)
-            sources[column] = row
+            rows[column] = row
             paths.append([*above, column])
         else:
             align()
             paths.append([*above[:-1], place(parent), place(row)])
-    visible = torch.zeros(len(parents), len(sources), dtype=torch.bool)
-    for line, path in zip(visible, paths, strict=True):
-        line[path] = True
-    return tuple(sources), tuple(path[-1] for path in paths), visible
+    visible = torch.zeros(len(parents), len(rows), dtype=torch.bool)
+    for seen, path in zip(visible, paths, strict=True):
+        seen[path] = True
+    return tuple(rows), tuple(path[-1] for path in paths), visible

@@ -14,7 +14,7 @@ from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.files.reading import read_json
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
@@ -34,9 +34,9 @@ class Sizes:
     layers: int
 
 
-def host_of(target: Loaded) -> Host:
+def host_of(target: Loaded) -> TargetWithHead:
     """The target as what a learned drafter lives beside. Raises `UnsupportedModel` for one that lends nothing."""
-    if not isinstance(target.target, Host):
+    if not isinstance(target.target, TargetWithHead):
         raise UnsupportedModel(
             f"{target.path} runs as a {type(target.target).__name__}, which lends no embedding and no output head",
             "Draft with suffix or ngram",
@@ -125,7 +125,7 @@ TRAINED = Path(__file__).parents[1] / "trained"
 def shipped(kind: str, target: Loaded) -> Path | None:
     """The folder of the head of this kind ("eagle3", "medusa", "block", "exit") that comes with Paceline for this
     target: the one whose `HeadFile.extra["fingerprint"]` is the target's."""
-    if not isinstance(target.target, Host):
+    if not isinstance(target.target, TargetWithHead):
         return None
     ours = ""
     for path in sorted(TRAINED.glob("*/config.json")):

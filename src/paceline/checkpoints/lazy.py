@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantize import Codes, Mode
+from paceline.models.weights import CodedTensors
 
 
-class LazyTensors(Mapping[str, Tensor]):
+class LazyTensors(CodedTensors):
     """Tensors by name, read (dequantised, merged) at each access and by nothing else.
 
     `Mapping` itself would read one to say whether its name is there.
@@ -28,17 +29,13 @@ class LazyTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def codes(self, name: str) -> Codes | None:
-        """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
-        return None
-
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape. Subclasses whose tensors are costly to read know it without reading them."""
         return tuple(self[name].shape)
 
 
 def own_codes(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
-    """See `LazyTensors.codes`. Tensors in memory have none."""
+    """See `CodedTensors.codes`. Tensors in memory have none."""
     return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
 
 

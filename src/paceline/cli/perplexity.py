@@ -92,10 +92,10 @@ def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Te
 
 
 def _name(llm: LLM, mode: str | None) -> str:
-    from paceline.protocols import Host
+    from paceline.protocols import TargetWithHead
 
     target = llm.model.target
-    return mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, Host) else "as it is")
+    return mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is")
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

@@ -14,7 +14,7 @@ from paceline.drafters.independent import independent
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import PREFILL_ROWS
 
@@ -26,7 +26,7 @@ class Block(StateDrafter[CachedSlot]):
     the target has read since is caught up with by the next draft, in one pass for all requests that share it.
     """
 
-    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         """Raises `CorruptModel` for a head that is not the target's."""
         _check(config, target.vocab_size)
         self._host = target

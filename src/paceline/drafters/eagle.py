@@ -17,7 +17,7 @@ from paceline.drafters.model import SHARED
 from paceline.kernels.linear import free_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows, Tap
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
@@ -44,7 +44,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
     first round has no draft.
     """
 
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
         self.taps: tuple[Tap, ...] = config.taps
         # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
@@ -83,10 +83,10 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         )
         pending = [state.pending.take(len(state.pending)) for state in states]
         hidden, outs = self._step(rows, pad_sequence(pending, batch_first=True))
+        self._cache.commit(rows, [range(1, len(features)) for features in pending])
         for i, (state, features) in enumerate(zip(states, pending, strict=True)):
             last = len(features) - 1
             state.root = hidden[i, last], outs[i, last]
-            self._cache.commit(state.cache_slot, range(1, last + 1))
 
     def _read_pending(self, state: _EagleSlot) -> None:
         """Read pending features of one request in a pass of their own: one at least stays pending for the root."""
@@ -94,7 +94,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         done = self._cache.lengths[state.cache_slot]
         rows = pack_prefix(state.token_ids[done + 1 : done + 1 + count], state.cache_slot, done, self._device)
         self._step(rows, state.pending.take(count)[None])
-        self._cache.commit(state.cache_slot, range(1, count))
+        self._cache.commit(rows, [range(1, count)])
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""

@@ -12,7 +12,7 @@ from paceline.drafters.independent import FixedTree, fixed, rank
 from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import places
 
@@ -30,7 +30,7 @@ class Medusa(Drafter):
 
     taps: tuple[Tap, ...] = ("final",)
 
-    def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Host) -> None:
+    def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
         `UnsupportedModel` for a target without ends."""
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths

@@ -66,8 +66,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         # The head is spared all rows but the last where that is everybody's.
         level = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
         logits = self._model.forward(rows, self._cache, Want("last" if level else "all")).logits
-        for slot, tokens in zip(slots, rest, strict=True):
-            self._cache.commit(slot, range(1, len(tokens)))
+        self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
         return [line[-1:] if level else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
     def _ahead(self, state: CachedSlot) -> list[int]:
@@ -76,10 +75,9 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
         while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
             chunk = state.token_ids[done : min(done + PREFILL_ROWS, len(state.token_ids) - 1)]
-            self._model.forward(
-                pack_prefix(chunk, state.cache_slot, done, self._model.device), self._cache, Want("none")
-            )
-            self._cache.commit(state.cache_slot, range(1, len(chunk)))
+            rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
+            self._model.forward(rows, self._cache, Want("none"))
+            self._cache.commit(rows, [range(1, len(chunk))])
         return state.token_ids[self._cache.lengths[state.cache_slot] :]
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:

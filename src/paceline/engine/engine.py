@@ -144,7 +144,7 @@ class Engine:
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
             out = self._forward(rows, Want("all" if scores else "none", taps=taps([request])))
-            self.cache.commit(request.slot, range(1, len(chunk)))
+            self.cache.commit(rows, [range(1, len(chunk))])
             if request.policy:
                 states = {tap: x[0, : len(chunk)] for tap, x in out.taps.items()}
                 request.policy.drafter.feed(request.slot, chunk, states)
@@ -193,13 +193,13 @@ class Engine:
         groups = group(requests, drafts, self.cache)
         self._draft(requests, groups, drafts)
         clock.lap("draft")
-        out = self._forward(self._rows(requests, drafts), Want("all", taps=taps(requests)))
+        rows = self._rows(requests, drafts)
+        out = self._forward(rows, Want("all", taps=taps(requests)))
         verdicts = [r.verify(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
-        verdicts = [
-            self._commit(request, draft, verdict, {tap: states[i] for tap, states in out.taps.items()})
-            for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True))
-        ]
+        self.cache.commit(rows, [None if r.error else v.path for r, v in zip(requests, verdicts, strict=True)])
+        for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
+            self._advance(request, draft, verdict, {tap: states[i] for tap, states in out.taps.items()})
         clock.lap("commit")
         _charge(requests, clock)
         learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
@@ -267,14 +267,11 @@ class Engine:
         last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
         return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
-    def _commit(self, request: Request, draft: Draft, verdict: Trimmed, taps: dict[Tap, Tensor]) -> Trimmed:
-        """Advance the cache and the request by its verdict. Returns what was committed: nothing where that failed."""
+    @staticmethod
+    def _advance(request: Request, draft: Draft, verdict: Trimmed, taps: dict[Tap, Tensor]) -> None:
+        """Advance a request by its committed verdict, and its drafter with it."""
         if request.error:
-            return verdict
-        try:
-            self.cache.commit(request.slot, verdict.path)
-        except Exception as error:
-            return request.fail(error)
+            return
         request.token_ids.extend(verdict.tokens)
         request.finish = verdict.finish
         request.stats.count(draft, verdict)
@@ -283,7 +280,6 @@ class Engine:
                 request.policy.drafter.observe(request.slot, verdict, taps)
             except Exception as error:  # the tokens are committed, and still shown
                 request.fail(error)
-        return verdict
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"

@@ -32,13 +32,14 @@ def guarantee(target: Target) -> Guarantee:
     cache, slot = _filled(target, prefix)
     plain = []
     for token in path:
-        plain.append(_logits(target, cache, slot, token, Draft())[0])
-        cache.commit(slot, ())
+        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], target.device)
+        plain.append(target.forward(rows, cache, Want()).logits[0, 0])
+        cache.commit(rows, [()])
     alone = torch.stack(plain)
     trees = cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1
-    for draft, rows in _other_ways(path, trees):
+    for draft, found in _other_ways(path, trees):
         cache.truncate(slot, before)
-        if not torch.equal(_logits(target, cache, slot, path[0], draft)[rows], alone):
+        if not torch.equal(_logits(target, cache, slot, path[0], draft)[found], alone):
             return "rounding"
     return "bits" if torch.equal(_shared(target, cache, slot, path, before), alone) else "rounding"
 
@@ -79,15 +80,16 @@ def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], size
             count = 1 + cache.fit(slot, DraftBudget.chain(count - 1)).nodes
         rows = pack([rest[0]], [Draft.chain(tuple(rest[1:count]))], [slot], [length], target.device)
         target.forward(replace(rows, prefill=prompt), cache, Want("none"))
-        cache.commit(slot, range(1, count))
+        cache.commit(rows, [range(1, count)])
 
 
 def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: int) -> Tensor:
     """Return logits [T, V] of the path, verified beside a longer text."""
     cache.truncate(slot, before)
     other = cache.fork(slot)
-    _logits(target, cache, other, path[0], Draft.chain(path[1:]))
-    cache.commit(other, range(1, len(path)))
+    rows = pack([path[0]], [Draft.chain(path[1:])], [other], [before], target.device)
+    target.forward(rows, cache, Want())
+    cache.commit(rows, [range(1, len(path))])
     drafts = [Draft(), Draft.chain(path[1:])]
     rows = pack([path[0]] * 2, drafts, [other, slot], [cache.lengths[other], before], target.device)
     return target.forward(rows, cache, Want()).logits[1, : len(path)]
@@ -102,8 +104,9 @@ def _logits(target: Target, cache: KVCache, slot: int, last: int, draft: Draft) 
 def _filled(target: Target, prefix: list[int]) -> tuple[KVCache, int]:
     cache = target.new_cache()
     slot = cache.acquire()
-    target.forward(pack_prefix(prefix, slot, 0, target.device), cache, Want("none"))
-    cache.commit(slot, range(1, len(prefix)))
+    rows = pack_prefix(prefix, slot, 0, target.device)
+    target.forward(rows, cache, Want("none"))
+    cache.commit(rows, [range(1, len(prefix))])
     return cache, slot
 
 

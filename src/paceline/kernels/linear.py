@@ -1,7 +1,8 @@
-"""How matrix products run on this machine: the only file that chooses between kernels."""
+"""Matrix products. The only module that chooses between kernels."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,34 +13,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library, multiplies_bfloat16
 from paceline.kernels.cpu.matrix import LANES, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
-
-Activation = Callable[[Tensor], Tensor]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class Linear(Protocol):
     """x W^T + b for W [out, in]: [..., in] -> [..., out]."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b."""
-        ...
+        return residual + self(x)
 
     def precise(self, x: Tensor) -> Tensor:
-        """The product in float32 at least, for logits."""
-        ...
+        """The product in float32 or wider, for logits."""
+        y = self(x)
+        return y if y.dtype == torch.float64 else y.float()
 
+    @abstractmethod
     def weight(self) -> Tensor:
-        """W [out, in], as it was given; float32 where that was codes."""
+        """W [out, in] as it was given; dequantised to float32 if it was codes."""
         ...
 
 
@@ -50,8 +47,8 @@ _MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
 
 @contextmanager
 def products(make: Make) -> Iterator[None]:
-    """Models that are made within get their products from `make`, and not the fastest ones; those of codes keep theirs,
-    which are exact."""
+    """Context in which models get their products from `make` instead of the fastest ones; products of codes, which are
+    exact, stay as they are."""
     token = _MAKE.set(make)
     try:
         yield
@@ -60,9 +57,9 @@ def products(make: Make) -> Iterator[None]:
 
 
 def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
-    """The fastest product known for the weight's dtype and device. It may keep a copy in a layout of its own.
+    """The fastest product for the weight's dtype and device. It may hold a copy in another layout.
 
-    Of codes: with activations rounded to 8 bits, each row's by itself, and the result in the activations' dtype.
+    With codes, activations are rounded to 8 bits, each row by itself; the result has the activations' dtype.
     """
     if (make := _MAKE.get()) and isinstance(weight, Tensor):
         return make(weight, bias)
@@ -70,42 +67,36 @@ def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
         return NativeLinear(weight, bias)
     if isinstance(weight, Codes):
         return _Coded(weight, bias)
-    return _Packed(weight, bias) if _packs(weight) else _Plain(weight, bias)
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and fast_bfloat16()
+    return _Packed(weight, bias) if packs else _Plain(weight, bias)
 
 
 def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
-    """x -> act(x G^T) * (x U^T) for gate and up, one above the other in `weight` [2 * out, in]."""
+    """x -> act(x G^T) * (x U^T) for gate G above up U in `weight` [2 * out, in]."""
     if _native(weight) and not _MAKE.get() and weight.shape[0] % (2 * LANES) == 0:
         return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
 
     def run(x: Tensor) -> Tensor:
-        left, right = both(x).chunk(2, -1)
-        return act(left) * right
+        gate, up = both(x).chunk(2, -1)
+        return act(gate) * up
 
     return run
 
 
-class _Plain:
+class _Plain(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
-
-    def precise(self, x: Tensor) -> Tensor:
-        y = self(x)
-        return y if y.dtype == torch.float64 else y.float()
-
     def weight(self) -> Tensor:
         return self._weight
 
 
-class _Packed:
+class _Packed(Linear):
     """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -120,19 +111,16 @@ class _Packed:
         y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
         return y
 
-    def precise(self, x: Tensor) -> Tensor:
-        return self(x).float()
-
     def weight(self) -> Tensor:
         weight: Tensor = self._weight.to_dense()
         return weight
 
 
-class _Coded:
+class _Coded(Linear):
     """Codes on any device, a group at a time.
 
-    A group's sum is one of whole numbers below 2^24, exact in float32 in any order, and the groups are added in theirs:
-    so a row has the same bits however many travel with it. Slow: what is fast with codes has kernels of its own.
+    A group's sum is one of integers below 2^24, exact in float32 in any order, and the groups are added in order: so a
+    row has the same bits whatever the other rows. Slow: where codes must be fast, there are kernels.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:
@@ -150,9 +138,6 @@ class _Coded:
             total += self._bias
         return total.to(x.dtype).view(*x.shape[:-1], c.shape[0])
 
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
-
     def precise(self, x: Tensor) -> Tensor:
         return self(x.float())
 
@@ -161,23 +146,19 @@ class _Coded:
 
 
 def _native(weight: Tensor | Codes) -> bool:
-    """Whether the kernels of `kernels/cpu/` are the fastest: for codes always, for bfloat16 where its products have an
-    instruction of their own."""
-    held = weight.codes if isinstance(weight, Codes) else weight
-    if weight.shape[1] % LANES or held.device.type != "cpu":
+    """Whether the kernels of `kernels/cpu/` are the fastest: for codes always, for bfloat16 where the processor
+    multiplies it by an instruction of its own."""
+    values = weight.codes if isinstance(weight, Codes) else weight
+    if weight.shape[1] % LANES or values.device.type != "cpu":
         return False
-    # The library is asked for last: the first to ask has it compiled.
+    # The library comes last: the first request for it compiles it.
     if isinstance(weight, Codes):
         return library() is not None
     return weight.dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
-def _packs(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and fast_bfloat16()
-
-
 def free_rows(device: torch.device) -> int:
-    """Rows of a pass in which weights and not products take the time: the size that learned drafters begin with.
+    """Rows of a pass that is bound by reading weights: the draft size that learned drafters begin with.
 
     A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3 for 8 and 19.2 for 16 (LOG.md).
     """
@@ -186,7 +167,7 @@ def free_rows(device: torch.device) -> int:
 
 @cache
 def fast_bfloat16() -> bool:
-    """Whether this CPU and this torch have oneDNN's packed bfloat16 product, tried once on a small one."""
+    """Whether this CPU and torch have oneDNN's packed bfloat16 product. Tried once on a small one."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     try:

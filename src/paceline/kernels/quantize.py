@@ -1,8 +1,8 @@
-"""Weight matrices as small integers with a scale per group, and activations rounded to go with them.
+"""Quantised weights: small integers with a scale per group, and activations rounded to match.
 
-The groups and forms are those of GGUF's 4- to 8-bit types, so that such a file keeps its own codes, and a product needs
-one kernel per number of bits: with activations rounded to 8 bits in the same groups, the sum of a group is a sum of
-whole numbers, which no order of adding can change.
+The groups are those of GGUF's 4- to 8-bit types, so that such a file keeps its own codes, and a product needs one
+kernel per number of bits: with activations rounded to 8 bits in the same groups, a group's sum is one of integers,
+which does not depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Mode = Literal["int8", "int4"]
-"""How the weights of a model are held: what users ask for."""
+"""Quantisation of a model's weights, as users name it."""
 
 GROUP = 32
 CENTRE = {4: 0, 8: 128}
-"""Bits -> the code that stands for the floor (zero, where there is none)."""
+"""Bits -> the code that means the floor (zero, if there is none)."""
 
 _PIECE = 1 << 18
-"""Weights that are quantised at a time: few enough for a cache, which makes it a third faster."""
+"""Weights quantised at a time: few enough for the processor's cache, which makes it a third faster."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +32,8 @@ class Codes:
     """A weight matrix [out, in] in groups of `GROUP` along its rows: w = scale * (code - centre) + floor.
 
     `codes`: uint8 [out, in padded to a multiple of GROUP]; bits 4: 0 to 15, centre 0; bits 8: 0 to 255, centre 128.
-    What stands in the padding means nothing. `scale`: float16 [out, groups]. `floor`: float16 [out, groups], or None
-    for none (always given with 4 bits). `width`: in.
+    The padding means nothing. `scale`: float16 [out, groups]. `floor`: float16 [out, groups], or None (never with 4
+    bits). `width`: in.
 
     GGUF's Q4_1 is 4 bits as they are, Q4_0 has floor = -8 scale, Q8_0 is 8 bits without a floor.
     """
@@ -63,7 +63,7 @@ class Codes:
         return chosen.float() - CENTRE[self.bits]
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [out, in] that the codes stand for, rounded once."""
+        """The weights [out, in], rounded once."""
         weight = self.steps() * self.scale.float()[..., None]
         if self.floor is not None:
             weight += self.floor.float()[..., None]
@@ -71,14 +71,14 @@ class Codes:
         return whole
 
     def raised(self) -> Codes:
-        """The same weights, to the bit, in 8 bits: with a floor where there was one."""
+        """The same weights, to the bit, as 8-bit codes."""
         if self.bits == 8:
             return self
         return replace(self, codes=self.codes + CENTRE[8], bits=8)
 
 
 def stack(parts: Sequence[Codes]) -> Codes:
-    """Matrices of one width, one above the other: in 8 bits where they differ, with a floor where one has it. Exact."""
+    """Stack matrices of one width: in 8 bits if they differ in bits, with a floor if one has it. Exact."""
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) > 1:
@@ -91,7 +91,7 @@ def stack(parts: Sequence[Codes]) -> Codes:
 
 
 def check_mode(mode: str | None, name: str = "quantize") -> None:
-    """Raises `InvalidOption` for what is none."""
+    """Raise `InvalidOption` for an unknown mode."""
     if mode not in (None, "int8", "int4"):
         raise InvalidOption(f"{name}={mode!r} is unknown", "Choose int8 or int4, or leave it out")
 
@@ -125,11 +125,11 @@ def _eight_bits(groups: Tensor) -> Fit:
 
 
 _FITS = 4
-"""Each lowers the squared error; four of them by 14 % together, as much again as a search of the range would."""
+"""Rounds of fitting. Four lower the squared error by 14 %, twice as much as a search of the range would."""
 
 
 def _four_bits(groups: Tensor) -> Fit:
-    """From the least to the largest; then, again and again, the line that fits the codes, and the codes nearest it."""
+    """Codes from the least to the largest weight; then in turns the line that fits them, and the codes nearest it."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, floor = (high - low) / 15, low
     for _ in range(_FITS):
@@ -139,7 +139,7 @@ def _four_bits(groups: Tensor) -> Fit:
 
 
 def _nearest(values: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    """Whole steps of this scale within these bounds; none where the scale is 0."""
+    """Whole steps of this scale within these bounds; 0 where the scale is 0."""
     step = scale.float()
     return (values / step.masked_fill(step == 0, torch.inf)).round_().clamp_(least, most)
 
@@ -155,25 +155,25 @@ def _line(codes: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 class Rounded(NamedTuple):
     """Activations in whole steps: `steps` float32 of -127 to 127 [..., groups, GROUP], `scale` float32 [..., groups].
 
-    Both of a row follow from that row alone: with a scale per tensor, one drafted row would change all the others.
+    Both depend on that row alone: with a scale per tensor, one drafted row would change all the others.
     """
 
     steps: Tensor
     scale: Tensor
 
     def values(self, width: int) -> Tensor:
-        """What they stand for, float32 [..., width]."""
+        """The rounded activations, float32 [..., width]."""
         return (self.steps * self.scale[..., None]).flatten(-2)[..., :width]
 
 
 def round_activations(x: Tensor) -> Rounded:
-    """Rows [..., in] of any float dtype, each group of 32 to 8 bits: its largest is 127 steps; halves go to even.
+    """Round rows [..., in] of any float dtype to 8 bits, each group by itself: its largest is 127 steps, ties to even.
 
-    Groups of zeros stay zeros; what is not finite stays so in `scale`.
+    Groups of zeros stay zeros; non-finite values stay non-finite in `scale`.
     """
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    # The bound keeps the inverse finite. What is smaller is nothing beside any weight that float16 scales reach.
+    # The bound keeps the inverse finite. Anything smaller is negligible beside any weight that float16 scales reach.
     largest = groups.abs().amax(-1).clamp(min=1e-30)
-    # As the kernels do: `127 / largest` would be 127 times a rounded inverse.
+    # As in the kernels: `127 / largest` would be 127 times a rounded inverse.
     inverse = torch.full_like(largest, 127).div_(largest)
     return Rounded((groups * inverse[..., None]).round_(), largest / 127)

@@ -1,20 +1,20 @@
 """The network of a block drafter (DFlash, arXiv 2602.06036): a whole block from one pass.
 
-What the published implementations do (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
-vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`), and so this one:
+It follows the published implementations (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
+vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 
-- **Context.** The taps of a token, side by side in the config's order, pass `fc`, then `hidden_norm`. This one vector
-  is all that a layer sees of the token: each layer's `k_proj` and `v_proj` make its key (then `k_norm`, rotary) and
-  value of it, without `input_layernorm`. It is the same at every depth, so keys and values of all layers can be kept.
-- **Block.** Its first entry is the pending token, whose hidden states nobody has yet; mask tokens follow, through the
-  target's embedding. Entry j stands at the pending token's position + j and predicts the token of its own place (with
-  `from_anchor` the next one); context tokens stand where they stand in the text. It is always fed whole, as trained.
-- **Attention.** A block's entry sees the context and all of its block, both ways. In layers marked `causal` it sees of
-  the block only what is before: drafters with sliding windows are trained so. A window counts the entry itself.
+- **Context.** The taps of a token, side by side in the config's order, pass `fc`, then `hidden_norm`. Every layer makes
+  the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this one vector, without `input_layernorm`. So
+  keys and values of all layers can be computed at once and kept.
+- **Block.** Its first entry is the pending token, whose hidden states are not known yet; mask tokens follow, through
+  the target's embedding. Entry j has the pending token's position + j and predicts the token of its own position (with
+  `from_anchor` the next one). A block is always fed whole, as in training.
+- **Attention.** An entry sees the context and its whole block, both ways. In layers marked `causal` it sees only the
+  earlier part of the block: drafters with sliding windows are trained so. A window counts the entry itself.
 - **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
   already counts that way.
-- **Ends.** The embedding is the target's, and so is the output head (speculators may save some of its rows, `d2t` names
-  their tokens); `norm` stands before it.
+- **Embedding and head** are the target's (speculators may store some rows of the head, with their tokens in `d2t`);
+  `norm` comes before the head.
 """
 
 from __future__ import annotations
@@ -24,101 +24,94 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.attention import LayerAttention
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
-from paceline.models.decoder import make_layer, make_norm, norm_weight
+from paceline.models.decoder import make_layer, make_norm, norm_weight, slab_cache
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary, by_prompt, rotate
-from paceline.models.stack import stack
+from paceline.models.rope import Rope, RotarySet, rotate
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Rows
 
 
 class BlockNetwork:
-    """The layers between a target's hidden states and its output head. It keeps no text: the cache does."""
+    """The layers between a target's hidden states and its output head."""
 
-    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+    def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
-        c, device = config.layer, host.device
+        c = config.layer
         self.config, self._host = config, host
-        weights = Weights(tensors, host.dtype, device)
-        ropes = list(dict.fromkeys(layer.rope for layer in c.plan))
-        self._rope_of = [ropes.index(layer.rope) for layer in c.plan]
-        self._rotaries = [Rotary(rope, c.head_dim, weights.precise, device) if rope else None for rope in ropes]
+        weights = Weights(tensors, host.dtype, host.device)
+        self._ropes = RotarySet([layer.rope for layer in c.plan], c.head_dim, weights.precise, host.device)
         self._fuse = weights.linear({"fc": c.hidden}, len(config.taps) * c.hidden)
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
-        self._read = weights.linear(parts, c.hidden)
+        self._keys_values = weights.linear(parts, c.hidden)
         self._key_norms = [_key_norm(config, weights, name) for name in names]
         layers = [make_layer(c, False, weights, name) for name in names]
         causal = config.causal or (False,) * c.layers
-        self._how = [
+        self._spec = [
             LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
             for layer, late in zip(c.plan, causal, strict=True)
         ]
-        self._stack = stack(layers, self._how, self._rope_of, host.dtype)
+        self._stack = LayerStack(layers, self._spec, self._ropes.index, host.dtype)
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
-        """`subset`: the tokens that the columns of its logits stand for; None: all of the target's."""
+        """`subset`: the tokens of the logits' columns; None: all of the target's."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
-        """For the host's context, whatever length the head was trained on."""
-        c, host = self.config.layer, self._host
-        choose = by_prompt(layer.rope for layer in c.plan)
-        return SlabCache(self._how, c.kv_heads, c.head_dim, host.context_length, host.dtype, host.device, choose)
+        """A cache for the host's context length, whatever length the head was trained on."""
+        return slab_cache(self.config.layer, self._spec, self._host)
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
-        """The target's hidden states of the tokens that come next in each slot: its context grows by them.
+        """Add the target's hidden states of the next tokens of each slot to its context.
 
-        features [B, n, taps * H]: of slot b the first counts[b] rows, the rest fills up.
+        features [B, n, taps * H]: the first counts[b] rows of slot b, then padding.
         """
         b, n, _ = features.shape
-        attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
-        both = self._read(self._fused_norm(self._fuse(features)))
+        rows, attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
+        both = self._keys_values(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
-        for i, (norm, kind) in enumerate(zip(self._key_norms, self._rope_of, strict=True)):
+        for i, (norm, kind) in enumerate(zip(self._key_norms, self._ropes.index, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
-        for slot, count in zip(slots, counts, strict=True):
-            if count:
-                cache.commit(slot, range(1, count))
+        cache.commit(rows, [range(1, count) if count else None for count in counts])
 
     @torch.inference_mode()
     def draft(self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
-        """The embedded blocks [B, size, H], whose pending tokens stand at the positions `first`, to the states that
-        enter the head [B, size, H]. Nothing is committed."""
-        attention, ropes = self._begin(cache, slots, first, x.shape[1])
+        """From embedded blocks x [B, size, H], with pending tokens at positions `first`, to the input of `logits`
+        [B, size, H]. Commits nothing."""
+        _, attention, ropes = self._begin(cache, slots, first, x.shape[1])
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """What `draft` gave [..., H] to logits [..., C], float32 at least: of `subset`, or of all tokens."""
+        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the result of `draft`."""
         return self._head(states)
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
-    ) -> tuple[SlabPass, list[Rope]]:
-        """A pass of `count` rows per slot at positions from `first` on, and the rotary factors of every kind."""
+    ) -> tuple[Rows, Pass, list[Rope]]:
+        """A pass of `count` rows per slot at positions from `first` on, and its rotary factors of every kind."""
         device = self._host.device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
-        # The cache looks at how many rows there are, not at their tokens. Drafts may have any bits: the fast way.
+        # The cache does not read the tokens. Bits of drafts do not matter: the fast kernel (prefill) will do.
         starts = (0,) * len(slots)
-        attention = cache.begin(Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True))
-        prompts = [cache.prompts[slot] for slot in slots]
-        end = max(first) + count
-        return attention, [rotary(positions, end, prompts) if rotary else None for rotary in self._rotaries]
+        rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
+        ropes = self._ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
+        return rows, cache.begin(rows), ropes
 
 
 def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:

@@ -1,4 +1,4 @@
-"""What a decoder is made of. `families.py` reads it from a checkpoint's config, `decoder.py` builds it."""
+"""Configuration of a decoder. `families.py` reads it from a checkpoint's config, `decoder.py` builds the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.cache.slab import ring
 class RopeConfig:
     """Rotary embedding: base, scaling rule (see `rope.KINDS`) with its numbers in Hugging Face's terms.
 
-    `factors`: divisors per frequency, where a checkpoint brings them ready (GGUF's rope_freqs, longrope's short
-    ones); `long_factors`: those for prompts beyond the original context. `share`: of each head that is rotated.
+    `factors`: divisors per frequency, if the checkpoint has them (GGUF's rope_freqs, longrope's short ones);
+    `long_factors`: those for prompts beyond the original context. `share`: rotated part of each head.
     """
 
     theta: float = 10000.0
@@ -25,9 +25,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What sets one layer apart.
+    """Properties that may differ from layer to layer.
 
-    `rope`: None where positions are not encoded. `window`: the positions that a row sees, its own included (None:
+    `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
     all). `sparse`: whether the feed-forward part is a mixture of experts.
     """
 
@@ -40,7 +40,7 @@ class LayerConfig:
 class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
-    `block`, `names`: what a checkpoint calls the block, and in it an expert's gate, up and down projections.
+    `block`, `names`: names in the checkpoint of the block, and of an expert's gate, up and down projections.
     """
 
     count: int
@@ -53,12 +53,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a decoder-only model is made of. Sizes in elements, `context_length` in tokens.
+    """Architecture of a decoder-only model. Sizes in elements, `context_length` in tokens.
 
-    `special`: the layers one by one, where they are not all alike (full attention, dense, with `rope`).
-    `qk_norm`: query and key heads are normed. `sandwich`: so is what attention and feed-forward add to the stream.
-    `norm_shift`: added to the weight of every norm. `embed_scale`: times the embedding. `query_scale`: times the
-    scores (None: head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh.
+    `special`: the layers one by one, unless all are alike (full attention, dense, with `rope`). `qk_norm`: query and
+    key heads are normed. `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to
+    the weight of every norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None:
+    head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh.
     """
 
     family: str
@@ -86,14 +86,14 @@ class ModelConfig:
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
-        """Every layer."""
+        """The configuration of every layer."""
         return self.special or (LayerConfig(self.rope),) * self.layers
 
     def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Bytes of the keys and values of a text of `tokens`, `itemsize` bytes an element.
+        """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element.
 
-        A layer with a window holds no more than its ring. The cache grows in doublings, so it may hold up to twice
-        this at a time.
+        A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
+        this.
         """
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in self.plan]
         return 2 * sum(held) * self.kv_heads * self.head_dim * itemsize

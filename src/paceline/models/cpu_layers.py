@@ -1,4 +1,4 @@
-"""Decoder layers run by one call of `layers.cpp`: their weights as it reads them, and a pass as it sees it."""
+"""Decoder layers run by one call of `layers.cpp`: its structures for weights and passes."""
 
 from __future__ import annotations
 
@@ -10,88 +10,82 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan
+from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_indices
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
-from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Dense, Layer, Part, Sandwiched
+from paceline.models.layers import Dense, Layer, PostNormed, Sublayer
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
 
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Fields of a structure, in the order of layer.h and attention.h: kinds, each with its names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class _Heads(Structure):
-    _fields_ = (("query", c_int32), ("kv", c_int32), ("size", c_int32), ("scale", c_float), ("softcap", c_float))
-
-
-_NORMS = ("before_mix", "after_mix", "before_mlp", "after_mlp", "query_norm", "key_norm")
+    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"))
 
 
 class _CLayer(Structure):
-    _fields_ = (
-        *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in _NORMS),
-        ("eps", c_float),
-        *((name, c_int32) for name in ("hidden", "ffn", "activation", "view", "index", "rotation")),
-        ("heads", _Heads),
+    _fields_ = _fields(
+        (CMatrix, "qkv out gate_up down"),
+        (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
+        (c_float, "eps"),
+        (c_int32, "hidden ffn activation view index rotation"),
+        (_Heads, "heads"),
     )
 
 
 class _CSlot(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("place", "length")),
-        *((name, c_int32) for name in ("first", "rows", "columns")),
-        *((name, c_void_p) for name in ("visible", "depth", "below")),
-    )
+    _fields_ = _fields((c_int64, "place length"), (c_int32, "first rows columns"), (c_void_p, "visible depth below"))
 
 
 class _View(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("layer_stride", "capacity", "place_lines")),
-        *((name, c_int32) for name in ("window", "stores", "copies")),
-        *((name, c_void_p) for name in ("lines", "sources", "copied", "copy_lines")),
-        ("slots", POINTER(_CSlot)),
+    _fields_ = _fields(
+        (c_void_p, "keys values"),
+        (c_int64, "layer_stride capacity place_rows"),
+        (c_int32, "window store_count copy_count"),
+        (c_void_p, "targets sources copy_sources copy_targets"),
+        (POINTER(_CSlot), "slots"),
     )
 
 
 class _Rotation(Structure):
-    _fields_ = (("cosines", c_void_p), ("signed_sines", c_void_p), ("rotated", c_int32))
+    _fields_ = _fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
 class _CPass(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("slots", "rows", "room", "threads")),
-        ("lines", c_void_p),
-        ("views", POINTER(_View)),
-        ("rotations", POINTER(_Rotation)),
+    _fields_ = _fields(
+        (c_int32, "slots rows room threads"),
+        (c_void_p, "indices"),
+        (POINTER(_View), "views"),
+        (POINTER(_Rotation), "rotations"),
     )
 
 
-class NativeStack:
-    """See `models.stack.Stack`."""
+class NativeLayers:
+    """Layers as the kernels read them, and a call that runs them (see `stack.LayerStack`)."""
 
-    def __init__(self, layers: Sequence[Layer], how: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
-        """`how`: the layers' attention, as their cache has it. `rope_of`: which rotary factors each one takes."""
+    def __init__(self, layers: Sequence[Layer], attentions: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
+        """See `stack.LayerStack`."""
         self._held: list[Tensor] = []
-        """What the structures point into."""
+        """Tensors that the structures point into."""
         self._layers = layers
         self._hidden = _linear(layers[0].out).matrix.shape[0]
-        kinds = list(dict.fromkeys(layer.kind for layer in how))
-        counts = [0] * len(kinds)
-        table = []
-        for layer, attention, rope in zip(layers, how, rope_of, strict=True):
-            kind = kinds.index(attention.kind)
-            table.append(self._structure(layer, attention, kind, counts[kind], rope))
-            counts[kind] += 1
+        table = [
+            self._structure(layer, attention, *indices, rope)
+            for layer, attention, indices, rope in zip(
+                layers, attentions, slab_indices(attentions), rope_of, strict=True
+            )
+        ]
         self._table = (_CLayer * len(table))(*table)
-        lib = library()
-        assert lib is not None
-        self._run = lib.paceline_layers
-        self._run.argtypes = (
-            *(c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
+        self._run = kernel(
+            *("paceline_layers", c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p),
         )
 
@@ -102,47 +96,44 @@ class NativeStack:
         end: int,
         ropes: Sequence[Rope],
         attention: SlabPass,
-        entry: Tensor | None = None,
-        taps: Sequence[int] = (),
+        entry: Tensor | None,
+        taps: Sequence[int],
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        """See `stack.LayerStack.run`."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
-        heard = x.new_empty(len(inner), *x.shape)
+        states = x.new_empty(len(inner), *x.shape)
         if first < end:
-            seen = _KernelPass(attention.plans, ropes)
+            passed = _KernelPass(attention.plans, ropes)
             entry = None if entry is None else entry.contiguous()
             if self._run(
-                *(
-                    ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer),
-                    end - first,
-                    byref(seen.c),
-                    x.data_ptr(),
-                ),
+                *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
+                *(byref(passed.c), x.data_ptr()),
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
-                *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), heard.data_ptr()),
+                *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
             ):
-                raise OutOfMemory(f"no memory for a pass of {seen.c.rows} rows", SMALLER)
-        found: dict[Tap, Tensor] = dict(zip(inner, heard, strict=True))
+                raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
+        found: dict[Tap, Tensor] = dict(zip(inner, states, strict=True))
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
-    def _structure(self, layer: Layer, how: LayerAttention, view: int, index: int, rope: int) -> _CLayer:
-        mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
+    def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
+        mlp = _inner(layer.mlp)
         assert isinstance(mlp, Dense)
         assert isinstance(mlp.gate_up, NativeGated)
         parts = (layer.attention.qkv, layer.out, mlp.gate_up.both, mlp.down)
         heads, kv, size = layer.attention.heads, layer.attention.split[1], layer.attention.head_dim
         head_norm = layer.attention.norm
         norms = (
-            *(layer.attn_norm and layer.attn_norm.weight, _after(layer.out)),
-            *(layer.mlp_norm.weight, _after(layer.mlp)),
+            *(layer.attn_norm and layer.attn_norm.weight, _post_norm(layer.out)),
+            *(layer.mlp_norm.weight, _post_norm(layer.mlp)),
             *((None, None) if head_norm is None else (head_norm.weight[0], head_norm.weight[-1])),
         )
         return _CLayer(
             *(_linear(part).matrix.c for part in parts),
             *(self._pointer(norm) for norm in norms),
             *(layer.mlp_norm.eps, self._hidden, mlp.gate_up.out, _ACTIVATIONS[mlp.gate_up.activation]),
-            *(view, index, rope),
-            _Heads(heads, kv, size, how.scale, how.softcap or 0.0),
+            *(slab, index, rope),
+            _Heads(heads, kv, size, spec.scale, spec.softcap or 0.0),
         )
 
     def _pointer(self, norm: Tensor | None) -> int | None:
@@ -152,14 +143,13 @@ class NativeStack:
         return self._held[-1].data_ptr()
 
 
-def runs(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Whether `NativeStack` can: a bfloat16 stream, all products native, sizes whole lanes, no mixture of experts."""
+def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
+    """Whether `NativeLayers` can run them: a bfloat16 stream, all products native, sizes whole lanes, no experts."""
     return dtype == torch.bfloat16 and all(_fits(layer) for layer in layers) and library() is not None
 
 
 def _fits(layer: Layer) -> bool:
-    mlp = layer.mlp.part if isinstance(layer.mlp, Sandwiched) else layer.mlp
-    out = layer.out.part if isinstance(layer.out, Sandwiched) else layer.out
+    mlp, out = _inner(layer.mlp), _inner(layer.out)
     if not (isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated) and isinstance(mlp.down, NativeLinear)):
         return False
     if not (isinstance(out, NativeLinear) and isinstance(layer.attention.qkv, NativeLinear)):
@@ -167,14 +157,19 @@ def _fits(layer: Layer) -> bool:
     return layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
 
 
-def _linear(part: Part | object) -> NativeLinear:
-    part = part.part if isinstance(part, Sandwiched) else part
-    assert isinstance(part, NativeLinear)
-    return part
+def _inner(sublayer: Sublayer) -> Sublayer:
+    """The sublayer without its norm."""
+    return sublayer.sublayer if isinstance(sublayer, PostNormed) else sublayer
 
 
-def _after(part: Part) -> Tensor | None:
-    return part.norm.weight if isinstance(part, Sandwiched) else None
+def _linear(sublayer: Sublayer) -> NativeLinear:
+    product = _inner(sublayer)
+    assert isinstance(product, NativeLinear)
+    return product
+
+
+def _post_norm(sublayer: Sublayer) -> Tensor | None:
+    return sublayer.norm.weight if isinstance(sublayer, PostNormed) else None
 
 
 class _KernelPass:
@@ -192,21 +187,21 @@ class _KernelPass:
 
     def _view(self, plan: SlabPlan) -> _View:
         keys, values = plan.slabs
-        stores = plan.stores
+        writes = plan.writes
         counts = plan.rows.counts
         firsts = accumulate(counts[:-1], initial=0)
         slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
         return _View(
             *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
-            *(plan.window or 0, len(stores.columns), len(stores.copies)),
-            *(self._longs(x) for x in (stores.columns, stores.sources, stores.copied, stores.copies)),
+            *(plan.window or 0, len(writes.targets), len(writes.copy_targets)),
+            *(self._longs(x) for x in (writes.targets, writes.sources, writes.copy_sources, writes.copy_targets)),
             (_CSlot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
         )
 
     def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _CSlot:
         self._held.append(x)
-        pointers = (t.data_ptr() for t in (x.visible, x.deep, x.below))
-        return _CSlot(place, length, first, rows, len(x.sources), *pointers)
+        pointers = (t.data_ptr() for t in (x.visible, x.row_depths, x.column_depths))
+        return _CSlot(place, length, first, rows, len(x.rows), *pointers)
 
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Part, RMSNorm, Sandwiched
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, PostNormed, RMSNorm, Sublayer
 from paceline.models.moe import Mixture
-from paceline.models.rope import Rope, Rotary, by_prompt
-from paceline.models.stack import stack
+from paceline.models.rope import RotarySet, by_prompt
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import KVCache
+from paceline.protocols import KVCache, Pass, TargetWithHead
 from paceline.types import Forward, Rows, Want
 
 Progress = Callable[[int, int], None]
@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 class Decoder:
     """A decoder-only transformer as a `Target`."""
+
+    _cache_type: type[SlabCache] = SlabCache
 
     def __init__(
         self,
@@ -39,20 +41,20 @@ class Decoder:
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. Raises `CorruptModel` for missing or misshapen ones."""
         self.config, self.dtype, self.device = config, dtype, device
+        self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
-        self._precise = weights.precise
-        ropes = list(dict.fromkeys(layer.rope for layer in config.plan if layer.rope))
-        self._rotaries = [Rotary(rope, config.head_dim, self._precise, device) for rope in ropes]
-        rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.plan]
+        self._ropes = RotarySet([layer.rope for layer in config.plan], config.head_dim, weights.precise, device)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.get("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
+        scale = config.query_scale or config.head_dim**-0.5
+        self._attentions = [LayerAttention(scale, layer.window, config.softcap) for layer in config.plan]
         layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._stack = stack(layers, self._attentions, rope_of, dtype)
+        self._stack = LayerStack(layers, self._attentions, self._ropes.index, dtype)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
@@ -62,44 +64,22 @@ class Decoder:
         weights.finish()
         progress(config.layers, config.layers)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        return self.config.context_length
-
-    @property
-    def layers(self) -> int:
-        return self.config.layers
-
-    @property
-    def _attentions(self) -> list[LayerAttention]:
-        c = self.config
-        scale = c.query_scale or c.head_dim**-0.5
-        return [LayerAttention(scale, layer.window, c.softcap) for layer in c.plan]
-
-    @property
-    def _choose(self) -> Callable[[int], tuple[int, ...]]:
-        return by_prompt(layer.rope for layer in self.config.plan)
-
-    def new_cache(self) -> KVCache:
-        c = self.config
-        sizes = c.kv_heads, c.head_dim, c.context_length
-        return SlabCache(self._attentions, *sizes, self.dtype, self.device, self._choose)
+    def new_cache(self) -> SlabCache:
+        return slab_cache(self.config, self._attentions, self, self._cache_type)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        """See `protocols.Target`. One embedding, L layers, one norm, and the head for the rows that want it."""
+        """See `protocols.Target.forward`."""
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
         first, x = self._enter(rows, cache)
+        return self._run(rows, first, x, cache.begin(rows), [cache.prompts[slot] for slot in rows.slots], want)
+
+    def _run(self, rows: Rows, first: int, x: Tensor, attention: Pass, prompts: Sequence[int], want: Want) -> Forward:
+        """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
         end = self.config.layers if want.layers is None else want.layers
-        attention: SlabPass = cache.begin(rows)
-        ropes = self._ropes(rows, cache)
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
-        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
+        x, taps = self._stack.run(x, first, end, self._ropes(rows.positions, rows.end, prompts), attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -111,41 +91,36 @@ class Decoder:
         return Forward(self.logits(x), taps)
 
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
-        """Of the real rows alone. (Torch's products need the others, or a row's bits would depend on how many there
-        are; kernels do not.)"""
+        """Logits of the real rows alone. (Torch's products need the padding, or a row's bits would depend on how many
+        rows there are; the CPU kernels do not.)"""
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
         if self.config.final_softcap is not None:
-            for line, count in zip(logits, rows.counts, strict=True):
-                self._cap(line[:count])
+            for slot, count in zip(logits, rows.counts, strict=True):
+                self._cap(slot[:count])
         return logits
 
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
-        """The first layer of a pass, and what enters it [B, T, H]."""
+        """The first layer of a pass, and its input [B, T, H]."""
         x = self.embed(rows.tokens)
         resume = rows.resume
         if resume is None:
             return 0, x
-        for line, streams in zip(x, resume.streams, strict=True):
-            line[: len(streams)] = streams
+        for slot, streams in zip(x, resume.streams, strict=True):
+            slot[: len(streams)] = streams
         if resume.rest:
             late = self.forward(resume.rest, cache, Want("none", (resume.layer,), resume.layer)).taps[resume.layer]
-            for slot, start, streams in zip(resume.rest.slots, resume.rest.starts, late, strict=True):
-                line = x[rows.slots.index(slot), start:]
-                line[: len(streams)] = streams[: len(line)]
+            for number, start, streams in zip(resume.rest.slots, resume.rest.starts, late, strict=True):
+                rest = x[rows.slots.index(number), start:]
+                rest[: len(streams)] = streams[: len(rest)]
         return resume.layer, x
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `protocols.Ends`."""
+        """See `protocols.EmbeddingAndHead`."""
         x = F.embedding(tokens, self._embed)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
-    def _ropes(self, rows: Rows, cache: KVCache) -> list[Rope]:
-        """The factors of every kind of rotary embedding, then None for layers without."""
-        prompts = [cache.prompts[slot] for slot in rows.slots]
-        return [*(rotary(rows.positions, rows.end, prompts) for rotary in self._rotaries), None]
-
     def logits(self, x: Tensor) -> Tensor:
-        """See `protocols.Ends`."""
+        """See `protocols.EmbeddingAndHead`."""
         return self._cap(self._head.precise(x))
 
     def _cap(self, logits: Tensor) -> Tensor:
@@ -153,18 +128,29 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head(self) -> Tensor:
-        """See `protocols.Ends`."""
+        """See `protocols.EmbeddingAndHead`."""
         return self._head.weight().to(self.dtype)
 
 
+def slab_cache(
+    c: ModelConfig,
+    attentions: Sequence[LayerAttention],
+    target: TargetWithHead,
+    kind: type[SlabCache] = SlabCache,
+) -> SlabCache:
+    """A cache for layers of this config, with the context length, dtype and device of a target."""
+    choose = by_prompt(layer.rope for layer in c.plan)
+    return kind(attentions, c.kv_heads, c.head_dim, target.context_length, target.dtype, target.device, choose)
+
+
 def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
-    """Llama's names throughout; Gemma has two more norms, and another meaning for one of the two."""
-    out: Part = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
+    """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others."""
+    out: Sublayer = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
     mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
     before = "post_attention_layernorm"
     if c.sandwich:
-        out = Sandwiched(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
-        mlp = Sandwiched(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm", c.hidden))
+        out = PostNormed(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
+        mlp = PostNormed(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm", c.hidden))
         before = "pre_feedforward_layernorm"
     return Layer(
         make_norm(c, weights, prefix + "input_layernorm", c.hidden),
@@ -176,10 +162,12 @@ def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> L
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
+    """Build a norm over `size` elements from `name`.weight."""
     return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
 
 
 def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    """The weight [size] of a norm, with the family's shift added."""
     if not c.norm_shift:
         return weights.get(name + ".weight", (size,))
     # bfloat16 would lose most of a weight that is stored as its distance from 1.
@@ -187,7 +175,7 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
 
 
 def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) -> Attention:
-    """`width`: of what queries, keys and values are made from."""
+    """Build attention whose queries, keys and values are products of rows of `width` elements."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts = {prefix + "q_proj": q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
@@ -199,7 +187,8 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
     return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
 
 
-def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Part:
+def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Sublayer:
+    """Build a gated feed-forward network."""
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if prefix + "gate_up_proj.weight" in weights:  # Phi-3
         parts = [prefix + "gate_up_proj"]
@@ -211,7 +200,7 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
 
 
-def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Part:
+def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Sublayer:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]

@@ -1,15 +1,14 @@
 """The network of an EAGLE head: one decoder layer that continues the target's hidden states.
 
-Row t of a text pairs what the target felt at position t (its features g_t) with token t + 1, and predicts token t + 2.
-Where g_t is not known because the token is only drafted, the row above gives its own hidden state in its place. Rows
-have rotary position t, as in SafeAILab's code, vLLM and SGLang; speculators trains with t + 1, which is the same to a
-rotary embedding, whose scores depend on distances alone.
+Row t of a text pairs the target's features g_t at position t with token t + 1, and predicts token t + 2. Where g_t is
+unknown because the token is only drafted, the parent row's hidden state takes its place. Rows have rotary position t,
+as in SafeAILab's code, vLLM and SGLang; speculators trains with t + 1, which is equivalent: rotary scores depend on
+distances alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +17,15 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
-from paceline.kernels.linear import Activation
-from paceline.models.decoder import make_attention, make_mlp, make_norm
+from paceline.kernels.activations import Activation
+from paceline.models.decoder import make_attention, make_mlp, make_norm, slab_cache
 from paceline.models.heads import EagleConfig
 from paceline.models.layers import Layer
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, Rotary, by_prompt
-from paceline.models.stack import stack
+from paceline.models.rope import RotarySet
+from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.types import Rows
 
 _LAYER = "layers.0."
@@ -35,14 +34,14 @@ _LAYER = "layers.0."
 class EagleNetwork:
     """EAGLE-3 (arXiv 2503.01840), or EAGLE-1/2 (2401.15077, 2406.16858) where `config.version` is 1."""
 
-    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: Host) -> None:
+    def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
-        ones, and where the head's vocabulary is not the host's."""
+        ones, and if the head's vocabulary is not the host's."""
         layer = config.layer
         weights = Weights(tensors, host.dtype, host.device)
         self._layer, self._host = layer, host
         self._embed = _embedding(config, weights, host)
-        self._entry: _InputMixer = _Third(config, weights) if config.version == 3 else _First(config, weights)
+        self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
         body = Layer(
             None,
             make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width),
@@ -50,63 +49,45 @@ class EagleNetwork:
             make_norm(layer, weights, _LAYER + "post_attention_layernorm", layer.hidden),
             make_mlp(layer, weights, _LAYER + "mlp."),
         )
-        self._how = LayerAttention(layer.query_scale or layer.head_dim**-0.5, layer.plan[0].window, layer.softcap)
-        self._body = stack([body], [self._how], [0], host.dtype)
-        # EAGLE-1 learns the normed state itself, so that nothing stands between its layer and the target's head.
+        self._spec = LayerAttention(layer.query_scale or layer.head_dim**-0.5, layer.plan[0].window, layer.softcap)
+        self._body = LayerStack([body], [self._spec], [0], host.dtype)
+        # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
-        rope = layer.plan[0].rope
-        self._rotary = Rotary(rope, layer.head_dim, weights.precise, host.device) if rope else None
+        self._ropes = RotarySet([layer.plan[0].rope], layer.head_dim, weights.precise, host.device)
         self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
-        """As long as the host's context: what a head's config says of its own is a limit of its training texts."""
-        c, host = self._layer, self._host
-        sizes = c.kv_heads, c.head_dim, host.context_length
-        return SlabCache([self._how], *sizes, host.dtype, host.device, by_prompt([c.plan[0].rope]))
+        """A cache for the host's context length: the one in a head's config is only that of its training texts."""
+        return slab_cache(self._layer, [self._spec], self._host)
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's taps side by side [..., taps * target H] to what stands for a row's hidden state [..., H]."""
+        """From the target's taps side by side [..., taps * target H] to a row's hidden state [..., H]."""
         return self._entry.fuse(features)
 
     @torch.inference_mode()
     def step(self, rows: Rows, hidden: Tensor, cache: SlabCache) -> tuple[Tensor, Tensor]:
-        """Feed rows whose tokens are the *next* ones of `hidden` [B, T, H], fused features or what `step` gave.
+        """Feed rows whose tokens *follow* those of `hidden` [B, T, H]: fused features, or hidden states of a step.
 
-        Returns two [B, T, H]: the hidden states that go with tokens after these, and what `logits` takes.
+        Returns two [B, T, H]: hidden states for the next step, and the input of `logits`.
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
-        x, _ = self._body.run(residual, 0, 1, [self._rope(rows, cache)], cache.begin(rows), entry)
+        ropes = self._ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
+        x, _ = self._body.run(residual, 0, 1, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """What `step` gave second [..., H] to logits [..., C], float32 at least: of `subset`, or all tokens if None."""
+        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the second result of `step`."""
         return self._head(states)
 
-    def _rope(self, rows: Rows, cache: SlabCache) -> Rope:
-        if self._rotary is None:
-            return None
-        return self._rotary(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
 
-
-class _InputMixer(Protocol):
-    """How embedding and hidden state become one. `width`: of what the attention is given."""
-
-    width: int
-
-    def fuse(self, features: Tensor) -> Tensor: ...
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(what the attention is made from [..., width], the residual stream [..., H])."""
-        ...
-
-
-class _Third:
-    """EAGLE-3: queries, keys and values see both, each normed; the stream goes on from the hidden state."""
+class _Eagle3Input:
+    """Input of EAGLE-3: queries, keys and values see embedding and hidden state, each normed; the stream continues the
+    hidden state. `width`: of the input of attention."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c, wide = config.layer, len(config.taps) * config.target_hidden
@@ -131,14 +112,15 @@ class _Third:
         return self._fc(features)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention [..., width], and the residual stream [..., H]."""
         normed = self._hidden_norm(hidden)
         both = torch.cat([self._input_norm(embedded), normed], -1)
         return both, normed if self._normed_residual else hidden
 
 
-class _First:
-    """EAGLE-1 and 2: both are fused before a layer of Llama's, which has no norm at its start. The hidden state is the
-    target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
+class _Eagle1Input:
+    """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The
+    hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c = config.layer
@@ -155,8 +137,8 @@ class _First:
         return (x if self._norm is None else self._norm(x)), x
 
 
-def _embedding(config: EagleConfig, weights: Weights, host: Host) -> Activation:
-    """Its own, or the target's."""
+def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> Activation:
+    """The head's own embedding, or the target's."""
     if "embed_tokens.weight" in weights:
         table = weights.get("embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden))
         return lambda tokens: F.embedding(tokens, table)

@@ -1,18 +1,19 @@
-"""Every decoder family, read from Hugging Face configs (GGUF metadata is translated to them).
+"""The decoder families, read from Hugging Face configs (GGUF metadata is translated to them).
 
-To add one: an entry in `FAMILIES`, and in `decoder.py` whatever part it has that no other has.
+To add one: an entry in `FAMILIES`, and in `decoder.py` any part that no other family has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, FieldKind, check
-from paceline.kernels.linear import ACTIVATIONS
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
 
@@ -21,10 +22,10 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is peculiar to one `model_type`.
+    """Properties of one `model_type`.
 
-    `refine`: from the config and what every family reads of it to the whole. `reads`: the keys of `_PECULIAR` that it
-    looks at. `defaults`: for keys that a config may leave out. `fields`: the kinds of its own keys.
+    `refine`: from the raw config and the part that all families share to the whole. `reads`: the keys of `_PECULIAR`
+    that it uses. `defaults`: for keys that a config may omit. `fields`: the kinds of its own keys.
     """
 
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
@@ -34,12 +35,12 @@ class Family:
 
 
 def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Mistral, Phi-3, Mixtral: every layer slides."""
+    """Mistral, Phi-3: every layer has the sliding window."""
     return _layered(base, [raw.get("sliding_window")] * base.layers)
 
 
 def _qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Qwen2, and Qwen3 with its norms: the upper layers slide, if any do."""
+    """Qwen2, and Qwen3 with its norms: the upper layers slide, if any."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
     windows = _windows(raw, base, window, lambda i: window is not None and i >= first)
     return _layered(replace(base, qk_norm=base.family == "qwen3"), windows)
@@ -62,7 +63,7 @@ def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Every fourth layer does without positions, and only such a one may slide."""
+    """SmolLM3: every fourth layer encodes no positions, and only such a layer may slide."""
     every = raw["no_rope_layer_interval"]
     rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
     if len(rotates) < base.layers:
@@ -73,7 +74,7 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
-    """Gemma 2 and 3: one layer of `every` sees all, the others slide; norms before and after each part."""
+    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part."""
     windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
     base = replace(
         base,
@@ -88,12 +89,8 @@ def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
     return _layered(base, windows)
 
 
-def _gemma2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    return _gemma(raw, base, 2)
-
-
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Adds norms of queries and keys, and a rotary base of their own for the layers that slide."""
+    """Gemma 3: also norms of queries and keys, and another rotary base in the layers that slide."""
     every, window = raw["sliding_window_pattern"], raw["sliding_window"]
     own = (raw.get("rope_parameters") or {}).get("sliding_attention")
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
@@ -103,7 +100,7 @@ def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
-    """Layer by layer: those slide that `layer_types` names, or where it is missing `default`."""
+    """The window of each layer: by `layer_types`, or if it is missing by `default`."""
     types = raw.get("layer_types") or [_TYPES[default(i)] for i in range(base.layers)]
     if unknown := set(types) - set(_TYPES):
         raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported", "Use another model")
@@ -123,7 +120,7 @@ def _layered(
     ropes: Sequence[RopeConfig | None] | None = None,
     sparse: Sequence[bool] | None = None,
 ) -> ModelConfig:
-    """The config with these layers. A window as wide as the context is none."""
+    """The config with these layers. A window as wide as the context is dropped."""
     ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
     bounded = [w if w and w < base.context_length else None for w in windows]
     return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))
@@ -162,7 +159,7 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
     ),
     "gemma2": Family(
-        _gemma2,
+        partial(_gemma, every=2),
         _GEMMA_READS | {"attn_logit_softcapping"},
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         GEMMA,
@@ -193,21 +190,21 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
     ),
 }
-"""model_type -> what it changes. Biases and fused projections need no entry: they are read as they come."""
+"""By model_type. Biases and fused projections need no entry: they are detected in the tensors."""
 
 _PECULIAR = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
 )
-"""Keys that change the mathematics and leave no trace in the tensors: a family that does not read one refuses it."""
+"""Keys that change the computation but not the tensors: a family that does not read one refuses it."""
 
 
 def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
-    """The config of a native decoder. `where`: how error messages name the source.
+    """The config of a native decoder. `where`: name of the source in error messages.
 
-    Raises `UnsupportedModel` for what the native decoder does not run, `CorruptModel` for keys that are missing, are
-    out of their range (see `schema.py`) or contradict each other.
+    Raises `UnsupportedModel` for models that the native decoder does not run, `CorruptModel` for keys that are missing,
+    out of range (see `schema.py`) or contradictory.
     """
     refuse_other_kinds(raw, where)
     name = raw["model_type"]
@@ -226,13 +223,13 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
 
 
 def ties_head(raw: Raw) -> bool:
-    """Whether the output head is the embedding, which a family's configs may leave unsaid."""
+    """Whether the output head is the embedding, by the config or the family's default."""
     name = raw.get("model_type")
     return bool({**(FAMILIES[name].defaults if name in FAMILIES else {}), **raw}.get("tie_word_embeddings"))
 
 
 def _common(raw: Raw) -> ModelConfig:
-    """What every family reads."""
+    """The part of the config that all families share."""
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     rope = _rope(raw, head_dim)
@@ -254,7 +251,7 @@ def _common(raw: Raw) -> ModelConfig:
 
 
 def _rope(raw: Raw, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`, by layer type or not."""
+    """From either `rope_theta` + `rope_scaling` or transformers 5's `rope_parameters`, by layer type or not."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma3_text":
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
@@ -264,7 +261,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
 
 
 def _context(raw: Raw, rope: RopeConfig) -> int:
-    """`max_position_embeddings`, which these two rules leave at the trained length."""
+    """`max_position_embeddings`, which dynamic and yarn scaling leave at the trained length."""
     length: int = raw.get("max_position_embeddings", 2048)
     if rope.kind not in ("dynamic", "yarn"):
         return length
@@ -273,7 +270,7 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
 
 
 def _check(c: ModelConfig) -> None:
-    """What no single field shows."""
+    """Raise for contradictions between fields."""
     if c.experts and c.experts.used > c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
     if c.activation not in ACTIVATIONS:
@@ -283,9 +280,10 @@ def _check(c: ModelConfig) -> None:
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
-    """Raises `UnsupportedModel` for what would silently be computed otherwise."""
+    """Raise `UnsupportedModel` for keys that the family would silently ignore."""
     strange = [key for key in _PECULIAR if key not in family.reads and not _idle(raw.get(key))]
-    if "partial_rotary_factor" not in family.reads and not _idle(_within_rope(raw, "partial_rotary_factor")):
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if "partial_rotary_factor" not in family.reads and not _idle(scaling.get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
     if "layer_types" not in family.reads and len(set(raw.get("layer_types") or ())) > 1:
         strange.append("layer_types")
@@ -299,19 +297,15 @@ def _refuse_peculiar(raw: Raw, family: Family) -> None:
 
 
 def _idle(value: Any) -> bool:
-    """Whether a peculiar key is switched off: absent, false, a factor of 1, or all layers alike."""
+    """Whether a key is off: absent, false, a factor of 1, or the same for all layers."""
     if isinstance(value, list):
         return all(value)
     return value is None or value is False or (value == 1 and value is not True)
 
 
-def _within_rope(raw: Raw, key: str) -> Any:
-    return (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get(key)
-
-
 def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raises `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config that
-    does not say what the model is. `where`: how error messages name the source."""
+    """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
+    without a model type. `where`: name of the source in error messages."""
     check(where, raw, IDENTITY)
     if "model_type" not in raw:
         raise CorruptModel(f"{where} lacks model_type", CORRECT)
@@ -323,6 +317,5 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
     if any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
-            f"{name} is a recurrent model, whose state cannot drop rejected tokens",
-            "Use an attention-only model",
+            f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
         )

@@ -1,4 +1,4 @@
-"""What a learned drafter is made of: read from any layout by `head_files.py`, run by `drafters/`, made by `train/`.
+"""Configuration of learned drafters: read from any layout by `head_files.py`, run by `drafters/`, made by `train/`.
 
 Tensors travel under one set of names, those of the `speculators` layout:
 
@@ -15,7 +15,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3
-    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: what stands between layer E and the head
+    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
 
 Any projection may have a bias beside its weight.
 """
@@ -36,11 +36,11 @@ from paceline.types import Tap
 class EagleConfig:
     """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858).
 
-    `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is what the file says (2048 in
-    many published ones) and nobody's limit: the target's counts. `taps`: what it listens to, in order; () in a file
-    that leaves it to the target, which `head_fit.fits` then names. `norm_before_residual`: the residual stream of the
-    layer is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
-    concatenation is. `norm_output`: what is fed back to the next step is the normed output, not the raw one.
+    `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is that of the file (2048 in many
+    published ones) and not a limit: the target's counts. `taps`: its input taps, in order; () in a file that leaves
+    them to the target, and `head_fit.fits` then fills them in. `norm_before_residual`: the residual stream of the layer
+    is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
+    concatenation is. `norm_output`: the normed output is fed back to the next step, not the raw one.
     """
 
     layer: ModelConfig
@@ -56,10 +56,10 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Medusa (arXiv 2401.10774): head i guesses the token i + 2 places after the one whose "final" state it sees.
+    """Medusa (arXiv 2401.10774): head i predicts the token i + 2 positions after the one whose "final" state it sees.
 
-    `layers`: residual SiLU blocks per head. `shared`: the heads end in the target's own output head. `draft_vocab`: how
-    many tokens they choose from (`token_map` says which, where it is not the whole vocabulary); 0 means all.
+    `layers`: residual SiLU blocks per head. `shared`: the heads use the target's own output head. `draft_vocab`: number
+    of tokens they choose from (`token_map` lists them, if not the whole vocabulary); 0 means all.
     """
 
     hidden: int
@@ -69,7 +69,7 @@ class MedusaConfig:
     shared: bool = False
     draft_vocab: int = 0
     paths: tuple[tuple[int, ...], ...] = ()
-    """The static tree, each node by the ranks on its path; () leaves it to the drafter."""
+    """The static tree, each node by the ranks on its path; () for the drafter's own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_vocab", self.draft_vocab or self.vocab_size)
@@ -80,11 +80,11 @@ class BlockConfig:
     """DFlash (arXiv 2602.06036): one pass over the pending token and `size` - 1 mask tokens drafts a block.
 
     `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
-    `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none, which is right
-    where all layers see everything. Layers with a window are trained causal, unless the config says otherwise
-    (speculators' `sliding_window_non_causal`, vLLM's `dflash_config.causal` and `is_causal`). `from_anchor`: entry j
-    predicts the token after its own place, the pending token's entry included (speculators' `sample_from_anchor`).
-    `draft_vocab`: how many tokens it chooses from, with an `lm_head` of its own; 0 means all, by the target's head.
+    `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none. Layers with a
+    window are trained causal, unless the config says otherwise (speculators' `sliding_window_non_causal`, vLLM's
+    `dflash_config.causal` and `is_causal`). `from_anchor`: entry j predicts the token after its own position, the
+    pending token's entry included (speculators' `sample_from_anchor`). `draft_vocab`: number of tokens it chooses from,
+    with an `lm_head` of its own; 0 means all, by the target's head.
     """
 
     layer: ModelConfig
@@ -97,13 +97,13 @@ class BlockConfig:
 
     @property
     def depth(self) -> int:
-        """Tokens that one pass drafts."""
+        """Number of tokens that one pass drafts."""
         return self.size if self.from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    """Early exit after `layers` of the target's layers. `rank`: of the residual adapter before the head, 0 for none."""
+    """Early exit after `layers` of the target's layers. `rank`: of the residual adapter before the head; 0: none."""
 
     hidden: int
     layers: int
@@ -114,14 +114,14 @@ HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """What users call it: "eagle3", "eagle" (1 and 2), "medusa", "block" or "exit"."""
+    """Name of the method: "eagle3", "eagle" (1 and 2), "medusa", "block" or "exit"."""
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
     return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
 
 
 def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
-    """What the head listens to; () where EAGLE-3's default was left to the target."""
+    """The head's input taps; () if EAGLE-3's default was left to the target."""
     if isinstance(config, (EagleConfig, BlockConfig)):
         return config.taps
     return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
@@ -129,11 +129,11 @@ def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """A learned drafter on disk. `layout`: whose ("speculators", "reference", "sglang", "vllm", "paceline").
+    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm" or "paceline".
 
-    `target`: the model it was trained for, as its config names it, or None. `target_layers`: how many layers that has,
-    where the file says so. `extra`: what else Paceline keeps in its config (under "paceline"), such as stored
-    acceptance by category and the target's `head_fit.fingerprint`.
+    `target`: the model it was trained for, as its config names it, or None. `target_layers`: its number of layers, if
+    the file says so. `extra`: other data in the config (under "paceline"), such as the measured acceptance by category
+    and the target's `head_fit.fingerprint`.
     """
 
     path: Path

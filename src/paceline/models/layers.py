@@ -1,16 +1,18 @@
-"""The parts of a decoder layer, as plain callables over tensors. `moe.py` holds the mixture of experts."""
+"""Parts of a decoder layer, as plain callables over tensors. `moe.py` has the mixture of experts."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.norm import NativeNorm
-from paceline.kernels.linear import Activation, Linear
+from paceline.kernels.cpu.matrix import NativeNorm
+from paceline.kernels.linear import Linear
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass
 
@@ -36,7 +38,7 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then each side's weight."""
+    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then the weights of each."""
 
     def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
         """`q`, `k` [D]: the weights of all query heads and of all key heads."""
@@ -57,7 +59,7 @@ class Attention:
         self.heads, self.head_dim = heads, head_dim
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
-        """The attended values [B, T, heads * D], before the output product. `rope`: None where the layer does without
+        """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
         positions (SmolLM3)."""
         b, t, _ = x.shape
         qk, v = self.qkv(x).view(b, t, -1, self.head_dim).split(self.split, 2)
@@ -68,17 +70,18 @@ class Attention:
         return attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
 
 
-class Part(Protocol):
-    """What ends one half of a layer: the output product of attention, or a feed-forward network."""
+class Sublayer(Protocol):
+    """The end of one half of a layer: the output product of attention, or a feed-forward network."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + self(x)."""
-        ...
+        return residual + self(x)
 
 
-class Dense:
+class Dense(Sublayer):
     """A gated feed-forward network (Shazeer 2020)."""
 
     def __init__(self, gate_up: Activation, down: Linear) -> None:
@@ -91,40 +94,30 @@ class Dense:
         return self.down.onto(self.gate_up(x), residual)
 
 
-class Sandwiched:
-    """A part whose result is normed before it joins the stream (Gemma 2 and 3)."""
+class PostNormed(Sublayer):
+    """A sublayer whose result is normed before it is added to the stream (Gemma 2 and 3)."""
 
-    def __init__(self, part: Part, norm: RMSNorm) -> None:
-        self.part, self.norm = part, norm
+    def __init__(self, sublayer: Sublayer, norm: RMSNorm) -> None:
+        self.sublayer, self.norm = sublayer, norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(self.part(x))
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
+        return self.norm(self.sublayer(x))
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` takes what `attention` has mixed back to the stream, then `mlp` adds to it.
+    """One pre-norm decoder layer: `out` and then `mlp` add to the stream.
 
-    Without an `attn_norm` attention is always made from something else than the stream.
+    Without an `attn_norm` the input of attention is always given as `entry`.
     """
 
     def __init__(
-        self, attn_norm: RMSNorm | None, attention: Attention, out: Part, mlp_norm: RMSNorm, mlp: Part
+        self, attn_norm: RMSNorm | None, attention: Attention, out: Sublayer, mlp_norm: RMSNorm, mlp: Sublayer
     ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(
-        self,
-        x: Tensor,
-        layer: int,
-        rope: Rope,
-        attention: Pass,
-        entry: Tensor | None = None,
-    ) -> Tensor:
-        """`entry`: what attention is made from, if not the normed stream."""
+    def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
+        """`entry`: the input of attention, if not the normed stream."""
         if entry is None:
             entry = x if self.attn_norm is None else self.attn_norm(x)
         x = self.out.onto(self.attention.mix(entry, layer, rope, attention), x)

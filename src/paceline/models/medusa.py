@@ -1,4 +1,4 @@
-"""Medusa's heads: a few residual blocks each, over one hidden state of the target (arXiv 2401.10774)."""
+"""Medusa heads: a few residual blocks each, over one hidden state of the target (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.kernels.linear import linear
 from paceline.models.heads import MedusaConfig
 from paceline.models.weights import Weights
-from paceline.protocols import Ends, Target
+from paceline.protocols import EmbeddingAndHead, Target
 
 Block = tuple[Tensor, Tensor]
 """One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]."""
@@ -25,9 +25,13 @@ class MedusaHeads:
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Target) -> None:
         """`tensors`: see `models/heads.py`. Raises `CorruptModel` for missing, misshapen or unknown ones
-        and for a target that they do not fit, `UnsupportedModel` for a target without ends."""
-        ends = _borrow(target)
-        like = ends.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
+        and for a target that they do not fit, `UnsupportedModel` for a target without `EmbeddingAndHead`."""
+        if not isinstance(target, EmbeddingAndHead):
+            raise UnsupportedModel(
+                f"{type(target).__name__} gives learned drafters no access to its embedding and head",
+                "Add `embed` and `logits` to it (paceline.protocols.EmbeddingAndHead), or use another drafter",
+            )
+        like = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
         if like.shape[-1] != config.hidden:
             raise CorruptModel(
                 f"Medusa heads for hidden states of {config.hidden} do not fit a target of {like.shape[-1]}",
@@ -37,8 +41,8 @@ class MedusaHeads:
         self._vocab = target.vocab_size
         self._blocks = [_block(config, weights, layer) for layer in range(config.layers)]
         self._ids: Tensor | None = None
-        """The target's token of each column that the heads have; None: column t is token t, for all of them."""
-        self._outs: list[Callable[[Tensor], Tensor]] = [ends.logits]
+        """The target's token of each column of the heads; None: column t is token t, for all of them."""
+        self._outs: list[Callable[[Tensor], Tensor]] = [target.logits]
         """From states to logits: one for all heads, or one for each."""
         if not config.shared:
             self._own(config, tensors, weights)
@@ -46,14 +50,14 @@ class MedusaHeads:
         weights.finish()
 
     def _own(self, config: MedusaConfig, tensors: Mapping[str, Tensor], weights: Weights) -> None:
-        """Read the heads' own products, less the columns that are no tokens of the target."""
+        """Load the heads' own output heads, without columns beyond the target's vocabulary."""
         names = [f"lm_heads.{head}.weight" for head in range(config.heads)]
         # vLLM's `original_lm_head` is one for all.
         names = names if names[-1] in weights else names[:1]
         rows = len(tensors[names[0]]) if names[0] in weights else config.vocab_size
         every = torch.arange(self._vocab)
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
-        # vLLM's files may hold all rows, of which the map then chooses; without a map the last may be padding.
+        # vLLM's files may hold all rows, and the map selects some; without a map the last may be padding.
         chosen = slice(rows) if len(ids) == rows else ids
         found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
         self._outs = [linear(weight).precise for weight in found]
@@ -61,15 +65,15 @@ class MedusaHeads:
             self._ids = ids.to(weights.device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
-        """The states [heads, R, H] that the first `heads` heads make of "final" states x [R, H] of the target."""
+        """States [heads, R, H] of the first `heads` heads, from the target's "final" states x [R, H]."""
         x = x.expand(heads, -1, -1)
         for weight, bias in self._blocks:
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads].mT))
         return x
 
     def logits(self, states: Tensor) -> Tensor:
-        """States [heads, R, H] to float32 (float64 for a float64 target) logits [heads, R, V]; -inf where a token is
-        unknown to the heads."""
+        """Logits [heads, R, V], float32 (float64 for a float64 target), from states [heads, R, H]; -inf for tokens that
+        the heads do not know."""
         if len(self._outs) == 1:
             logits = self._outs[0](states)
         else:
@@ -79,17 +83,8 @@ class MedusaHeads:
         return logits.new_full((*logits.shape[:2], self._vocab), -torch.inf).index_copy_(2, self._ids, logits)
 
 
-def _borrow(target: Target) -> Ends:
-    if isinstance(target, Ends):
-        return target
-    raise UnsupportedModel(
-        f"{type(target).__name__} lends no embedding and no head to a learned drafter",
-        "Give it `embed` and `logits` (paceline.protocols.Ends), or take another drafter",
-    )
-
-
 def _block(config: MedusaConfig, weights: Weights, layer: int) -> Block:
-    """vLLM's blocks may have no biases."""
+    """One layer of all heads. vLLM's blocks may have no biases."""
     names = [f"blocks.{head}.layers.{layer}" for head in range(config.heads)]
     weight = torch.stack([weights.get(name + ".weight", (config.hidden,) * 2) for name in names])
     none = weight.new_zeros(config.hidden)
@@ -98,7 +93,7 @@ def _block(config: MedusaConfig, weights: Weights, layer: int) -> Block:
 
 
 def _map(ids: Tensor, rows: int, vocab: int) -> Tensor:
-    """A token map, checked against the heads' rows and the target's vocabulary."""
+    """Check a token map against the heads' rows and the target's vocabulary."""
     fits = ids.ndim == 1 and len(ids) <= rows and 0 <= int(ids.min()) <= int(ids.max()) < vocab
     if not fits or (len(ids) < rows <= int(ids.max())):
         raise CorruptModel(

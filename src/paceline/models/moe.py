@@ -1,4 +1,4 @@
-"""Mixture of experts: each row goes through the few feed-forward networks that its router chooses."""
+"""Mixture of experts: a router sends each row through a few of many feed-forward networks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.linear import Linear
-from paceline.models.layers import Dense
+from paceline.models.layers import Dense, Sublayer
 from paceline.verify.tree import MIN_ROWS
 
 
-class Mixture:
+class Mixture(Sublayer):
     """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3).
 
-    A row's bits depend on no other row: equal scores go to the expert of lower number, an expert's product has at
-    least `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in
-    float32 (float64 for a float64 model).
+    A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
+    `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
+    (float64 for a float64 model).
     """
 
     def __init__(self, router: Linear, experts: Sequence[Dense], used: int, normalised: bool) -> None:
@@ -30,11 +30,8 @@ class Mixture:
         total = torch.zeros_like(rows, dtype=weights.dtype)
         for number in chosen.unique().tolist():
             here, rank = (chosen == number).nonzero(as_tuple=True)
-            total.index_add_(0, here, _of(self.experts[number], rows[here]) * weights[here, rank, None])
+            total.index_add_(0, here, _padded(self.experts[number], rows[here]) * weights[here, rank, None])
         return total.to(x.dtype).view_as(x)
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self(x)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
@@ -45,7 +42,7 @@ class Mixture:
         return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
 
 
-def _of(expert: Dense, rows: Tensor) -> Tensor:
+def _padded(expert: Dense, rows: Tensor) -> Tensor:
     count = len(rows)
     if count < MIN_ROWS:
         rows = torch.cat([rows, rows[:1].expand(MIN_ROWS - count, -1)])

@@ -1,4 +1,4 @@
-"""Where the tokens of a learned drafter come out."""
+"""Output heads of learned drafters."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel
-from paceline.kernels.linear import Activation, linear
+from paceline.kernels.activations import Activation
+from paceline.kernels.linear import linear
 from paceline.kernels.quantize import Codes
 from paceline.models.weights import Weights
-from paceline.protocols import Host
+from paceline.protocols import TargetWithHead
 from paceline.sampling.sampler import Subset
 
 _HEAD = "lm_head.weight"
 
 
-def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[Subset | None, Activation]:
-    """Which of the target's tokens a head's logits are of (None: all of them, in order), and what makes them of states
-    [..., hidden], in float32 at least: an `lm_head` of its own over `count` tokens, which `d2t` names, or the target's,
-    all of it or the rows of these tokens.
+def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int) -> tuple[Subset | None, Activation]:
+    """The target's tokens that a head scores (None: all, in order), and its map from states [..., hidden] to logits in
+    float32 or wider.
 
-    Raises `CorruptModel` where the tokens are not the target's, or its rows not as wide as the states.
+    The map is the head's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: all of it or the
+    rows of these tokens. Raises `CorruptModel` if the tokens are not the target's, or its rows not as wide as the
+    states.
     """
     weights.skip("t2d")
     if _HEAD not in weights and "d2t" not in weights:
@@ -36,19 +38,19 @@ def output_head(weights: Weights, host: Host, count: int, hidden: int) -> tuple[
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size]
     ids = ids[order]
-    weight = _own(weights, count, hidden, order) if _HEAD in weights else weights.lent(_lent(host, hidden, ids))
+    weight = _own(weights, count, hidden, order) if _HEAD in weights else weights.borrowed(_borrowed(host, hidden, ids))
     return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
 
 
 def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor | Codes:
-    """The head's rows in this order."""
+    """The head's own rows, in this order."""
     weight = weights.head(_HEAD, (count, hidden))
     if len(order) == count and torch.equal(order, torch.arange(count)):
         return weight
     return weight[order.to(weights.device)]
 
 
-def _lent(host: Host, hidden: int, ids: Tensor) -> Tensor:
+def _borrowed(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
     """The target's rows of these tokens."""
     head = host.head()
     if head.shape[1] != hidden:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the rules that stretch it beyond the trained context."""
+"""Rotary position embedding (Su et al. 2021) and the scaling rules for longer contexts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.files.schema import CORRECT, NULL, OBJECT, ROPE, check, check_valu
 from paceline.models.config import RopeConfig
 
 Rope = tuple[Tensor, Tensor] | None
-"""Of a pass: cosines and signed sines (see `Rotary`), or None where positions are not encoded."""
+"""Cosines and signed sines of a pass (see `Rotary`), or None if positions are not encoded."""
 
 _TABLES = 16
-"""Tables of factors kept at a time: a rule that follows the prompt's length makes one for every length."""
+"""Tables of factors kept at a time: a rule that depends on the prompt's length makes one for each length."""
 
 
 class Rotary:
     """Cosines and sines by position; halves are rotated against each other as in Hugging Face models."""
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of the factors. They are computed in float32, as the published models were trained with."""
+        """`dtype`: of the factors. They are computed in float32, as in the training of the published models."""
         self._config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
         self._tables: dict[int, Tensor] = {}
@@ -32,18 +32,18 @@ class Rotary:
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [B, T, 1, R] of `positions` [B, T], none above `highest`, for R rotated dimensions.
 
-        `prompts` [B]: the length of each request's prompt, which rules that depend on the text's length go by.
+        `prompts` [B]: the prompt length of each request, for rules that depend on the length of the text.
         """
         spans = [span_of(self._config, prompt) for prompt in prompts]
         if len(set(spans)) == 1:
-            cos, sin = self._table(spans[0], highest)[:, positions, None]
+            cos, sin = self.table(spans[0], highest)[:, positions, None]
         else:
-            lines = [self._table(span, highest)[:, line] for span, line in zip(spans, positions, strict=True)]
-            cos, sin = torch.stack(lines, 1)[:, :, :, None]
+            slots = [self.table(span, highest)[:, slot] for span, slot in zip(spans, positions, strict=True)]
+            cos, sin = torch.stack(slots, 1)[:, :, :, None]
         return cos, sin
 
-    def _table(self, span: int, highest: int) -> Tensor:
-        """Factors [2, positions, R]."""
+    def table(self, span: int, highest: int) -> Tensor:
+        """Factors [2, positions, R] up to `highest`, scaled for texts of length `span` (see `span_of`)."""
         table = self._tables.get(span, self._empty)
         if highest >= table.shape[1]:
             if span not in self._tables and len(self._tables) == _TABLES:
@@ -60,9 +60,32 @@ class Rotary:
         return (factors * dict(self._config.scaling).get("attention_factor", 1.0)).to(self._empty)
 
 
+class RotarySet:
+    """The rotary embeddings of a model's layers, one `Rotary` for all layers that share a config."""
+
+    def __init__(
+        self, ropes: Sequence[RopeConfig | None], head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`ropes`: by layer. For the rest see `Rotary`."""
+        kinds = list(dict.fromkeys(ropes))
+        self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope in kinds]
+        self.index = [kinds.index(rope) for rope in ropes]
+        """For each layer the index of its factors in what a call returns."""
+
+    def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
+        """Factors of every kind, None for layers without. See `Rotary`."""
+        return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
+
+    def reserve(self, highest: int) -> None:
+        """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
+        for rotary in self._rotaries:
+            if rotary:
+                rotary.table(0, highest)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply `Rotary`'s factors to the first R of [B, T, heads, D]. A roll by R / 2 and signed sines stand for "rotate
-    half"."""
+    """Apply `Rotary`'s factors to the first R of D elements of x [B, T, heads, D]. A roll by R / 2 and signed sines do
+    "rotate half"."""
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
@@ -71,15 +94,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def span_of(config: RopeConfig, prompt: int) -> int:
-    """The text length that positions are scaled for in a request whose prompt has `prompt` tokens; 0: as trained.
+    """Text length that positions are scaled for in a request with a prompt of `prompt` tokens; 0: as trained.
 
-    The rules "dynamic" and "longrope" depend on the length of the text.
-
-    transformers looks at the length so far, so that the keys of a growing text mean one thing before the limit and
-    another after it; vLLM and llama.cpp look at the longest text the server would take, so that short texts pay for
-    long ones. Here the prompt decides, for all of its request: a row never depends on the rows beside it, on what was
-    drafted or on `max_new_tokens`, and every prompt has the logits of transformers. A text that outgrows the limit
-    keeps the factors it began with.
+    The rules "dynamic" and "longrope" depend on the length of the text. transformers takes the length so far, so that
+    keys before and after the limit do not match; vLLM and llama.cpp take the longest possible text, so that short texts
+    suffer. Here the prompt decides for its whole request: a row never depends on other rows, on drafts or on
+    `max_new_tokens`, and every prompt has the logits of transformers. A text that outgrows the limit keeps its factors.
     """
     if config.kind not in ("dynamic", "longrope"):
         return 0
@@ -88,13 +108,13 @@ def span_of(config: RopeConfig, prompt: int) -> int:
 
 
 def by_prompt(ropes: Iterable[RopeConfig | None]) -> Callable[[int], tuple[int, ...]]:
-    """From a prompt's length to all that these choose by it: keys of two prompts mix only where it is the same."""
+    """Function from a prompt's length to the spans of these embeddings. Keys of two prompts mix only if they agree."""
     kinds = tuple(dict.fromkeys(rope for rope in ropes if rope))
     return lambda prompt: tuple(span_of(rope, prompt) for rope in kinds)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
-    """Radians per position of each of the R / 2 planes, float32."""
+    """Radians per position for each of the R / 2 planes, float32."""
     rotated, theta, numbers = int(head_dim * config.share), config.theta, dict(config.scaling)
     if config.kind == "dynamic" and span:  # NTK-aware: the base grows with the text
         stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
@@ -110,7 +130,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Ten
 
 
 def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
-    """Llama 3.1: slow planes are stretched by `factor`, fast ones kept, those between blended."""
+    """Llama 3.1: slow planes are stretched by `factor`, fast ones kept, those in between blended."""
     low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     turns = numbers["original_max_position_embeddings"] * inverse / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -118,11 +138,11 @@ def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
 
 
 def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor:
-    """YaRN (Peng et al. 2023): the same, blended between the planes that turn `beta_fast` and `beta_slow` times."""
+    """YaRN (Peng et al. 2023): as Llama 3.1, blended between the planes that turn `beta_fast` and `beta_slow` times."""
     planes = len(inverse)
 
     def plane(turns: float) -> float:
-        """The plane, counted in fractions, that turns so often over the original context."""
+        """The (fractional) plane that turns this often over the original context."""
         return planes * math.log(numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = plane(numbers["beta_fast"]), plane(numbers["beta_slow"])
@@ -138,10 +158,10 @@ Numbers = dict[str, float]
 
 
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
-    """From `rope_scaling` or transformers 5's `rope_parameters`, which brings its own `rope_theta`.
+    """Read `rope_scaling`, or transformers 5's `rope_parameters` with its own `rope_theta`.
 
-    `raw`: the config around it. Raises `UnsupportedModel` for rules and keys that are not known, `CorruptModel` for
-    values that are out of their range.
+    `raw`: the config around it. Raises `UnsupportedModel` for unknown rules and keys, `CorruptModel` for values out of
+    range.
     """
     check_value("config.json", "rope scaling", scaling, OBJECT | NULL)
     check("rope scaling", scaling or {}, ROPE)
@@ -156,8 +176,8 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
     share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
     rotated = int(head_dim * share)
-    factors, long = (_floats(given.get(key, ())) for key in ("short_factor", "long_factor"))
-    factors = factors or _floats(raw.get("rope_freqs") or ())
+    short = given.get("short_factor") or raw.get("rope_freqs") or ()
+    factors, long = tuple(map(float, short)), tuple(map(float, given.get("long_factor", ())))
     # The base of "dynamic" grows by a power whose exponent is R / (R - 2).
     least = 4 if kind == "dynamic" else 2
     if rotated < least or rotated % 2 or any(len(x) not in (0, rotated // 2) for x in (factors, long)):
@@ -174,26 +194,16 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     )
 
 
-def _floats(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(float, values))
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _original(given: Raw, raw: Raw) -> float:
-    """The context of the training, which Phi-3 writes beside the rule and others within it."""
-    found = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    return float(found or raw["max_position_embeddings"])
+    """The trained context length: Phi-3 has it beside the rule, others in it."""
+    return float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or raw["max_position_embeddings"])
 
 
 def _plain(given: Raw, raw: Raw) -> Numbers:
     return {key: given[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in given}
-
-
-def _resolve_llama3(given: Raw, raw: Raw) -> Numbers:
-    return _plain(given, raw) | {"original_max_position_embeddings": _original(given, raw)}
-
-
-def _resolve_dynamic(given: Raw, raw: Raw) -> Numbers:
-    return _plain(given, raw) | {"original_max_position_embeddings": raw["max_position_embeddings"]}
 
 
 def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
@@ -221,20 +231,21 @@ def _resolve_longrope(given: Raw, raw: Raw) -> Numbers:
     original = _original(given, raw)
     factor = given.get("factor") or raw["max_position_embeddings"] / original
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {
-        "original_max_position_embeddings": original,
-        "attention_factor": given.get("attention_factor", attention),
-    }
+    return {"original_max_position_embeddings": original, "attention_factor": given.get("attention_factor", attention)}
 
 
 _HARMLESS = ("type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
-"""Keys that every rule may carry."""
+"""Keys allowed with every rule."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Raw, Raw], Numbers]]] = {
     "default": ((), (), _plain),
     "linear": (("factor",), (), _plain),
-    "dynamic": (("factor",), (), _resolve_dynamic),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (), _resolve_llama3),
+    "dynamic": (("factor",), (), lambda given, raw: _plain(given, raw) | {_ORIGINAL: raw["max_position_embeddings"]}),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        (),
+        lambda given, raw: _plain(given, raw) | {_ORIGINAL: _original(given, raw)},
+    ),
     "yarn": (
         (),
         ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -242,4 +253,4 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Raw, Raw], Nu
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor"), _resolve_longrope),
 }
-"""Rule -> the keys it needs, those it may have, and the numbers that follow."""
+"""Rule -> its required keys, its optional keys, and a function to its numbers."""

@@ -1,11 +1,10 @@
-"""What runs a model's layers: the CPU kernels, or torch and why."""
+"""The runner of a model's layers: the CPU kernels, or torch and why."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,23 +12,21 @@ from paceline.kernels.cpu.build import built_for, library, obstacle
 from paceline.kernels.cpu.matrix import LANES
 from paceline.kernels.linear import fast_bfloat16
 from paceline.kernels.quantize import Mode
-
-if TYPE_CHECKING:
-    from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig
 
 _CODES = "Quantised weights (int8 or int4) run on the CPU kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """`name`: in words. `remedy`: what would make it faster, if anything does."""
+    """`name`: description of the runner. `remedy`: what would make it faster, if anything."""
 
     name: str
     remedy: str = ""
 
 
 def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, quantize: Mode | None = None) -> Runner:
-    """What runs the layers of such a model here. Compiles the kernels if they are needed and not there yet."""
+    """The runner of such a model's layers on this machine. Compiles the kernels if they are needed and missing."""
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
@@ -53,7 +50,7 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
 
 @cache
 def warn_of(runner: Runner) -> None:
-    """Say once that a model runs slower than it could, and how to change that."""
+    """Log once that a model runs slower than it could, and how to change that."""
     if runner.remedy:
         line = "warning: slow: the layers run on %s. %s"
         logging.getLogger("paceline").warning(line, " ".join(runner.name.split()), runner.remedy)

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a target: its own forward, masks of ours, a cache that takes drafts."""
+"""Any causal language model of transformers as a target: its own forward, our masks, a cache that takes drafts."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from paceline.cache.layout import NONE, ancestors, depths
 from paceline.errors import InvalidOption, UnsupportedModel, is_out_of_memory
 from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
-from paceline.models.transformers_check import verifies
+from paceline.models.transformers_check import verification_error
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-"""What configs call the context length."""
+"""Names of the context length in configs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Kinds of layers. `window`: of those that slide, None if none does. `named`: masks go by the kind's name."""
+    """Kinds of layers. `window`: sliding window, None if no layer has one. `named`: masks are keyed by kind."""
 
     window: int | None
     named: bool
 
 
-_SETTLED: WeakKeyDictionary[PreTrainedModel, dict[Any, bool]] = WeakKeyDictionary()
-"""Models that were tried, in each way they run, and whether they verify trees."""
+_CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, bool]] = WeakKeyDictionary()
+"""Models that were checked, by dtype, device and attention, and whether they verify trees."""
 
 
 class CausalLM:
     """A `PreTrainedModel` with a causal head as a `Target`, in its own dtype and on its own devices.
 
-    `trees`: whether its attention takes the mask of a tree. Models that take none (ALiBi of Bloom and MPT) are run one
-    slot at a time and verify chains. Both are tried at the start, against the model's plain forward.
+    `trees`: whether its attention takes the mask of a tree. Models that take none (ALiBi of Bloom and MPT) run one slot
+    at a time and verify chains. Both are checked at the start, against the model's plain forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Sets the model to `eval()`. Raises `UnsupportedModel` for a model whose cache cannot drop rejected tokens, or
+        """Set the model to `eval()`. Raises `UnsupportedModel` for a model whose cache cannot drop rejected tokens, or
         that otherwise does not verify."""
         refuse(model)
         if model.get_input_embeddings().weight.device.type == "meta":
@@ -69,31 +69,31 @@ class CausalLM:
         self.vocab_size: int = self._config.vocab_size
         self.layers: int = self._config.num_hidden_layers
         key = (self.dtype, self.device, self._config._attn_implementation)
-        known = _SETTLED.setdefault(model, {})
+        known = _CHECKED.setdefault(model, {})
         if key not in known:
-            known[key] = self._settle()
+            known[key] = self._check_trees()
         self.trees = known[key]
-        # Where trees are not possible, the padding of a pass stands behind its chain.
+        # Without trees, the padding rows of a pass come after its chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
-    def _settle(self) -> bool:
-        """Whether it verifies trees; if not, chains. Raises `UnsupportedModel` if not even those."""
+    def _check_trees(self) -> bool:
+        """Whether the model verifies trees. Raises `UnsupportedModel` if it does not even verify chains."""
         self.trees = self._positions and self._kinds is not None
-        if self.trees and verifies(self, self._plain) is None:
+        if self.trees and verification_error(self, True, self._plain) is None:
             return True
         self.trees = False
-        if reason := verifies(self, self._plain):
+        if reason := verification_error(self, False, self._plain):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use it without Paceline"
             )
         return False
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> SlotCache:
         return SlotCache(self.trees)
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        """See `protocols.Target`."""
+    def forward(self, rows: Rows, cache: KVCache[Cache], want: Want) -> Forward:
+        """See `protocols.Target.forward`."""
         if want.layers is not None:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} is run by transformers, which does not stop after {want.layers} layers",
@@ -103,47 +103,43 @@ class CausalLM:
             return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._kinds)})
         return _join([self._pass(one, cache, want, {}) for one in _chains(rows)])
 
-    def _pass(self, rows: Rows, cache: KVCache, want: Want, mask: dict[str, Any]) -> Forward:
+    def _pass(self, rows: Rows, cache: KVCache[Cache], want: Want, inputs: dict[str, Any]) -> Forward:
         if self._positions:
-            mask["position_ids"] = rows.positions
+            inputs["position_ids"] = rows.positions
         if self._keeps and want.logits != "all":
-            mask["logits_to_keep"] = 1
-        past = cache.begin(rows)
-        taps = bool(want.taps)
+            inputs["logits_to_keep"] = 1
         out = self.model(
             input_ids=rows.tokens,
-            past_key_values=past,
+            past_key_values=cache.begin(rows),
             use_cache=True,
             return_dict=True,
-            output_hidden_states=taps,
-            **mask,
+            output_hidden_states=bool(want.taps),
+            **inputs,
         )
-        states: dict[Tap, Tensor] = {}
-        if taps:
-            states = {tap: out.hidden_states[-1 if tap == "final" else tap] for tap in want.taps}
+        states: dict[Tap, Tensor] = {tap: out.hidden_states[-1 if tap == "final" else tap] for tap in want.taps}
         count = {"all": out.logits.shape[1], "last": 1, "none": 0}[want.logits]
         logits = out.logits[:, out.logits.shape[1] - count :]
         return Forward(logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32), states)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `protocols.Ends`."""
+        """See `protocols.EmbeddingAndHead`."""
         states: Tensor = self.model.get_input_embeddings()(tokens)
         return states
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """See `protocols.Ends`. A cap or scale that the model puts on its logits outside its head is left out."""
+        """See `protocols.EmbeddingAndHead`. A cap or scale applied to the logits outside the head is left out."""
         logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def head(self) -> Tensor:
-        """See `protocols.Ends`."""
+        """See `protocols.EmbeddingAndHead`."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
     def _plain(self, tokens: list[int]) -> Tensor:
-        """Logits [T, V] of a whole text in one pass, by nothing but the model."""
+        """Logits [T, V] of a whole text in one pass, by the model alone."""
         ids = torch.tensor([tokens], device=self.device)
         return self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
 
@@ -156,7 +152,7 @@ class CausalLM:
         return {"full_attention": self._mask(visible), "sliding_attention": near} if kinds.named else near
 
     def _mask(self, visible: Tensor) -> Tensor:
-        """Bool for torch's attention; what is added to the scores for the eager one."""
+        """A bool mask for torch's attention; one to add to the scores for the eager one."""
         if self._config._attn_implementation == "sdpa":
             return visible[:, None]
         zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
@@ -164,8 +160,11 @@ class CausalLM:
 
 
 def check_config(path: Path) -> None:
-    """Raises `UnsupportedModel` where transformers has no causal language model for the config in a folder, or only one
-    that speculation cannot run on. No weights are read, and the library's own messages are left out."""
+    """Check the config in a folder without reading weights, and without messages of transformers.
+
+    Raises `UnsupportedModel` if transformers has no causal language model for it, or only one that speculation cannot
+    run on.
+    """
     with _silence():
         with _refusing(path):
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -180,7 +179,7 @@ def check_config(path: Path) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Without messages of transformers."""
+    """Suppress messages of transformers."""
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -200,7 +199,7 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Raises `UnsupportedModel` for whatever transformers raises over a config of the wrong kind."""
+    """Turn anything that transformers raises over a config into `UnsupportedModel`."""
     try:
         yield
     except Exception as error:
@@ -214,47 +213,41 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def refuse(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModel` for models that speculation cannot run on, named for what they are."""
+    """Raise `UnsupportedModel` for models that speculation cannot run on, and say why."""
     name = type(model).__name__
     config = model.config
     refuse_other_kinds({**config.to_dict(), "architectures": [name]})
-    text = config.get_text_config(decoder=True)
+    attention = config.get_text_config(decoder=True)._attn_implementation
+    fix = "Use an attention-only model"
     if model._is_stateful:
-        raise UnsupportedModel(
-            f"{name} keeps a recurrent state, which cannot drop rejected tokens", "Use an attention-only model"
-        )
+        raise UnsupportedModel(f"{name} keeps a recurrent state, which cannot drop rejected tokens", fix)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         named = ", ".join(sorted(kind.__name__ for kind in others))
-        raise UnsupportedModel(
-            f"{name} keeps its past in {named}, which cannot drop rejected tokens", "Use an attention-only model"
-        )
+        raise UnsupportedModel(f"{name} keeps its past in {named}, which cannot drop rejected tokens", fix)
     if any(getattr(part, "is_causal", True) is False for part in model.modules()):
-        raise UnsupportedModel(
-            f"{name} attends in both directions", "Use a causal model (is_decoder=True in its config)"
-        )
-    if text._attn_implementation not in ("sdpa", "eager"):
-        raise UnsupportedModel(
-            f"{name} runs {text._attn_implementation}, which takes no mask of a tree",
-            'Load it with attn_implementation="sdpa"',
-        )
+        fix = "Use a causal model (is_decoder=True in its config)"
+        raise UnsupportedModel(f"{name} attends in both directions", fix)
+    if attention not in ("sdpa", "eager"):
+        fix = 'Load it with attn_implementation="sdpa"'
+        raise UnsupportedModel(f"{name} runs {attention}, which takes no mask of a tree", fix)
 
 
 def _kinds(config: Any) -> _Kinds | None:
-    """None where the model makes masks of its own that a tree's cannot stand in for."""
+    """Kinds of layers; None if the model makes masks of its own that a tree's cannot replace."""
     layers = DynamicCache(config=config).layers
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     settings = config.to_dict()
-    own = any(name.endswith("window_size") for name in settings)  # GPT-Neo counts columns, not positions
+    by_column = any(name.endswith("window_size") for name in settings)  # GPT-Neo counts columns, not positions
     named = set(settings.get("layer_types") or ())
-    if own or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
+    if by_column or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
         return None
     return _Kinds(windows.pop() if windows else None, bool(named))
 
 
 def _context_length(config: Any) -> int:
-    """The config's, and without one no bound. Rotary factors that change with a text's length end it where they would
-    change, since they would change for what the cache already holds."""
+    """The config's context length; without one no bound. Where rotary factors would change with the text's length, it
+    ends before they do, since the keys in the cache have the old ones."""
     settings = config.to_dict()
     limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)
     rope = settings.get("rope_parameters") or {}
@@ -268,45 +261,44 @@ def _context_length(config: Any) -> int:
 
 @lru_cache(maxsize=256)
 def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(ancestors bool [T, T], depths [T]) of the rows of a tree."""
+    """Ancestors, bool [T, T], and depths [T] of the rows of a tree."""
     return ancestors(parents), torch.tensor(depths(parents))
 
 
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
-    """(which columns each row sees, how far back each lies in the text), both [B, T, columns]."""
+    """Which columns each row sees, and how far back in the text each lies, both [B, T, columns]."""
     count = rows.tokens.shape[1]
     visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
-    columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
-    own = torch.empty(len(rows.slots), count, dtype=torch.long)
+    column_positions = torch.arange(rows.end).repeat(len(rows.slots), 1)
+    row_positions = torch.empty(len(rows.slots), count, dtype=torch.long)
     for slot, (length, start, parents) in enumerate(zip(rows.lengths, rows.starts, rows.parents, strict=True)):
         seen, deep = _tree(parents)
         visible[slot, :, :length] = True
         visible[slot, :, length : length + len(parents)] = seen[start:]
-        columns[slot, length : length + len(parents)] = length + deep
-        own[slot] = length + deep[start:]
-    return visible, own[:, :, None] - columns[:, None]
+        column_positions[slot, length : length + len(parents)] = length + deep
+        row_positions[slot] = length + deep[start:]
+    return visible, row_positions[:, :, None] - column_positions[:, None]
 
 
 def _chains(rows: Rows) -> Iterator[Rows]:
-    """One pass per slot. Raises `InvalidOption` for a tree."""
+    """Split a pass into one per slot. Raises `InvalidOption` for a tree."""
     for i, parents in enumerate(rows.parents):
         chain = next((r for r in range(1, len(parents)) if parents[r] == NONE), len(parents))
         if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
             raise InvalidOption("this model verifies and drafts chains, and was given a tree", "Set draft to a length")
+        one = slice(i, i + 1)
         yield replace(
             rows,
-            tokens=rows.tokens[i : i + 1],
-            positions=rows.positions[i : i + 1],
-            slots=rows.slots[i : i + 1],
-            lengths=rows.lengths[i : i + 1],
             parents=(parents,),
-            starts=rows.starts[i : i + 1],
-            counts=rows.counts[i : i + 1],
+            **{
+                name: getattr(rows, name)[one]
+                for name in ("tokens", "positions", "slots", "lengths", "starts", "counts")
+            },
         )
 
 
 def _join(parts: list[Forward]) -> Forward:
-    """The slots of a batch, side by side."""
+    """Join the results of single slots into a batch."""
     if len(parts) == 1:
         return parts[0]
     taps = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in parts[0].taps}

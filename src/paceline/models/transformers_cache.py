@@ -1,9 +1,8 @@
-"""Keys and values for models of transformers: slots over which their own attention runs."""
+"""A KV cache for models of transformers, which run their own attention over it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,17 +11,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from paceline.cache.slots import SlotTable
 from paceline.protocols import Saved
 from paceline.types import DraftBudget, Rows
 
-_FIRST = 128
-"""Positions that a layer first makes room for. It doubles when a text outgrows it."""
+_INITIAL_CAPACITY = 128
+"""Positions of a new layer. It doubles when a text outgrows it."""
 
 
 @dataclass(slots=True)
 class _PassWindow:
-    """Where the present pass writes and reads: slot `slots[b]` from position `starts[b]` on, up to `end`. `places`:
-    slots that exist."""
+    """What the present pass writes and reads: slot `slots[b]` from position `starts[b]` on, up to `end`. `places`: the
+    number of slots that exist."""
 
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class _PassWindow:
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of every slot, `keys` and `values` each [places, kv_heads, capacity, D].
 
-    The model writes through `update` and gets back what the pass may see. Columns past a slot's end may hold anything
+    The model writes through `update`, which returns what the pass may see. Columns past a slot's end may hold anything
     that was once written: the mask hides them.
     """
 
@@ -50,7 +50,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self._seen(self.keys), self._seen(self.values)
 
     def room(self, keys: Tensor, values: Tensor) -> None:
-        """For the slots that exist, up to the window's end. Keys and values: of the sizes that are to come."""
+        """Make room for all slots up to the window's end. `keys`, `values`: [any, kv_heads, any, D], for the sizes."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (keys, values))
@@ -58,13 +58,13 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def get_seq_length(self) -> int:
-        """What models see that place their rows by the cache's length: they are run one slot at a time."""
+        """The length that models without position ids read: they are run one slot at a time."""
         return max(self._window.starts, default=0)
 
     def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
-        room = capacity if capacity >= self._window.end else max(_FIRST, 2 * capacity, self._window.end)
-        # Zeros, because a column that is masked still meets a weight of 0, and 0 times garbage may be NaN.
+        room = capacity if capacity >= self._window.end else max(_INITIAL_CAPACITY, 2 * capacity, self._window.end)
+        # Zeros, because a masked column still meets a weight of 0, and 0 times garbage may be NaN.
         new = old.new_zeros(self._window.places, heads, room, size)
         new[:places, :, :capacity] = old
         return new
@@ -76,8 +76,8 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return all_slots[:, :, :end][list(slots)]
 
 
-class SlotCache:
-    """A `KVCache` whose rows lie by their number: row r of a slot's pass at position `length + r`.
+class SlotCache(SlotTable):
+    """A `KVCache` for models of transformers. Row r of a slot's pass lies at position `length + r`.
 
     Every layer keeps all positions, those with a sliding window too (the mask hides what has left it), so that any
     rejected row is simply overwritten.
@@ -85,50 +85,38 @@ class SlotCache:
 
     def __init__(self, trees: bool) -> None:
         """`trees`: whether the model can verify more than a chain."""
+        super().__init__()
         self._trees = trees
         self._window = _PassWindow()
         self._model_cache = Cache(layer_class_to_replicate=partial(_SlotLayer, self._window))
-        self._lengths: list[int] = []
-        self.prompts: list[int] = []
-        self._free: list[int] = []
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._lengths
 
     @torch.inference_mode()
     def acquire(self, prompt: int = 0) -> int:
-        if not self._free:
-            self._free.append(len(self._lengths))
-            self._lengths.append(0)
-            self.prompts.append(0)
-        slot = self._free.pop()
-        self.prompts[slot] = prompt
-        for layer in self._layers():
-            if slot < layer.keys.shape[0]:
+        slot = super().acquire(prompt)
+        for side in self._sides():
+            if slot < len(side):
                 # A request that failed may have left NaN, which a longer neighbour's pass would read.
-                layer.keys[slot].zero_()
-                layer.values[slot].zero_()
+                side[slot].zero_()
         return slot
 
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
-        new, length = self.acquire(self.prompts[slot]), self._lengths[slot]
-        self._window.places = len(self._lengths)
+        """See `protocols.KVCache.fork`."""
+        new, length = self.acquire(self.prompts[slot]), self.lengths[slot]
+        self._window.places = len(self.lengths)
         for layer in self._layers():
             layer.room(layer.keys, layer.values)
-            for side in (layer.keys, layer.values):
-                side[new, :, :length] = side[slot, :, :length]
-        self._lengths[new] = length
+        for side in self._sides():
+            side[new, :, :length] = side[slot, :, :length]
+        self.lengths[new] = length
         return new
 
     @torch.inference_mode()
     def save(self, slot: int) -> Saved:
-        """See `protocols.KVCache.save`. Every layer keeps all positions, and none turns them by the prompt's length (a
-        context ends where its model would), so that any beginning can be loaded."""
-        length = self._lengths[slot]
-        sides = [side for layer in self._layers() for side in (layer.keys, layer.values)]
-        return Saved(length, tuple(side[slot, :, :length].clone() for side in sides) if length else ())
+        """See `protocols.KVCache.save`. Every layer keeps all positions, and no rotary factors depend on the prompt's
+        length (a context ends where its model's would), so any beginning can be loaded."""
+        length = self.lengths[slot]
+        return Saved(length, tuple(side[slot, :, :length].clone() for side in self._sides()) if length else ())
 
     @torch.inference_mode()
     def load(self, slot: int, saved: Saved, length: int) -> int:
@@ -136,46 +124,40 @@ class SlotCache:
         layers = self._model_cache.layers
         if not saved.holds(length, self.prompts[slot]):
             return 0
-        self._window.places, self._window.end = len(self._lengths), length
+        self._window.places, self._window.end = len(self.lengths), length
         layers += [_SlotLayer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]
         pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
         for layer, (keys, values) in zip(layers, pairs, strict=True):
             layer.room(keys[None], values[None])
             layer.keys[slot, :, :length] = keys[:, :length]
             layer.values[slot, :, :length] = values[:, :length]
-        self._lengths[slot] = length
+        self.lengths[slot] = length
         return length
 
-    def release(self, slot: int) -> None:
-        if slot not in self._free:
-            self._lengths[slot] = 0
-            self._free.append(slot)
-
     def truncate(self, slot: int, length: int) -> None:
-        self._lengths[slot] = length
+        """See `protocols.KVCache.truncate`."""
+        self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it, or a chain where the model's attention takes no tree."""
         return budget if self._trees else DraftBudget.chain(budget.depth)
 
     def begin(self, rows: Rows) -> Cache:
-        """The cache to hand to the model as `past_key_values`."""
+        """Return the cache to hand to the model as `past_key_values`."""
         self._window.slots = rows.slots
         self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
         self._window.end = rows.end
-        self._window.places = len(self._lengths)
+        self._window.places = len(self.lengths)
         return self._model_cache
 
     @torch.inference_mode()
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        length = self._lengths[slot]
-        moves = [(length + row, length + to) for to, row in enumerate(path, 1) if row != to]
-        if moves:
-            source, target = map(list, zip(*moves, strict=True))
-            for layer in self._layers():
-                for side in (layer.keys, layer.values):
-                    side[slot][:, target] = side[slot][:, source]
-        self._lengths[slot] = length + 1 + len(path)
+    def _move(self, slot: int, source: list[int], target: list[int]) -> None:
+        for side in self._sides():
+            side[slot][:, target] = side[slot][:, source]
 
     def _layers(self) -> list[_SlotLayer]:
         return [layer for layer in self._model_cache.layers if layer.is_initialized]
+
+    def _sides(self) -> list[Tensor]:
+        """Keys and values of every layer."""
+        return [side for layer in self._layers() for side in (layer.keys, layer.values)]

@@ -1,82 +1,79 @@
-"""Whether a model verifies drafts as it would write them: tried on a few tokens before anything is promised."""
+"""Check that a model verifies drafts as it would write them, on a few tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from paceline.protocols import TargetWithHead
 from paceline.types import Draft, Want
 from paceline.verify.tree import beside, pack, pack_prefix
 
-if TYPE_CHECKING:
-    from paceline.models.transformers import CausalLM
-
 _FINE, _COARSE = 1e-2, 0.1
-"""Relative error of a row's logits that rounding explains in a model of 32 bits (TF32 products included), and of 16."""
+"""Relative error of a row's logits that rounding explains: in a model of 32 bits (with TF32 products), and of 16."""
 
 _PREFIX, _DEPTH = 23, 4
 
 Plain = Callable[[list[int]], Tensor]
-"""A whole text -> its logits [T, V], by the model alone."""
+"""From a whole text to its logits [T, V], by the model alone."""
 
 
-def verifies(target: CausalLM, plain: Plain) -> str | None:
-    """None, or why the target's passes are not the model's own.
+def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
+    """Why the target's passes are not the model's own; None if they are.
 
-    Two slots of unequal length are fed in chunks, verify a draft together (a tree whose accepted path has a wrong
-    sibling at every level, or a chain), commit it and go on. Every row must have the logits of its path fed plainly, by
-    much less than what a mask that is ignored would change.
+    Two slots of unequal length are fed in chunks, verify a draft together (`trees`: a tree whose accepted path has a
+    wrong sibling at every level; else a chain), commit it and go on. Every row must have the logits of its path fed
+    plainly, up to an error much smaller than what ignoring the mask would cause.
     """
     try:
-        return _verifies(target, plain)
+        return _verification_error(target, trees, plain)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        # Whatever breaks inside a model whose code expects something else.
+        # Anything that breaks inside a model whose code expects something else.
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _verifies(target: CausalLM, plain: Plain) -> str | None:
-    words = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(2 * _PREFIX)]
-    texts = [words[: _PREFIX - 6], words[_PREFIX:]]
-    draft, rows = _draft(target.trees, words)
+def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
+    ids = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(2 * _PREFIX)]
+    texts = [ids[: _PREFIX - 6], ids[_PREFIX:]]
+    draft, path_rows = _draft(trees, ids)
     cache = target.new_cache()
     slots = []
     for text in texts:
         slots.append(cache.acquire())
         for chunk in (text[:9], text[9:-1]):
-            done = cache.lengths[slots[-1]]
-            target.forward(pack_prefix(chunk, slots[-1], done, target.device), cache, Want("none"))
-            cache.commit(slots[-1], range(1, len(chunk)))
+            rows = pack_prefix(chunk, slots[-1], cache.lengths[slots[-1]], target.device)
+            target.forward(rows, cache, Want("none"))
+            cache.commit(rows, [range(1, len(chunk))])
     last, lengths = [text[-1] for text in texts], [len(text) - 1 for text in texts]
-    logits = target.forward(pack(last, [draft] * 2, slots, lengths, target.device), cache, Want()).logits
-    path = [draft.tokens[row - 1] for row in rows]
+    rows = pack(last, [draft] * 2, slots, lengths, target.device)
+    logits = target.forward(rows, cache, Want()).logits
+    cache.commit(rows, [path_rows[:-1]] * 2)
+    path = [draft.tokens[row - 1] for row in path_rows]
+    texts = [text + path for text in texts]
+    rows = pack(path[-1:] * 2, [Draft()] * 2, slots, [len(text) - 1 for text in texts], target.device)
+    after = target.forward(rows, cache, Want()).logits
     allowed = _COARSE if target.dtype.itemsize < 4 else _FINE
-    for text, slot in zip(texts, slots, strict=True):
-        cache.commit(slot, rows[:-1])
-        text += path
-    last, lengths = path[-1:] * 2, [len(text) - 1 for text in texts]
-    after = target.forward(pack(last, [Draft()] * 2, slots, lengths, target.device), cache, Want()).logits
     for i, text in enumerate(texts):
-        right = plain(text)[-len(rows) - 1 :]
-        misled = plain([*text[: -len(rows)], *draft.tokens])[[-len(draft.tokens) - 1 + row for row in (0, *rows)]]
-        if reason := _differ(logits[i, [0, *rows]], right, allowed, misled if target.trees else None):
+        right = plain(text)[-len(path) - 1 :]
+        misled = plain([*text[: -len(path)], *draft.tokens])[[-len(draft.tokens) - 1 + row for row in (0, *path_rows)]]
+        if reason := _differ(logits[i, [0, *path_rows]], right, allowed, misled if trees else None):
             return reason
         if reason := _differ(after[i, :1], right[-1:], allowed, None):
             return f"after a commit, {reason}"
     return None
 
 
-def _draft(trees: bool, words: list[int]) -> tuple[Draft, list[int]]:
-    """A draft and the rows of the path in it."""
-    path = words[3 : 3 + _DEPTH]
+def _draft(trees: bool, ids: list[int]) -> tuple[Draft, list[int]]:
+    """A draft, and the rows of its accepted path."""
+    path = ids[3 : 3 + _DEPTH]
     if not trees:
         return Draft.chain(path), list(range(1, _DEPTH + 1))
-    return beside(path, words[-1])
+    return beside(path, ids[-1])
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor | None) -> str | None:
-    """Why rows of logits [R, V] are not the right ones. `misled`: what they would be if siblings saw each other."""
+    """Why logits [R, V] are not the right ones. `misled`: those of a model where siblings see each other."""
     error = _error(ours, right)
     if not error < allowed:
         return f"its logits differ from its plain forward's by {error:.1g}"
@@ -86,6 +83,6 @@ def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor | None) 
 
 
 def _error(rows: Tensor, right: Tensor) -> float:
-    """Median over rows: a mixture of experts may route one row differently by rounding alone."""
+    """Median relative error over rows: a mixture of experts may route one row differently by rounding alone."""
     rows, right = rows.double(), right.double()
     return float(((rows - right).norm(dim=-1) / right.norm(dim=-1)).median())

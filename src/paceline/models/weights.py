@@ -1,4 +1,4 @@
-"""Tensors out of a checkpoint, as the products they serve."""
+"""Tensors of a checkpoint, and the matrix products made of them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.lazy import Quantised, own_codes
 from paceline.errors import CorruptModel, InvalidOption
-from paceline.kernels.linear import Activation, Linear, gated, linear
+from paceline.kernels.activations import Activation
+from paceline.kernels.linear import Linear, gated, linear
 from paceline.kernels.quantize import Codes, quantize, stack
 
 _HEAD_BITS = 8
-"""An output head has at least so many: it costs one product of many, and decides every token."""
+"""Least bits of an output head: it is one product of many, and decides every token."""
+
+
+class CodedTensors(Mapping[str, Tensor]):
+    """Tensors by name, of which matrices may be stored as codes."""
+
+    bits: int | None = None
+    """Bits of the codes to hold matrices in, for those that are not stored as codes; None: hold them as tensors."""
+
+    def codes(self, name: str) -> Codes | None:
+        """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
+        return None
 
 
 class Weights:
-    """Takes tensors out of a checkpoint one by one, checks their shapes, and knows what was left over.
+    """Tensors of a checkpoint, taken one by one: their shapes are checked, and none may be left over.
 
-    Of `Quantised` tensors, the products are made of codes; what is taken as a tensor stays one.
+    Of `CodedTensors` with `bits`, products are made of codes; what is taken as a tensor stays one.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors, self._dtype, self.device = tensors, dtype, device
-        self._bits = tensors.bits if isinstance(tensors, Quantised) else None
+        self._bits = tensors.bits if isinstance(tensors, CodedTensors) else None
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -34,7 +45,7 @@ class Weights:
         return name in self._tensors
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor in the model's dtype (or the one given), on its device."""
+        """Take one tensor, in the model's dtype (or the one given) and on its device. Raises `CorruptModel`."""
         if name not in self._tensors:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
@@ -50,49 +61,49 @@ class Weights:
         self._left.discard(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes:
-        """What a product is made of: a tensor in the model's dtype, or codes where the weights are quantised."""
+        """Take the matrix of a product: a tensor in the model's dtype, or codes if the weights are quantised."""
         return self._coded(name, shape, self._bits) if self._bits else self.get(name, shape)
 
     def head(self, name: str, shape: tuple[int, int], held: Tensor | None = None) -> Tensor | Codes:
-        """`matrix` of an output head. `held`: the tensor, where it has been read already."""
+        """Take the matrix of an output head. `held`: the tensor, if it has been read already."""
         if self._bits:
             return self._coded(name, shape, _HEAD_BITS)
         return self.get(name, shape) if held is None else held
 
-    def lent(self, rows: Tensor) -> Tensor | Codes:
-        """An output head of rows that another model lends, in the form of these weights."""
+    def borrowed(self, rows: Tensor) -> Tensor | Codes:
+        """An output head of rows of another model, quantised if these weights are."""
         return quantize(rows, _HEAD_BITS) if self._bits else rows
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
-        """The file's own codes, whatever their bits, since codes of codes would lose twice; else the nearest ones."""
-        own = own_codes(self._tensors, name) if name in self._tensors else None
+        """The file's own codes, whatever their bits, since quantising twice would lose twice; else the nearest ones."""
+        own = self._tensors.codes(name) if name in self and isinstance(self._tensors, CodedTensors) else None
         if own is None:
             return quantize(self.get(name, shape, torch.float32), bits)
         self._check(name, own.shape, shape)
         return own.to(self.device)
 
     def linear(self, parts: Mapping[str, int], width: int) -> Linear:
-        """One product for several projections of the same input, biases included where there are any."""
+        """One product for several projections of the same input, with any biases. `parts`: name -> outputs."""
         return linear(*self._stacked(parts, width))
 
     def router(self, name: str, shape: tuple[int, int]) -> Linear:
-        """A product in the model's dtype, whatever the others are held in: it chooses, and is small."""
+        """A product in the model's dtype even if the others are quantised: it is small, and chooses experts."""
         bias = self._bias(name, shape[0]) if name + ".bias" in self else None
         return linear(self.get(name + ".weight", shape), bias)
 
     def gated(self, parts: Sequence[str], shape: tuple[int, int], activation: str) -> Activation:
-        """The first half of a gated MLP: the projections `parts` are gate and up, or one that holds both, to `shape`
-        [out, in] each."""
+        """The first half of a gated MLP. `parts`: gate and up projections, or one that holds both; each of `shape`
+        [out, in]."""
         out, width = shape[0] * 2 // len(parts), shape[1]
         return gated(*self._stacked(dict.fromkeys(parts, out), width), activation)
 
     def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes, Tensor | None]:
-        """The projections one above the other, and their biases if any has one."""
+        """The projections stacked, and their biases if any has one."""
         weight = [self.matrix(name + ".weight", (out, width)) for name, out in parts.items()]
         bias = None
         if any(name + ".bias" in self for name in parts):
             bias = torch.cat([self._bias(name, out) for name, out in parts.items()])
-        return _above(weight), bias
+        return _stack(weight), bias
 
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
@@ -100,11 +111,11 @@ class Weights:
         return torch.zeros(out, dtype=self._dtype, device=self.device)
 
     def skip(self, name: str) -> None:
-        """Leave a tensor unread that the model has no use for."""
+        """Mark a tensor as known but unused."""
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Raises `CorruptModel` where tensors were left over: the model would not be the one in the file."""
+        """Raise `CorruptModel` if tensors are left over: the model would not be the one in the file."""
         if self._left:
             some = ", ".join(sorted(self._left)[:3])
             raise CorruptModel(
@@ -113,8 +124,8 @@ class Weights:
             )
 
 
-def _above(parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
-    """One above the other; a checkpoint's matrices are all tensors, or all codes."""
+def _stack(parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
+    """Stack matrices, which are all tensors or all codes."""
     if codes := [part for part in parts if isinstance(part, Codes)]:
         return stack(codes)
     tensors = [part for part in parts if isinstance(part, Tensor)]

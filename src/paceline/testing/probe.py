@@ -48,7 +48,7 @@ class Probe:
             for i, token in enumerate(tokens):
                 rows = pack([token], [Draft()], [slot], [i], self.target.device)
                 out = self.forward(rows, cache, Want(taps=self.taps))
-                cache.commit(slot, ())
+                cache.commit(rows, [()])
                 taps = {tap: x[0, 0] for tap, x in out.taps.items()}
                 self._plain[tuple(tokens[: i + 1])] = out.logits[0, 0], taps
         return self._plain[tuple(tokens)]
@@ -73,6 +73,7 @@ class Text:
     cache: KVCache
     slot: int
     tokens: list[int] = field(default_factory=list)
+    _rows: Rows = field(init=False, repr=False)
 
     @property
     def length(self) -> int:
@@ -87,13 +88,14 @@ class Text:
             self.tokens.append(token)
 
     def verify(self, draft: Draft, want: Want | None = None) -> Forward:
-        rows = pack([self.tokens[-1]], [draft], [self.slot], [self.length], self.probe.target.device)
-        return self.probe.forward(rows, self.cache, want or Want(taps=self.probe.taps))
+        self._rows = pack([self.tokens[-1]], [draft], [self.slot], [self.length], self.probe.target.device)
+        return self.probe.forward(self._rows, self.cache, want or Want(taps=self.probe.taps))
 
-    def commit(self, draft: Draft, path: Sequence[int]) -> None:
-        """Keep the pending token and the path; its last token stays in the cache, and the text has no pending one."""
-        length = self.length
-        self.cache.commit(self.slot, path)
+    def commit(self, draft: Draft, path: Sequence[int], rows: Rows | None = None) -> None:
+        """Keep the pending token and the path; its last token stays in the cache, and the text has no pending one.
+        `rows`: those of the pass that verified the draft, if it was not `verify`."""
+        length, rows = self.length, rows or self._rows
+        self.cache.commit(rows, [path if slot == self.slot else None for slot in rows.slots])
         assert self.length == length + 1 + len(path), f"commit of {1 + len(path)} rows: {length} became {self.length}"
         self.tokens += [draft.tokens[row - 1] for row in path]
 

@@ -74,7 +74,7 @@ def _chunks(probe: Probe) -> None:
     for first, end in ((0, 7), (7, 8), (8, 10), (10, 19)):
         rows = pack_prefix(tokens[first:end], text.slot, first, probe.target.device)
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
-        probe.cache.commit(text.slot, range(1, end - first))
+        probe.cache.commit(rows, [range(1, end - first)])
         for i in range(end - first):
             states = {tap: x[0, i] for tap, x in out.taps.items()}
             probe.compare("a prefill chunk", tokens[: first + i + 1], out.logits[0, i], states)
@@ -98,7 +98,7 @@ def _ragged(probe: Probe) -> None:
         for line, (text, draft) in enumerate(zip(group, drafts, strict=True)):
             text.expect(f"line {line} of a batch of {len(group)}", draft, out, line)
         for text, draft in zip(group, drafts, strict=True):
-            text.commit(draft, max(paths_of(draft).values()))
+            text.commit(draft, max(paths_of(draft).values()), rows)
             text.tokens.append(5)
 
 
@@ -269,7 +269,7 @@ def _ends(probe: Probe) -> None:
         chunk = tokens[text.length : min(text.length + 16, room - 4)]
         rows = pack_prefix(chunk, text.slot, text.length, probe.target.device)
         probe.forward(rows, probe.cache, Want("none"))
-        probe.cache.commit(text.slot, range(1, len(chunk)))
+        probe.cache.commit(rows, [range(1, len(chunk))])
     text.tokens = tokens[: room - 3]
     text.expect("a draft to the end of the context", text.draft(DraftBudget.chain(3)))
     text.add(*tokens[room - 3 :])

@@ -56,9 +56,11 @@ class ListCache:
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         return budget
 
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        fed = self._fed.pop(slot)
-        self._kept[slot] += [fed[row] for row in (0, *path)]
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        for slot, path in zip(rows.slots, paths, strict=True):
+            if path is not None:
+                fed = self._fed.pop(slot)
+                self._kept[slot] += [fed[row] for row in (0, *path)]
 
     def truncate(self, slot: int, length: int) -> None:
         del self._kept[slot][length:]
@@ -89,13 +91,18 @@ class ListPass:
     def __init__(self, rows: Rows, kept: list[list[Entry]], fed: list[list[Entry]]) -> None:
         self._rows, self._kept, self._fed = rows, kept, fed
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See `protocols.Pass.write`."""
+        for fed, start, keys, values in zip(self._fed, self._rows.starts, k, v, strict=True):
+            for entry, key, value in zip(fed[start:], keys, values, strict=True):
+                entry[layer] = key, value
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
-        slots = range(len(q))
-        for b in slots:
-            for entry, key, value in zip(self._fed[b][self._rows.starts[b] :], k[b], v[b], strict=True):
-                entry[layer] = key, value
-        return torch.stack([torch.stack([self._row(b, t, layer, x) for t, x in enumerate(q[b])]) for b in slots])
+        self.write(layer, k, v)
+        return torch.stack(
+            [torch.stack([self._row(b, t, layer, x) for t, x in enumerate(rows)]) for b, rows in enumerate(q)]
+        )
 
     def _row(self, b: int, t: int, layer: int, q: Tensor) -> Tensor:
         """One row, q [heads, D], looks at all that it sees: [heads * D]."""

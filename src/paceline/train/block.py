@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig
 from paceline.models.rope import Rotary, rotate
-from paceline.protocols import Ends
+from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import MLP, Factors, Norm, factors
 from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher
 from paceline.train.states import DocumentBatch
@@ -106,7 +106,7 @@ class BlockRecipe(Recipe):
 
     module: Network
 
-    def __init__(self, config: BlockConfig, target: Ends, vocabulary: Tensor) -> None:
+    def __init__(self, config: BlockConfig, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
         """`vocabulary` [K]: the ids, ascending, over which distributions are compared."""
         self.taps, self.steps = config.taps, config.depth
         self.module = Network(config)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.models.config import ModelConfig
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.rope import Rotary, rotate
-from paceline.protocols import Ends
+from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import MLP, Factors, Norm, factors
 from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
 from paceline.train.states import DocumentBatch
@@ -136,7 +136,7 @@ class Eagle3(Recipe):
 
     module: Head
 
-    def __init__(self, config: EagleConfig, target: Ends, vocabulary: Tensor, steps: int) -> None:
+    def __init__(self, config: EagleConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int) -> None:
         """`vocabulary` [draft_vocab]: ascending ids of the target."""
         self.taps, self.steps = config.taps, steps
         self.module = Head(config)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.heads import ExitConfig
-from paceline.protocols import Ends
+from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import Norm
 from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
 from paceline.train.states import DocumentBatch
@@ -42,7 +42,9 @@ class EarlyExitRecipe(Recipe):
 
     module: ExitAdapter
 
-    def __init__(self, config: ExitConfig, target: Ends, vocabulary: Tensor, steps: int, eps: float) -> None:
+    def __init__(
+        self, config: ExitConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int, eps: float
+    ) -> None:
         """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `eps`: of the norm."""
         self.taps, self.steps = (config.layers,), steps
         self.module = ExitAdapter(config, eps)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.drafters.shapes import Accuracy, best
 from paceline.models.heads import HeadFile, MedusaConfig
-from paceline.protocols import Ends
+from paceline.protocols import EmbeddingAndHead
 from paceline.train.recipe import Answered, Guesses, GuessTally, Recipe, Teacher, take
 from paceline.train.states import DocumentBatch
 from paceline.types import DraftBudget
@@ -58,7 +58,7 @@ class MedusaRecipe(Recipe):
     taps = ()
     module: Blocks
 
-    def __init__(self, config: MedusaConfig, target: Ends, vocabulary: Tensor) -> None:
+    def __init__(self, config: MedusaConfig, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
         """`vocabulary` [K]: the ids, ascending, over which distributions are compared."""
         self.steps = config.heads
         self.module = Blocks(config)
@@ -94,7 +94,7 @@ def shares(head: HeadFile) -> bool:
     return isinstance(head.config, MedusaConfig) and head.config.shared
 
 
-def with_heads(head: HeadFile, target: Ends) -> HeadFile:
+def with_heads(head: HeadFile, target: EmbeddingAndHead) -> HeadFile:
     """The same Medusa heads for programs that know no shared one: each with a copy of the target's, in bfloat16."""
     assert isinstance(head.config, MedusaConfig)
     copies = {f"lm_heads.{i}.weight": target.head().to(torch.bfloat16) for i in range(head.config.heads)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import InvalidOption
 from paceline.models.heads import HeadConfig, HeadFile
-from paceline.protocols import Ends
+from paceline.protocols import EmbeddingAndHead
 from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
@@ -161,7 +161,7 @@ class Taught:
 class Teacher:
     """The target's head, over the tokens that a drafter knows."""
 
-    def __init__(self, target: Ends, vocabulary: Tensor) -> None:
+    def __init__(self, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
         """`vocabulary` [K]: ascending ids. `kept` float32 [K, H]: their rows of the target's head, on its device."""
         self._target = target
         self.kept = target.head()[vocabulary].float()

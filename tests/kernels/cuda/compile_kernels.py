@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.kernels.cuda import kernels
-from paceline.kernels.cuda.attention import SPLIT
+from paceline.kernels.cuda.table import SPLIT
 
 HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
 POINTERS = dict.fromkeys(("q", "keys", "values", "out", "x", "weight", "bias", "residual"), HALF)

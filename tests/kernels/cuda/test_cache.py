@@ -49,9 +49,8 @@ class Pair:
             q, k, v = (torch.randn(b, t, n, D, generator=self.random, dtype=torch.float64) for n in (HEADS, KV, KV))
             ours, theirs = (one.attend(layer, q, k, v).flatten(0, 1)[each[0].lines] for one in passes)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-        for cache, of_cache in zip(self.caches, slots, strict=True):
-            for slot, path in zip(of_cache, paths, strict=True):
-                cache.commit(slot, list(path))
+        for cache, rows in zip(self.caches, each, strict=True):
+            cache.commit(rows, paths)
 
     @torch.inference_mode()
     def load(self, text: int, length: int) -> int:

@@ -54,8 +54,9 @@ def filled(target: DeviceDecoder, length: int) -> tuple[KVCache, int]:
     slot = cache.acquire()
     for done in range(0, length, 256):
         chunk = PROMPT[done : min(done + 256, length)]
-        target.forward(pack_prefix(chunk, slot, done, CUDA), cache, Want("none"))
-        cache.commit(slot, range(1, len(chunk)))
+        rows = pack_prefix(chunk, slot, done, CUDA)
+        target.forward(rows, cache, Want("none"))
+        cache.commit(rows, [range(1, len(chunk))])
     return cache, slot
 
 
@@ -72,8 +73,9 @@ def test_logits_are_bit_for_bit_those_of_plain_decoding(length: int) -> None:
     cache, slot = filled(plain, length)
     alone = []
     for token in path:
-        alone.append(logits(plain, cache, slot, token, Draft())[0])
-        cache.commit(slot, ())
+        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CUDA)
+        alone.append(plain.forward(rows, cache, Want()).logits[0, 0])
+        cache.commit(rows, [()])
     expected = torch.stack(alone)
     target = exact_target()
     cache, slot = filled(target, length)

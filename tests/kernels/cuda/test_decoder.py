@@ -30,7 +30,7 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made anew as slabs grow, and the reference reads all of a slab."""
-    monkeypatch.setattr(DeviceCache, "first", 64)
+    monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
 
 
 @pytest.mark.parametrize("capture", [None, tape])
@@ -60,8 +60,9 @@ def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelC
     slots = [[cache.acquire() for _ in range(3)] for cache in caches]
     for target, cache, own in zip(targets, caches, slots, strict=True):
         for n, slot in enumerate(own):
-            target.forward(pack_prefix(PROMPT[: 4 + 2 * n], slot, 0, CPU), cache, Want("none"))
-            cache.commit(slot, range(1, 4 + 2 * n))
+            rows = pack_prefix(PROMPT[: 4 + 2 * n], slot, 0, CPU)
+            target.forward(rows, cache, Want("none"))
+            cache.commit(rows, [range(1, 4 + 2 * n)])
     drafts = [Draft.chain((3, 4, 5)), Draft((6, 7, 8), (0, 0, 2)), Draft((1, 2, 3, 4, 5, 6, 7), (0, 1, 1, 0, 4, 5, 5))]
     for turn in range(PATIENCE + 4):
         for group, kinds in (([turn % 3], [turn % 2]), ([0, 1], [0, 1]), ([2, 1], [2, 2]), ([1], [2])):
@@ -71,7 +72,7 @@ def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelC
                 lengths = [cache.lengths[slot] for slot in taken]
                 rows = pack([turn + 1] * len(group), [drafts[i] for i in kinds], taken, lengths, CPU)
                 outs.append(target.forward(rows, cache, Want(taps=(1,))))
-                cache.commit(taken[0], (1,))
+                cache.commit(rows, [(1,), *[None] * (len(taken) - 1)])
             assert torch.equal(outs[0].logits, outs[1].logits)
             assert torch.equal(outs[0].taps[1], outs[1].taps[1])
     assert {size for size, _ in caches[0].graphs} == {(1, 4), (1, 8), (2, 4), (2, 8)}

@@ -36,9 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_it_is_asked_of_the_target_and_held_to_the_self_check(
     asked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.engine.engine.exactness", lambda target: "bits")
+    monkeypatch.setattr("paceline.engine.engine.guarantee", lambda target: "bits")
     assert paceline.load("toy", drafter=None, exact=True).guarantee == "bits"
-    monkeypatch.setattr("paceline.engine.engine.exactness", lambda target: "rounding")
+    monkeypatch.setattr("paceline.engine.engine.guarantee", lambda target: "rounding")
     with pytest.raises(InvalidOption, match=r"last bits in this model on cpu.*bfloat16"):
         paceline.load("toy", drafter=None, exact=True)
     assert paceline.load("toy", drafter=None).guarantee == "rounding"

@@ -14,10 +14,10 @@ import torch
 
 from paceline.cache.attention import LayerAttention
 from paceline.engine.self_check import guarantee
-from paceline.kernels.cuda.attention import SPLIT, reference
+from paceline.kernels.cuda.attention import reference
 from paceline.kernels.cuda.cache import DeviceCache
 from paceline.kernels.cuda.product import FixedTile
-from paceline.kernels.cuda.table import RowTable
+from paceline.kernels.cuda.table import SPLIT, RowTable
 from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.testing import TINY, random_tensors
 from paceline.types import Draft
@@ -148,7 +148,7 @@ def test_a_rows_product_is_the_same_among_any_number_of_rows() -> None:
 def test_the_exact_decoder_passes_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it together: chains, trees and a neighbour give the logits of plain decoding bit for bit."""
     monkeypatch.setattr("paceline.kernels.cuda.cache.attend", kernels.tree_attention)
-    monkeypatch.setattr(DeviceCache, "first", 64)
+    monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
     config = replace(TINY, layers=1)
     target = DeviceDecoder(config, random_tensors(config), HALF, DEVICE, exact=True, capture=None)
     assert guarantee(target) == "bits"

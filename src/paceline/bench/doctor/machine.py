@@ -72,8 +72,9 @@ class PassTimer:
     def feed(self, count: int) -> float:
         """A chunk of a prompt: seconds."""
         tokens = [(7 * i) % min(1000, self._target.vocab_size) for i in range(count)]
-        seconds = self._time(pack_prefix(tokens, self._slot, self.length, self._target.device), "none")
-        self._cache.commit(self._slot, range(1, count))
+        rows = pack_prefix(tokens, self._slot, self.length, self._target.device)
+        seconds = self._time(rows, "none")
+        self._cache.commit(rows, [range(1, count)])
         return seconds
 
     def verify(self, rows: int) -> float:

@@ -1,5 +1,5 @@
-// Attention of a pass's rows over the slab cache (cache.py). A row's sums run over the columns it sees in the order of
-// their positions; columns that it does not see weigh 0, which changes no bit.
+// Attention of a pass's rows over the slab cache (cache/slab.py). A row's sums run over the columns it sees in the order
+// of their positions; columns that it does not see weigh 0, which changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace paceline {
 
-// One slot's rows, `first` of the pass and those after it, and what they see: the committed prefix, then `columns` that
-// this pass and those before it wrote.
+// The rows of one slot, from row `first` of the pass on, and what they see: the committed prefix, then `columns` written
+// by this pass and earlier ones.
 struct Slot {
     int64_t place, length;
     int32_t first, rows, columns;
@@ -21,15 +21,16 @@ struct Slot {
 // One slab [layers, places, kv_heads, capacity, D], and where a pass writes and reads in it.
 struct View {
     bf16 *keys, *values;
-    int64_t layer_stride, capacity, place_lines;  // elements; positions; lines of a place: of all its key heads
+    int64_t layer_stride, capacity, place_rows;  // elements; positions; slab rows of a place, for all its key heads
     int32_t window;                  // 0: none
-    int32_t stores, copies;
-    // Lines of the slab (of its first key head) that get the rows `sources`, and the lines that are copied before that.
-    const int64_t *lines, *sources, *copied, *copy_lines;
+    int32_t store_count, copy_count;
+    // Slab rows (of the first key head): `targets` get the pass's rows `sources`, after `copy_targets` have got
+    // `copy_sources`.
+    const int64_t *targets, *sources, *copy_sources, *copy_targets;
     const Slot* slots;
 
-    // Columns that a slot's row sees at most.
-    int64_t most(const Slot& slot) const {
+    // Upper bound of the columns that a row of the slot sees.
+    int64_t max_columns(const Slot& slot) const {
         return (window ? std::min<int64_t>(slot.length, window + 1) : slot.length) + slot.columns;
     }
 };
@@ -41,11 +42,11 @@ struct Heads {
 };
 
 struct Rotation {
-    const float *cosines, *signed_sines;  // [lines, rotated]; null where positions are not encoded
+    const float *cosines, *signed_sines;  // [rows, rotated]; null where positions are not encoded
     int32_t rotated;
 };
 
-// "Rotate half": the first dimensions of a head turn against each other.
+// "Rotate half": the first `rotated` dimensions of a head, halves against each other.
 inline void rotate(float* head, const Rotation& turn, int64_t line) {
     if (!turn.cosines) return;
     const int n = turn.rotated, middle = n / 2;
@@ -57,13 +58,13 @@ inline void rotate(float* head, const Rotation& turn, int64_t line) {
     }
 }
 
-// What a pass writes of one key head, keys or values: x [rows of all slots, D], `stride` elements to a row.
+// Stores one key head of a pass, keys or values: x [rows of all slots, D], `stride` elements apart.
 inline void write_head(const View& view, bf16* slab, int layer, const Heads& h, int head, const bf16* x, int64_t stride) {
     slab += layer * view.layer_stride + head * view.capacity * h.size;
-    for (int i = 0; i < view.copies; i++)
-        std::memcpy(slab + view.copy_lines[i] * h.size, slab + view.copied[i] * h.size, sizeof(bf16) * h.size);
-    for (int i = 0; i < view.stores; i++)
-        std::memcpy(slab + view.lines[i] * h.size, x + view.sources[i] * stride, sizeof(bf16) * h.size);
+    for (int i = 0; i < view.copy_count; i++)
+        std::memcpy(slab + view.copy_targets[i] * h.size, slab + view.copy_sources[i] * h.size, sizeof(bf16) * h.size);
+    for (int i = 0; i < view.store_count; i++)
+        std::memcpy(slab + view.targets[i] * h.size, x + view.sources[i] * stride, sizeof(bf16) * h.size);
 }
 
 // Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group. Columns are taken 16 at a
@@ -72,11 +73,11 @@ class Attention {
    public:
     static constexpr int TILE = 16;
 
-    // Room for one pass, so that nothing is allocated while threads wait for each other.
+    // Allocates for one pass, so that nothing is allocated while threads wait for each other.
     void reserve(const View& view, const Heads& h, int slots) {
-        int64_t most = 0;
-        for (const Slot* s = view.slots; s < view.slots + slots; s++) most = std::max(most, view.most(*s));
-        const size_t size = (most / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
+        int64_t columns = 0;
+        for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, view.max_columns(*s));
+        const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
         seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size / 2 * TILE);
         if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
     }
@@ -96,18 +97,18 @@ class Attention {
         }
         const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
         score<TILE>(view.keys + base, h);
-        for (int i = 0; i < count; i++) soften(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
+        for (int i = 0; i < count; i++) softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
         mix(view.values + base, h.size);
     }
 
    private:
-    static constexpr int COLUMNS_AHEAD = 32;  // that are fetched before their turn, beyond the last ones too
+    static constexpr int COLUMNS_AHEAD = 32;  // prefetched, beyond the last ones too
 
     int count_ = 0;
     // Columns begin at line `line_` and number `columns_`, in blocks of 16, rows of which lie `width_` apart.
     int64_t line_, capacity_, columns_, blocks_, width_;
-    int64_t masked_;             // the first block of which some row does not see all
-    std::vector<uint8_t> seen_;  // [rows, columns from there on]
+    int64_t masked_;             // the first block that some row does not see all of
+    std::vector<uint8_t> seen_;  // [rows, columns from `masked_` on]
     std::vector<float> scores_;  // [queries, width]
     std::vector<bf16> weights_;  // [queries, width]
     std::vector<bf16> gathered_; // [16, D]
@@ -115,7 +116,7 @@ class Attention {
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
     Floats top_[TILE];
-    float share_[TILE];  // of a weight of 1
+    float scale_[TILE];  // 1 / sum of the weights
 
     void plan(const View& view, const Heads& h, const Slot& slot, int first) {
         const int from = first / h.group(), to = (first + count_ - 1) / h.group() + 1;
@@ -144,18 +145,18 @@ class Attention {
         }
     }
 
-    // The last column stands in for those beyond it.
+    // Index of a column's row in the slab; the last column stands in for those beyond it.
     int64_t line(int64_t column) const {
         const int64_t at = line_ + std::min(column, columns_ - 1);
         return at < capacity_ ? at : at - capacity_;
     }
 
-    // Nearer, but not into the first cache: texts of a batch are too many for what the processor foresees by itself.
-    static void fetch(const bf16* from, int size) {
+    // Prefetches, but not into the first cache: a batch has too many texts for the processor's own prefetcher.
+    static void prefetch(const bf16* from, int size) {
         for (int i = 0; i < size; i += 32) __builtin_prefetch(from + i, 0, 1);
     }
 
-    // The rows of a block one behind the other, as they lie anyway but at the end and where a ring begins anew.
+    // The rows of a block, contiguous: in place, but copied at the end and where a ring wraps.
     const bf16* together(const bf16* rows, int64_t block, int size) {
         const int64_t at = block * LANES, first = line(at);
         if (line(at + LANES - 1) == first + LANES - 1) return rows + first * size;
@@ -171,7 +172,7 @@ class Attention {
         for (int i = 0; i < N; i++) top_[i] = all(-INFINITY);
         for (int64_t block = 0; block < blocks_; block++) {
             const bf16* k = together(keys, block, h.size);
-            fetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
+            prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
             Floats dots[N] = {};
             const int32_t* query = queries_.data();
             for (int d = 0; d < h.size; d += 8) {
@@ -195,8 +196,8 @@ class Attention {
         return __builtin_convertvector(load<Flags>(seen_by_[query] + (block - masked_) * LANES), Ints) != 0;
     }
 
-    // Weights are summed as whole numbers of 2^-23, so that the total does not depend on where gaps lie.
-    void soften(int query, float factor) {
+    // Softmax weights. They are summed as multiples of 2^-23, so that the total does not depend on where gaps lie.
+    void softmax_weights(int query, float factor) {
         constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
         const float top = largest(top_[query]) * factor;
         const float* scores = &scores_[query * width_];
@@ -211,7 +212,7 @@ class Attention {
             }
             total += (int64_t(sum(part >> 16)) << 16) + sum(part & 0xffff);
         }
-        share_[query] = 0x1p23f / float(total);
+        scale_[query] = 0x1p23f / float(total);
     }
 
     void mix(const bf16* values, int size) const {
@@ -243,18 +244,18 @@ class Attention {
         for (int64_t c = 0; c < columns_; c += 2) {
             Ints pairs[N];
             const bf16 *even = values + line(c) * size, *odd = values + line(c + 1) * size;
-            fetch(even + COLUMNS_AHEAD * size, N * LANES), fetch(odd + COLUMNS_AHEAD * size, N * LANES);
+            prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
             interleave<N>(pairs, even, odd);
-            const bool spoilt = c >= open && !finite<N>(pairs);
+            const bool non_finite = c >= open && !finite<N>(pairs);
             for (int i = 0; i < Q; i++) {
                 const int32_t pair = load<int32_t>(weights + i * width_ + c);
-                // A weight of 0 would do, were it not that 0 times what is not finite is NaN.
-                const int32_t kept = spoilt ? (pair & 0xffff ? 0xffff : 0) | (pair >> 16 ? 0xffff0000 : 0) : -1;
-                for (int j = 0; j < N; j++) sums[i][j] = dot2(sums[i][j], spoilt ? pairs[j] & kept : pairs[j], pair);
+                // A weight of 0 is not enough: 0 times a non-finite value is NaN.
+                const int32_t kept = non_finite ? (pair & 0xffff ? 0xffff : 0) | (pair >> 16 ? 0xffff0000 : 0) : -1;
+                for (int j = 0; j < N; j++) sums[i][j] = dot2(sums[i][j], non_finite ? pairs[j] & kept : pairs[j], pair);
             }
         }
         for (int i = 0; i < Q; i++)
-            for (int j = 0; j < N; j++) store(mixed_[from + i] + d + j * LANES, sums[i][j] * share_[from + i]);
+            for (int j = 0; j < N; j++) store(mixed_[from + i] + d + j * LANES, sums[i][j] * scale_[from + i]);
     }
 };
 

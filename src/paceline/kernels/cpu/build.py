@@ -1,4 +1,4 @@
-"""Compiles the C++ of this folder for the machine it runs on, once, into a library on disk."""
+"""Compile the C++ of this folder for this machine, once, into a library on disk."""
 
 from __future__ import annotations
 
@@ -13,32 +13,40 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import InvalidOption
 from paceline.files.wheels import cache_folder
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("simd.h", "team.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h", "layers.cpp")
+_SOURCES = ("simd.h", "barrier.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h", "layers.cpp")
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-# The first that the compiler takes: some for ARM know only -mcpu, and Apple's has no OpenMP, so that one thread runs.
-_TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
+# The first that the compiler accepts: some for ARM know only -mcpu, and Apple's has no OpenMP, so it runs one thread.
+_ALTERNATIVES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
 _COMPILERS = ("g++", "clang++", "c++")
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be had (`obstacle` says why)."""
+    """The compiled kernels; None if they are not available (`obstacle` says why)."""
     return found if isinstance(found := _found(), ctypes.CDLL) else None
 
 
 def obstacle() -> InvalidOption | None:
-    """Why there are no kernels, and what to do about it; None where there are."""
+    """Why the kernels are not available, and what to do about it; None if they are."""
     return found if isinstance(found := _found(), InvalidOption) else None
+
+
+def kernel(name: str, *argtypes: type) -> Any:
+    """The C function `name` of the library, which must be available, for arguments of these ctypes types."""
+    function = getattr(library(), name)
+    function.argtypes = argtypes
+    return function
 
 
 @cache
 def _found() -> ctypes.CDLL | InvalidOption:
-    """Tried once: a compiler that fails takes its time."""
+    """The library, or why there is none. Tried once: a compiler that fails takes its time."""
     if os.environ.get("PACELINE_NATIVE") == "0":
         return InvalidOption("PACELINE_NATIVE is 0")
     try:
@@ -48,7 +56,7 @@ def _found() -> ctypes.CDLL | InvalidOption:
 
 
 def loaded(path: Path) -> ctypes.CDLL:
-    """Raises `InvalidOption` where the file is no library for this machine."""
+    """Load a library. Raises `InvalidOption` if the file is not one for this machine."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -56,7 +64,7 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 
 def compiled() -> Path:
-    """Where the library lies, compiled first if it does not yet. Raises `InvalidOption` where that cannot be done."""
+    """Path of the library, compiled if it is missing. Raises `InvalidOption` if that fails."""
     compiler, place = _compiler(), library_path()
     if place.is_file():
         return place
@@ -80,26 +88,26 @@ def compiled() -> Path:
 
 
 def library_path() -> Path:
-    """Where `compiled` puts the library for this machine."""
+    """Path of the library for this machine, whether it exists or not."""
     return cache_folder() / f"native-{_fingerprint()}.so"
 
 
 def built_for(library: ctypes.CDLL) -> str:
-    """Whose instructions a library uses: "AVX-512 BF16/VNNI", "AVX2", ..."""
-    said = library.paceline_built_for
-    said.restype = ctypes.c_char_p
-    return str(said().decode())
+    """Instruction set that a library was compiled for: "AVX-512 BF16/VNNI", "AVX2", ..."""
+    name = library.paceline_built_for
+    name.restype = ctypes.c_char_p
+    return str(name().decode())
 
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether the library has the processor's own instruction for bfloat16 products: else torch's are faster."""
+    """Whether the library multiplies bfloat16 by an instruction of its own; otherwise torch is faster."""
     found = library()
     return found is not None and "BF16" in built_for(found)
 
 
 def _compiler() -> list[str]:
-    """The compiler that CXX names, with its options, else the first that is installed; empty without one."""
+    """The compiler that CXX names, with its options, else the first that is installed; empty if there is none."""
     try:
         if named := shlex.split(os.environ.get("CXX", "")):
             return named
@@ -111,22 +119,20 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: Sequence[str]) -> None:
-    complaints = []
-    for flags in _TRIES:
-        complaint = _complaint([*command, *flags])
-        if complaint is None:
+    messages = []
+    for flags in _ALTERNATIVES:
+        message = _failure([*command, *flags])
+        if message is None:
             return
-        complaints.append(complaint)
-    said = complaints[0].splitlines()
-    reason = next((line for line in said if "error" in line), said[-1])
+        messages.append(message.splitlines())
+    reason = next((line for line in messages[0] if "error" in line), messages[0][-1])
     raise InvalidOption(
-        f"{command[0]} could not compile the CPU kernels: {reason[:300]}",
-        "Name another compiler in CXX",
+        f"{command[0]} could not compile the CPU kernels: {reason[:300]}", "Name another compiler in CXX"
     )
 
 
-def _complaint(command: Sequence[str]) -> str | None:
-    """What a compiler says when it fails."""
+def _failure(command: Sequence[str]) -> str | None:
+    """The message of a compiler that fails; None if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -135,15 +141,15 @@ def _complaint(command: Sequence[str]) -> str | None:
 
 
 def _fingerprint() -> str:
-    """Of the sources, the compiler and the processor: a home folder may be shared by several machines."""
+    """Hash of sources, compiler and processor: a home folder may be shared by several machines."""
     parts = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    parts += [repr((_FLAGS, _TRIES, _compiler(), platform.machine(), sorted(cpu_flags()))).encode()]
+    parts += [repr((_FLAGS, _ALTERNATIVES, _compiler(), platform.machine(), sorted(cpu_flags()))).encode()]
     return sha256(b"".join(parts)).hexdigest()[:16]
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, in Linux's words; empty where nobody says."""
+    """Features of the processor, as Linux names them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,22 +1,23 @@
-"""Weight matrices as the kernels of `product.h` read them, and their products."""
+"""Weight matrices in the layout of `product.h`, and the products and norms that run on the CPU kernels."""
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_int32, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import OutOfMemory
-from paceline.kernels.cpu.build import library
+from paceline.kernels.activations import ACTIVATIONS
+from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes
 
 LANES = 16
-"""Outputs of a block."""
+"""Outputs per block of weights."""
 
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
-"""What to do when a pass finds no memory."""
+"""Remedy for a pass that does not fit in memory."""
 
 WIDE, EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 16, 8, 9, 4
 
@@ -28,7 +29,7 @@ class CMatrix(Structure):
 
 
 class Matrix:
-    """W [out, in] in blocks of 16 outputs, `in` filled up to whole groups; with a bias or None."""
+    """W [out, in] in blocks of 16 outputs, `in` padded to whole groups; with a bias or None."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
@@ -65,16 +66,16 @@ def _kind(codes: tuple[int, bool] | None) -> int:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    """[blocks, in / 2, 16, 2]: pairs of neighbouring inputs, a lane per output."""
+    """[blocks, in / 2, 16, 2]: pairs of neighbouring inputs, one lane per output."""
     out, width = weight.shape
     filled = F.pad(weight.to(torch.bfloat16), (0, -width % GROUP, 0, -out % LANES))
     return filled.view(-1, LANES, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def _pack_codes(weight: Codes) -> Tensor:
-    """[blocks, groups, bytes]: a group's codes in fours, a lane per output, then 16 scales and perhaps 16 floors.
+    """[blocks, groups, bytes]: a group's codes in fours, a lane per output, then 16 scales and, if any, 16 floors.
 
-    Of 4 bits, codes of the first half of a group are the low ones of a byte.
+    With 4 bits, the low halves of the bytes are the codes of a group's first half.
     """
     spare = -weight.shape[0] % LANES
     fours = F.pad(weight.codes, (0, 0, 0, spare)).unflatten(1, (-1, GROUP // 4, 4)).unflatten(0, (-1, LANES))
@@ -97,12 +98,12 @@ def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool
         fours = torch.cat([fours & 15, fours >> 4], 2)
     codes = fours.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:out]
     numbers = packed[..., count:].contiguous().view(torch.float16).unflatten(2, (-1, LANES)).permute(2, 0, 3, 1)
-    lines = numbers.flatten(1, 2)[:, :out].contiguous()
-    return Codes(codes.contiguous(), lines[0], lines[1] if floor else None, bits, width)
+    numbers = numbers.flatten(1, 2)[:, :out].contiguous()
+    return Codes(codes.contiguous(), numbers[0], numbers[1] if floor else None, bits, width)
 
 
 def check_rows(x: Tensor, width: int) -> None:
-    """Torch would refuse such rows; a kernel would read beyond them."""
+    """Raise `ValueError` for rows that a kernel would read beyond."""
     if x.device.type != "cpu":
         raise ValueError(f"rows on {x.device} where the weights are on the CPU")
     if x.shape[-1] != width:
@@ -110,15 +111,12 @@ def check_rows(x: Tensor, width: int) -> None:
 
 
 class NativeLinear:
-    """See `runner.Linear`, on a CPU: rows in bfloat16, or in any other float dtype where the weights are codes."""
+    """A `kernels.linear.Linear` on the CPU: rows in bfloat16, or in any float dtype where the weights are codes."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
-        lib = library()
-        assert lib is not None
-        self._run = lib.paceline_linear
-        self._run.argtypes = (
-            *(POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32),
+        self._run = kernel(
+            *("paceline_linear", POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p, c_int32),
         )
 
@@ -130,41 +128,61 @@ class NativeLinear:
             return residual + self(x)
         return self._product(x, True, residual.contiguous())
 
-    def precise(self, x: Tensor, lines: Tensor | None = None) -> Tensor:
-        """`lines`, int64: the rows of x [..., in] that count, numbered through; what others give may be anything."""
-        return self._product(x, False, lines=lines)
+    def precise(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The product in float32. `rows`, int64: the rows of x [..., in] to use, numbered through; the result of all
+        others is undefined."""
+        return self._product(x, False, rows=rows)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
-    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, lines: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         """In bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width = self.matrix.shape[1]
         check_rows(x, width)
-        rows = x.numel() // width if lines is None else len(lines)
+        count = x.numel() // width if rows is None else len(rows)
         y = x.new_empty(*x.shape[:-1], self.matrix.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
-        if rows and self._run(
+        if count and self._run(
             *(byref(self.matrix.c), x.data_ptr(), x.dtype == torch.float32, width),
-            *(None if lines is None else lines.data_ptr(), rows),
+            *(None if rows is None else rows.data_ptr(), count),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
-            raise OutOfMemory(f"no memory for a product of {rows} rows", SMALLER)
+            raise OutOfMemory(f"no memory for a product of {count} rows", SMALLER)
         return y
 
 
 class NativeGated:
-    """See `runner.gated`. Gate and up lie in turns, 16 outputs each, so that one kernel has both at hand."""
+    """act(x G^T) * (x U^T). Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> None:
-        """`weight` [2 * out, in]: gate above up. `out` must be whole lanes."""
+        """`weight` [2 * out, in]: gate above up. `out` must be a multiple of `LANES`."""
         self.out, self.activation = weight.shape[0] // 2, activation
         order = torch.arange(2 * self.out).view(2, -1, LANES).transpose(0, 1).flatten()
         self.both = NativeLinear(weight[order], None if bias is None else bias[order])
 
     def __call__(self, x: Tensor) -> Tensor:
-        from paceline.kernels.linear import ACTIVATIONS
+        gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
+        y: Tensor = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
+        return y
 
-        left, right = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
-        y: Tensor = (ACTIVATIONS[self.activation](left) * right).flatten(-2)
+
+class NativeNorm:
+    """A `models.layers.RMSNorm` for bfloat16 on the CPU, for rows that do not pass through a whole layer."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.float().contiguous(), eps
+        self._run = kernel("paceline_norm", c_void_p, c_int32, c_int64, c_void_p, c_float, c_void_p)
+
+    @staticmethod
+    def suits(weight: Tensor) -> bool:
+        """Whether the kernel takes a norm of this weight."""
+        return weight.device.type == "cpu" and weight.shape[-1] % LANES == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y, size = torch.empty_like(x), self._weight.shape[0]
+        check_rows(x, size)
+        if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
+            raise OutOfMemory(f"no memory for a norm of {size} elements", SMALLER)
         return y

@@ -1,4 +1,4 @@
-// Which columns a position's noise may lift to the top: the long loop of `noise.py`, whose hash this is.
+// Columns that a position's noise may lift to the top: the inner loop of `sampling/noise.py`, with the same hash.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 namespace paceline {
 
 // Three rounds of xor, shift and multiply ("triple32", Wellons 2018).
-inline Words mixed(Words x) {
+inline Unsigned triple32(Unsigned x) {
     x = (x ^ x >> 17) * 0xED5AD4BBu;
     x = (x ^ x >> 11) * 0xAC4C1B51u;
     x = (x ^ x >> 15) * 0x31848BABu;
     return x ^ x >> 14;
 }
 
-// The columns of scores [n], ascending, whose noise may lift them over `bound`. `tokens`: the columns' ids, their own
-// numbers where null. Returns how many went to `found`.
+// Finds the columns of scores [n], ascending, whose noise may lift them over `bound`. `tokens`: ids of the columns; null:
+// their numbers. Returns the number written to `found`.
 inline int contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
                       int64_t* found) {
     int count = 0;
@@ -29,10 +29,10 @@ inline int contenders(const float* scores, const int64_t* tokens, int n, uint64_
             for (int i = 0; i < here; i++) s[i] = scores[first + i];
         Ints open = s >= bound - highest;
         if (!any(open)) continue;
-        Words id = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + uint32_t(first);
+        Unsigned id = Unsigned{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + uint32_t(first);
         for (int i = 0; tokens && i < here; i++) id[i] = uint32_t(tokens[first + i]);
-        Words hashed = mixed(mixed(id ^ uint32_t(key)) ^ uint32_t(key >> 32)) ^ 0x80000000u;
-        // 1 - u, less what float32 may have rounded up.
+        Unsigned hashed = triple32(triple32(id ^ uint32_t(key)) ^ uint32_t(key >> 32)) ^ 0x80000000u;
+        // 1 - u, minus the rounding error of float32.
         Floats missing = (1.0f - 0x1p-22f) - __builtin_convertvector(hashed, Floats) * 0x1p-32f;
         Floats reach = s - bound;
         open &= missing <= exponential(reach < 0 ? reach : Floats{}) * 1.00001f;

@@ -6,13 +6,13 @@
 #include <vector>
 
 #include "simd.h"
-#include "team.h"
+#include "barrier.h"
 
 namespace paceline {
 
 constexpr int GROUP = 32;  // elements of a row that share a scale
 constexpr int TILE = 8;    // rows of one pass over a block of weights
-constexpr int AHEAD = 2048;  // bytes that weights are fetched before their turn
+constexpr int AHEAD = 2048;  // bytes that weights are prefetched ahead
 
 // Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
 enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
@@ -30,12 +30,12 @@ constexpr int bytes_of_group(int kind) { return bytes_of_codes(kind) + LANES * 2
 
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
-// What products take on their left: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
+// Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 struct Inputs {
     std::vector<bf16> wide;
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
-    std::vector<int32_t> shift;       // what codes of the weights that stand 128 too high add to a group's sum
+    std::vector<int32_t> shift;       // correction of a group's sum for weight codes, which are 128 too high
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
@@ -46,7 +46,7 @@ struct Inputs {
         shift.resize(scale.size());
     }
 
-    // Elements from..to of a row of `size` (whole vectors of 16), where `from` stands at the beginning of a group.
+    // Sets elements from..to of a row of `size` (whole vectors of 16); `from` is the beginning of a group.
     void set(int row, const Matrix& m, const float* x, int size, int from, int to) {
         size_t first = size_t(row) * m.in;
         for (int k = from; k < to; k += GROUP) {
@@ -61,7 +61,7 @@ struct Inputs {
    private:
     void encode(size_t group, Floats a, Floats b) {
         Floats x = a < 0 ? -a : a, y = b < 0 ? -b : b;
-        // What is not finite makes its whole group so, instead of being rounded to something that is.
+        // A non-finite element makes its whole group non-finite, instead of being rounded to something finite.
         const float broken = sum(a * 0.0f + b * 0.0f);
         // The bound keeps the inverse finite, as in `round_activations`.
         const float top = std::max(largest(x > y ? x : y), 1e-30f);
@@ -89,7 +89,7 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
     const int8_t* codes = &x.codes[size_t(row) * m.in];
     const size_t at = size_t(row) * groups;
     auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
-    Floats sums[ROWS] = {};  // not `out`, which the weights might overlap for all the compiler knows
+    Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
     for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
         for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         Ints dots[ROWS];
@@ -149,7 +149,7 @@ inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int 
     }
 }
 
-// x W^T + b for these blocks of the outputs. `take(row, first output, 16 values)` gets them.
+// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`.
 template <class Take>
 inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Take take) {
     Floats out[TILE];
@@ -163,10 +163,10 @@ inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Tak
     }
 }
 
-// Gate and up lie in turns, block by block: `take` gets both. Returns the outputs that were this thread's, whole groups.
+// Gate and up alternate block by block: `take` gets both. Returns the outputs of this thread, whole groups.
 template <class Take>
-inline Span paired_product(const Team& team, const Matrix& m, const Inputs& x, int rows, Take take) {
-    Span pairs = team.share(blocks_of(m) / 2, 2);
+inline Span paired_product(const Thread& thread, const Matrix& m, const Inputs& x, int rows, Take take) {
+    Span pairs = thread.share(blocks_of(m) / 2, 2);
     Floats gate[TILE], up[TILE];
     for (int pair = pairs.from; pair < pairs.to; pair++) {
         const float* bias = m.bias ? m.bias + 2 * pair * LANES : nullptr;

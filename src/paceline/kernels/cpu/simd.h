@@ -1,5 +1,5 @@
-// Sixteen lanes at a time. GCC's and Clang's vector types turn into whatever the machine has; only the two products
-// that make the difference have instructions of their own.
+// Sixteen lanes at a time. GCC's and Clang's vector types compile to the machine's instructions; only the operations that
+// matter most use intrinsics.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ constexpr int LANES = 16;
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
+using Unsigned = uint32_t __attribute__((vector_size(64)));
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
 using bf16 = uint16_t;
@@ -47,7 +47,7 @@ inline bool any(Ints mask) {
 #endif
 }
 
-// a * b + c, rounded once; twice on processors that have no such instruction, where a function call would stand for it.
+// a * b + c, rounded once; twice on processors without such an instruction, where it would be a function call.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -113,7 +113,7 @@ inline Floats from_half(const half* from) {
 #else
     Floats v;
     for (int i = 0; i < LANES; i++) {
-        // Exponents of 5 bits become ones of 8 by a product, which also gives subnormals their due.
+        // A product turns exponents of 5 bits into 8 bits, for subnormals too.
         uint32_t bits = uint32_t(from[i] & 0x7fff) << 13, sign = uint32_t(from[i] & 0x8000) << 16;
         float y;
         std::memcpy(&y, &bits, 4);

@@ -1,7 +1,7 @@
-"""Decoding on a CUDA device: attention by a length on the device, products of one tile, one CUDA graph per pass.
+"""Decoding on a CUDA device: attention with lengths on the device, products of one tile shape, one CUDA graph per pass.
 
-Nothing here has run on a GPU yet: the kernels were tried in Triton's interpreter, and everything around them on the CPU
-with a tape in the graphs' place (tests/kernels/cuda). So `load` takes it only where it is asked to, by `exact=True`.
+Nothing here has run on a GPU yet: the kernels were tested in Triton's interpreter, everything else on the CPU with a
+tape in place of the graphs (tests/kernels/cuda). So `load` uses it only with `exact=True`.
 """
 
 from __future__ import annotations

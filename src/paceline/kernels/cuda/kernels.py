@@ -1,4 +1,4 @@
-"""Triton kernels. Only imported where there is a GPU (or Triton's interpreter)."""
+"""Triton kernels. Imported only where there is a GPU (or Triton's interpreter)."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention
-from paceline.kernels.cuda.attention import SPLIT
-from paceline.kernels.cuda.table import RowTable
+from paceline.kernels.cuda.table import SPLIT, RowTable
 
 BLOCK = 64
 """Keys per step of a program."""
 
 TILE = 16
-"""Lines of queries, each one head of one row, that share what a program reads: the fewest a tensor core takes."""
+"""Queries (one head of one row each) that share what a program reads: the fewest that a tensor core takes."""
 
 LOW = tl.constexpr(-1.0e30)
-"""Stands for -inf, so that differences of two of them are 0 and not NaN."""
+"""Finite stand-in for -inf: the difference of two of them is 0, not NaN."""
 
 
-def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, how: LayerAttention) -> Tensor:
-    """See `attention.attend`. Flash-decoding (Dao et al. 2023) with fixed shares of `SPLIT` positions.
+def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
+    """See `attention.attend`. Flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
 
-    Shares that end before the first row are the same for all rows, which share what is read. From there on each row
-    reads its own ancestors in the order of their positions, so that its sums are those of plain decoding at the same
-    place: bits depend neither on the draft nor on the tree, nor on how many rows and slots there are.
+    Splits that end before the first row are the same for all rows, which share what is read. After them each row reads
+    its own ancestors in the order of their positions, so that its sums are those of plain decoding: bits depend neither
+    on the draft nor on the number of rows and slots.
     """
     b, t, heads, d = q.shape
     kv, capacity = keys.shape[1], keys.shape[2]
     group = heads // kv
     tile = max(TILE, triton.next_power_of_2(group))
     tiles = triton.cdiv(t * group, tile)
-    seen = min(capacity, how.window + SPLIT) if how.window else capacity
+    seen = min(capacity, spec.window + SPLIT) if spec.window else capacity
     shared, own = triton.cdiv(seen, SPLIT) + 1, triton.cdiv(table.reach - 1, SPLIT) + 1
     parts = q.new_empty(b, t, heads, shared + own, d, dtype=torch.float32)
     peaks, sums = (q.new_empty(parts.shape[:-1], dtype=torch.float32) for _ in range(2))
     out = torch.empty(b, t, heads * d, dtype=q.dtype, device=q.device)
     shape = {"HEADS": heads, "KV": kv, "D": d, "WIDE": max(16, triton.next_power_of_2(d)), "SPLIT": SPLIT}
-    flags = {"CAPPED": how.softcap is not None, "WINDOWED": how.window is not None}
-    where = (table.lengths, table.depths, table.lengths.stride(0), how.window or 0)
+    flags = {"CAPPED": spec.softcap is not None, "WINDOWED": spec.window is not None}
+    where = (table.lengths, table.depths, table.lengths.stride(0), spec.window or 0)
     _share[(tiles * shared + t * own, b * kv)](
         q, *q.stride()[:3], keys, values, table.places, table.paths, *table.paths.stride()[:2], *where,
-        parts, peaks, sums, t, capacity, tiles, shared, shared + own, how.scale, how.softcap or 1.0,
+        parts, peaks, sums, t, capacity, tiles, shared, shared + own, spec.scale, spec.softcap or 1.0,
         **shape, **flags, BLOCK=BLOCK, TILE=tile,
     )  # fmt: skip
     _join[(b * t, heads)](parts, peaks, sums, out, *where, t, shared + own, **shape, WINDOWED=flags["WINDOWED"])
@@ -52,7 +51,7 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, how
 
 @triton.jit
 def _first(length, window, SPLIT: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first share that any row sees."""
+    """The first split that any row sees."""
     if WINDOWED:
         return tl.maximum(0, length - window + 1) // SPLIT
     return length * 0
@@ -62,7 +61,7 @@ _SIZES = ["q_b", "q_t", "q_h", "path_b", "path_t", "info", "window", "rows", "ca
 _TABLES = ["places", "paths", "lengths", "depths"]
 
 
-# What happens to be 1, or a multiple of 16, would be compiled in, and another kernel may give other bits.
+# Arguments that happen to be 1 or a multiple of 16 would be compiled in, and another kernel may give other bits.
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def _share(
     q, q_b, q_t, q_h, keys, values, places, paths, path_b, path_t, lengths, depths, info, window,
@@ -70,7 +69,7 @@ def _share(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One share of some lines: those of a tile of all rows before the first row, those of one row from there on."""
+    """One split of some queries: of a tile of all rows before the first row, of a single row after that."""
     b, kv, which = tl.program_id(1) // KV, tl.program_id(1) % KV, tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV
     length = tl.load(lengths + b * info)
@@ -130,7 +129,7 @@ def _join(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one line, in their order."""
+    """Join the splits of one query, in order."""
     row, head = tl.program_id(0), tl.program_id(1)
     b = row // rows
     length = tl.load(lengths + b * info)
@@ -154,7 +153,7 @@ def _join(
 
 
 ROWS = 64
-"""Rows of one tile of a product: the fewest that a Hopper tensor core takes as a whole. A pass of fewer is padded."""
+"""Rows of one tile of a product: the fewest that a Hopper tensor core takes. Smaller passes are padded."""
 
 
 def fixed_product(
@@ -178,7 +177,7 @@ def fixed_product(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """Columns and depth of a tile, by the weight alone: a program per multiprocessor at least, as far as it goes."""
+    """Columns and depth of a tile, by the weight alone, with at least one program per multiprocessor if possible."""
     return (32, 128) if columns < 8192 else (64, 128) if columns < 32768 else (128, 64)
 
 

@@ -1,4 +1,4 @@
-"""A product whose rows do not depend on each other, for the exact mode."""
+"""A matrix product whose rows do not depend on each other, for the exact mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class FixedTile:
-    """A `runner.Linear` on CUDA: one tile shape for any number of rows (`kernels.fixed_product`)."""
+    """A `kernels.linear.Linear` on CUDA: one tile shape for any number of rows (`kernels.fixed_product`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), bias

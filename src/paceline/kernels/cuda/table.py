@@ -1,4 +1,4 @@
-"""Where the rows of a pass stand, as tensors whose addresses stay while their contents change."""
+"""The rows of a pass as tensors whose addresses stay while their contents change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from paceline.types import Rows
 
 Ints = npt.NDArray[np.int32]
 
+SPLIT = 256
+"""Positions of a partial sum of attention, which one program computes before all are added in order. Splits begin at
+multiples of it, so that they hold the same positions whatever the length, the rows or the slots of a pass."""
+
 
 class RowTable:
     """T rows for each of B slots. Row r of a slot lies in column `length + r` of its place, whatever its depth.
 
     `tokens` int64 [B, T]. All else int32: `lengths`, `places`, `starts` [B]; `depths` [B, T], rows above each; `paths`
-    [B, T, P]: the row that stands at each depth on the way to a row, itself the last (P: more than any depth).
+    [B, T, P]: the row at each depth on the way to a row, itself the last (P: more than any depth).
     """
 
     def __init__(self, slots: int, rows: int, reach: int, device: torch.device) -> None:
@@ -34,28 +38,28 @@ class RowTable:
         self.paths = self._all[:, 3 + rows :].view(slots, rows, reach)
 
     def fill(self, rows: Rows, places: Sequence[int], spare: int = 0) -> None:
-        """The rows of a pass of at most this table's size. Rows beyond them are roots nobody looks at, slots
-        beyond them lie in the place `spare`."""
+        """Write the rows of a pass of at most this table's size. Padding rows are roots; padding slots lie in the place
+        `spare`."""
         b, t = rows.tokens.shape
-        lines = np.zeros(self._all.shape, dtype=np.int32)
-        lines[:, 1] = spare
-        lines[:, 3:] = _standing((), 0, self.rows, self.reach)
+        entries = np.zeros(self._all.shape, dtype=np.int32)
+        entries[:, 1] = spare
+        entries[:, 3:] = _depths_and_paths((), 0, self.rows, self.reach)
         slots = zip(rows.lengths, places, rows.starts, rows.parents, strict=True)
-        for line, (length, place, start, parents) in zip(lines, slots, strict=False):
-            line[:3] = length, place, start
-            line[3:] = _standing(parents[: start + t], start, self.rows, self.reach)
-        self._all.copy_(torch.from_numpy(lines))
+        for entry, (length, place, start, parents) in zip(entries, slots, strict=False):
+            entry[:3] = length, place, start
+            entry[3:] = _depths_and_paths(parents[: start + t], start, self.rows, self.reach)
+        self._all.copy_(torch.from_numpy(entries))
         self.tokens.zero_()
         self.tokens[:b, :t] = rows.tokens
 
     def positions(self) -> Tensor:
-        """What rotary embeddings see, int64 [B, T]."""
+        """Positions for rotary embeddings, int64 [B, T]."""
         return (self.lengths[:, None] + self.depths).long()
 
 
 @lru_cache(maxsize=512)
-def _standing(parents: tuple[int, ...], start: int, count: int, reach: int) -> Ints:
-    """`depths`, then `paths`, of the rows from `start` on, filled up to `count`."""
+def _depths_and_paths(parents: tuple[int, ...], start: int, count: int, reach: int) -> Ints:
+    """`depths`, then `paths`, of the rows from `start` on, padded to `count`."""
     filled = (*parents, *([NONE] * (start + count - len(parents))))
     deep = depths(filled)
     paths = np.zeros((len(filled), reach), dtype=np.int32)

@@ -1,4 +1,4 @@
-// Threads that share a piece of work, and where they wait for each other.
+// A barrier for threads that share a piece of work, and the share of each.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@
 
 namespace paceline {
 
-// OpenMP's own barrier puts a thread to sleep at once where a program has more threads than cores, though most of them
-// sleep (a server's have worked before and wait). To be woken takes longer than a stage of a layer, of which a pass has
-// hundreds, so threads look out for each other here for as long as most stages take, and sleep only then.
+// OpenMP's own barrier puts a thread to sleep at once if a program has more threads than cores, even if most of them are
+// idle (as a server's are). Waking up takes longer than a stage of a layer, of which a pass has hundreds, so threads spin
+// here for as long as most stages take, and sleep only then.
 class Barrier {
    public:
-    // For `count` threads, each time the same ones.
+    // Waits for `count` threads, the same ones each time.
     void wait(int count) {
         const uint32_t now = round_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1) + 1 == count) {
@@ -31,7 +31,7 @@ class Barrier {
             if (sleepers_.load()) wake();
             return;
         }
-        for (int i = 0; i < LOOKS; i++, relax())
+        for (int i = 0; i < SPINS; i++, relax())
             if (round_.load(std::memory_order_acquire) != now) return;
         sleepers_.fetch_add(1);
         while (round_.load() == now) sleep(now);
@@ -39,7 +39,7 @@ class Barrier {
     }
 
    private:
-    static constexpr int LOOKS = 5000;  // some 0.1 ms
+    static constexpr int SPINS = 5000;  // some 0.1 ms
 
     std::atomic<int> arrived_{0}, sleepers_{0};
     std::atomic<uint32_t> round_{0};
@@ -61,19 +61,19 @@ class Barrier {
 #endif
 };
 
-// The part of 0..n that a thread takes, in whole units.
+// A thread's part of 0..n, in whole units.
 struct Span {
     int from, to;
 };
 
 // One of `count` threads that work on the same rows.
-struct Team {
-    int me, count;
+struct Thread {
+    int index, count;
     Barrier* barrier;
 
     Span share(int n, int unit = 1) const {
         int units = (n + unit - 1) / unit;
-        return {std::min(n, units * me / count * unit), std::min(n, units * (me + 1) / count * unit)};
+        return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
     }
 
     void wait() const {
@@ -84,10 +84,10 @@ struct Team {
 // Whether the compiler has parallel regions; Apple's has not.
 #if defined(_OPENMP)
 constexpr bool PARALLEL = true;
-inline Team team_here(Barrier& barrier) { return {omp_get_thread_num(), omp_get_num_threads(), &barrier}; }
+inline Thread this_thread(Barrier& barrier) { return {omp_get_thread_num(), omp_get_num_threads(), &barrier}; }
 #else
 constexpr bool PARALLEL = false;
-inline Team team_here(Barrier& barrier) { return {0, 1, &barrier}; }
+inline Thread this_thread(Barrier& barrier) { return {0, 1, &barrier}; }
 #endif
 
 }  // namespace paceline
