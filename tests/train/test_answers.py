@@ -15,7 +15,7 @@ import pytest
 
 from paceline.errors import InvalidData, InvalidOption
 from paceline.sampling.parameters import Sampling
-from paceline.train.answers import Answer, AnswerPlan, parse_answer, seed_of
+from paceline.train.answers import Answer, AnswerPlan, derive_seed, parse_answer
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
 from paceline.train.writing import write_answers
@@ -43,7 +43,7 @@ def test_every_prompt_is_answered_as_it_would_be_alone(whole: Path) -> None:
     rows = rows_of(whole)
     assert {(row["id"], row["temperature"]) for row in rows} == {(name, t) for name in asked for t in (0.0, 0.8)}
     for row in rows[:4]:
-        how = Sampling(max_new_tokens=8, temperature=row["temperature"], seed=seed_of(0, row["id"]))
+        how = Sampling(max_new_tokens=8, temperature=row["temperature"], seed=derive_seed(0, row["id"]))
         alone = llm.generate(asked[row["id"]], how)
         assert (row["token_ids"], row["answer"]) == (alone.token_ids, alone.text)
         assert row["ended"] == (alone.finish_reason == "eos")

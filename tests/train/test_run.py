@@ -144,19 +144,6 @@ def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(
         train(llm, replace(order, ffn=24, out=tmp_path / "wide", start=order.out))
 
 
-@pytest.mark.parametrize("layout", ["reference", "vllm"])
-def test_medusa_is_written_for_programs_that_share_no_head(layout: str, llm: LLM, order: TrainJob) -> None:
-    plan = replace(order.plan, epochs=0.2)
-    train(llm, replace(order, kind="medusa", plan=plan, layout=layout))
-    head = open_head(order.out, allow_pickle=True)
-    assert head.layout == layout
-    assert isinstance(head.config, MedusaConfig)
-    assert not head.config.shared
-    torch.testing.assert_close(
-        head.tensors["lm_heads.1.weight"].double(), llm.model.target.head(), rtol=1e-2, atol=1e-2
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -59,7 +59,6 @@ def test_quiet_says_nothing(prompts: Path) -> None:
         (["--temperatures", "hot"], "--temperatures 'hot' is no list of numbers"),
         (["--vocabulary", "99"], "a draft vocabulary of 99 tokens is not possible"),
         (["--epochs", "0"], "0 epochs"),
-        (["--layout", "gguf"], "no layout 'gguf'"),
         (["--taps", "early,late"], "--taps 'early,late' are no layers"),
         (["--taps", "1,4"], "this target has no layer 4 to listen to. Give 0 to 3"),
     ],
