@@ -1,8 +1,8 @@
-"""What each field of a model's files may hold: its kind and range, in one table per file.
+"""Type and range of each field of a model's files, in one table per file.
 
-Everything read from JSON or GGUF metadata passes `check` before it is used, so that the code behind it can rely on
-types and sizes. The upper bounds are far above any published model and low enough that nothing sized by them alone
-exhausts time or memory. Fields that no table names are not read, or only compared.
+Everything read from JSON or GGUF metadata passes `check` before it is used, so that later code can rely on types and
+sizes. The upper bounds are far above any published model, and low enough that nothing sized by them alone exhausts time
+or memory. Fields that no table names are not read, or only compared.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""Advice for a wrong config, which may have been edited by hand."""
+"""Fix for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """What a field may hold: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
+    """Kind of value of a field: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
 
     what: str
     holds: Callable[[Any], bool]
@@ -33,25 +33,25 @@ class FieldKind:
 
 
 def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, FieldKind]) -> None:
-    """Raises `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
+    """Raise `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
     for name, kind in fields.items():
         if name in values:
             check_value(where, name, values[name], kind)
 
 
 def check_value(where: str | Path, name: str, value: Any, kind: FieldKind) -> None:
-    """`check` of a single field."""
+    """Check a single field."""
     if not kind.holds(value):
         raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", CORRECT)
 
 
 def shown(value: Any) -> str:
-    """A value as error messages quote it."""
+    """Return a value as error messages quote it."""
     return one_line("null" if value is None else repr(value), 80)
 
 
 def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
-    """A whole number in this range, both ends included."""
+    """Whole number in this range, both ends included."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -60,7 +60,7 @@ def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
 
 
 def number(low: float, high: float) -> FieldKind:
-    """A finite number in this range, both ends included."""
+    """Finite number in this range, both ends included."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -71,7 +71,7 @@ def number(low: float, high: float) -> FieldKind:
 
 
 def listed(kind: FieldKind) -> FieldKind:
-    """A list whose elements are all of this kind."""
+    """List of elements of this kind."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, list) and all(map(kind.holds, value))
@@ -80,7 +80,7 @@ def listed(kind: FieldKind) -> FieldKind:
 
 
 def mapping(kind: FieldKind) -> FieldKind:
-    """An object whose values are all of this kind."""
+    """Object with values of this kind."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, dict) and all(map(kind.holds, value.values()))
@@ -89,7 +89,7 @@ def mapping(kind: FieldKind) -> FieldKind:
 
 
 def record(**fields: FieldKind) -> FieldKind:
-    """An object with these fields, of these kinds."""
+    """Object with these fields, of these kinds."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, dict) and all(
@@ -121,7 +121,7 @@ IDENTITY: Mapping[str, FieldKind] = {
     "tie_word_embeddings": FLAG | NULL,
     "vocab_size": _ROWS | NULL,
 }
-"""config.json of any model, whatever runs it."""
+"""config.json of any model, native or not."""
 
 ROPE: Mapping[str, FieldKind] = {
     "type": TEXT | NULL,
@@ -141,7 +141,7 @@ ROPE: Mapping[str, FieldKind] = {
     "short_factor": listed(_FACTOR) | NULL,
     "long_factor": listed(_FACTOR) | NULL,
 }
-"""`rope_scaling` and `rope_parameters`; the latter may hold one such object per type of layer."""
+"""`rope_scaling` and `rope_parameters`; the latter may hold one such object per layer type."""
 
 DECODER: Mapping[str, FieldKind] = {
     "vocab_size": _ROWS,
@@ -229,7 +229,7 @@ HEAD_IDENTITY: Mapping[str, FieldKind] = {
     "architectures": listed(TEXT) | NULL,
     "speculators_model_type": TEXT | NULL,
 }
-"""config.json of a folder that may be a learned drafter: what tells it from a model."""
+"""config.json of a folder that may be a learned drafter: the fields that tell it from a model."""
 
 HEAD: Mapping[str, FieldKind] = {
     "speculators_config": OBJECT | NULL,
@@ -273,7 +273,7 @@ GGUF: Mapping[str, FieldKind] = {
     **{f"tokenizer.ggml.add_{role}_token": FLAG for role in ("bos", "eos")},
     **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
-"""A GGUF's metadata that is the same for every architecture."""
+"""GGUF metadata that is the same for every architecture."""
 
 _PER_LAYER = listed(ANYTHING)
 GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
@@ -304,4 +304,4 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "rope.scaling.yarn_beta_slow": number(0, 1e9),
     "rope.scaling.yarn_attn_factor": number(0, 1e9),
 }
-"""A GGUF's metadata that stands behind the architecture's name ("llama.block_count")."""
+"""GGUF metadata whose keys begin with the architecture's name ("llama.block_count")."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.lazy import Quantised, own_codes
 from paceline.errors import CorruptModel, InvalidOption
 from paceline.kernels.linear import Activation, Linear, gated, linear
 from paceline.kernels.quantize import Codes, quantize, stack
+from paceline.models.lazy import Quantised, codes_of
 
 _HEAD_BITS = 8
 """An output head has at least so many: it costs one product of many, and decides every token."""
@@ -65,7 +65,7 @@ class Weights:
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
         """The file's own codes, whatever their bits, since codes of codes would lose twice; else the nearest ones."""
-        own = own_codes(self._tensors, name) if name in self._tensors else None
+        own = codes_of(self._tensors, name) if name in self._tensors else None
         if own is None:
             return quantize(self.get(name, shape, torch.float32), bits)
         self._check(name, own.shape, shape)

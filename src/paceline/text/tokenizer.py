@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
-from paceline.files.reading import MIB, library_errors, read_json_if_there, read_text
+from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
 from paceline.files.schema import TOKENIZER, check
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Tokenizer:
         """From tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
         config: dict[str, Any] = {}
         for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
-            found = read_json_if_there(file)
+            found = read_json_if_exists(file)
             check(file, found, TOKENIZER)
             config |= found
         backend = _backend_from_folder(path)
