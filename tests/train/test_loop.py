@@ -166,7 +166,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run._recipe.guess = hungry  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemory, match="not even over one document"):
+    with pytest.raises(OutOfMemory, match="a training step over one document"):
         run.run()
 
 
@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(TrainingFailed, match=r"No space left on device.*Make room"):
+    with pytest.raises(TrainingFailed, match=r"No space left on device.*Free disk space"):
         trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
     assert not list(tmp_path.iterdir())
 

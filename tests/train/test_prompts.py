@@ -235,7 +235,7 @@ def test_a_model_that_never_ends_its_turn_is_given_up(
     monkeypatch.setattr("paceline.train.self_prompts.OPENINGS", ("a",))
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
-    with pytest.raises(UnsupportedModel, match="0 can be used"):
+    with pytest.raises(UnsupportedModel, match="only 0 of the"):
         write_prompts(mute, tmp_path / "own.jsonl", 3, width=8)
 
 
