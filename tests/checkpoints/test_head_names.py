@@ -127,7 +127,7 @@ def test_every_kind_has_its_drafter() -> None:
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(EXIT))
     target = replace(loaded(), target=Oracle([1], 1.0, 64))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match="runs as a Oracle, which lends no embedding"):
+    with pytest.raises(UnsupportedModel, match="runs as a Oracle, which cannot lend its embedding"):
         make_drafter(f"head:{folder}", target, refuse)
 
 

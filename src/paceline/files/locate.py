@@ -134,38 +134,21 @@ def _download_error(name: str, revision: str | None, error: Exception) -> ModelN
         error = errors.OfflineModeIsEnabled(str(error))
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    cases: list[tuple[type[Exception], str, str]] = [
-        (
-            errors.GatedRepoError,
-            f"the hub model {name} is gated",
-            "Accept its terms on huggingface.co, then give token=... or run `hf auth login`",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            f"there is no hub model {name}, or it is private, and no such folder here",
-            "Check the name; a private model needs token=... or `hf auth login`",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            f"the hub model {name} has no revision {revision!r}",
-            "Name a branch, tag or commit of it",
-        ),
-        (errors.HFValidationError, f"{name!r} is not a hub id ({reason})", "Write it as 'owner/name'"),
-        (
-            errors.OfflineModeIsEnabled,
-            f"the hub model {name} is not on this machine and offline mode is on",
-            "Unset HF_HUB_OFFLINE, or download it on a machine with a network and name the folder",
-        ),
-        (
-            errors.HfHubHTTPError,
-            f"the hub refused {name} ({reason})",
-            "Check the token and the name, or try again later",
-        ),
-    ]
-    for kind, cause, fix in cases:
-        if isinstance(error, kind):
-            return ModelNotFound(cause, fix)
-    return ModelNotFound(
-        f"the hub model {name} is not on this machine and cannot be downloaded ({reason})",
-        "Check the network and free disk space, or download it elsewhere and name the folder",
-    )
+    cause = f"the hub model {name} is not on this machine and cannot be downloaded ({reason})"
+    fix = "Check the network and free disk space, or download it elsewhere and name the folder"
+    if isinstance(error, errors.GatedRepoError):
+        cause = f"the hub model {name} is gated"
+        fix = "Accept its terms on huggingface.co, then give token=... or run `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        cause = f"there is no hub model {name}, or it is private, and no such folder here"
+        fix = "Check the name; a private model needs token=... or `hf auth login`"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        cause, fix = f"the hub model {name} has no revision {revision!r}", "Name a branch, tag or commit of it"
+    elif isinstance(error, errors.HFValidationError):
+        cause, fix = f"{name!r} is not a hub id ({reason})", "Write it as 'owner/name'"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        cause = f"the hub model {name} is not on this machine and offline mode is on"
+        fix = "Unset HF_HUB_OFFLINE, or download it on a machine with a network and name the folder"
+    elif isinstance(error, errors.HfHubHTTPError):
+        cause, fix = f"the hub refused {name} ({reason})", "Check the token and the name, or try again later"
+    return ModelNotFound(cause, fix)
