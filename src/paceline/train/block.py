@@ -15,7 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig
 from paceline.models.rope import Rotary
 from paceline.protocols import Ends
-from paceline.train.network import MLP, Attention, Factors, Norm, factors
+from paceline.train.network import MLP, DraftAttention, Factors, Norm, factors
 from paceline.train.recipe import DraftPlaces, GuessTally, Recipe
 from paceline.train.states import DocumentBatch
 from paceline.types import Tap
@@ -27,7 +27,7 @@ def default_taps(layers: int, count: int = 3) -> tuple[Tap, ...]:
     return tuple(dict.fromkeys(min(i + 1, layers - 1) for i in ids))
 
 
-class _BlockAttention(Attention):
+class _BlockAttention(DraftAttention):
     """Attention of blocks over the context before each and over the block itself."""
 
     def forward(self, x: Tensor, rope: Factors, context: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.rope import Rotary
 from paceline.protocols import Ends
-from paceline.train.network import MLP, Attention, Factors, Norm, factors
+from paceline.train.network import MLP, DraftAttention, Factors, Norm, factors
 from paceline.train.recipe import DraftPlaces, GuessTally, Recipe, gather
 from paceline.train.states import DocumentBatch
 from paceline.types import Tap
@@ -27,7 +27,7 @@ def default_taps(layers: int) -> tuple[Tap, ...]:
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 
-class _DraftAttention(Attention):
+class _UnrolledAttention(DraftAttention):
     """Attention of draft rows over the true rows of their document, then over the draft's own rows."""
 
     def forward(
@@ -56,7 +56,7 @@ class _DraftLayer(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
-        self.self_attn = _DraftAttention(c, 2 * c.hidden)
+        self.self_attn = _UnrolledAttention(c, 2 * c.hidden)
         self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
         self.mlp = MLP(c)
 

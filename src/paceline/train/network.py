@@ -33,7 +33,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
+class DraftAttention(nn.Module):
     """Projections of grouped-query attention over rows of `width` numbers; subclasses say which rows see which."""
 
     def __init__(self, c: ModelConfig, width: int) -> None:

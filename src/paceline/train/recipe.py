@@ -1,5 +1,4 @@
-"""What each kind of drafter supplies for its training: a module, and how it drafts on documents. `loop.py` does the
-rest.
+"""Recipes: what each kind of drafter supplies for its training. `loop.py` does the rest.
 
 The loss is the cross-entropy of every guess against the target's distribution over the tokens that the drafter knows;
 later steps of a draft count less, since a draft is accepted up to its first wrong token.
@@ -47,7 +46,7 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlaces:
-    """Where drafts begin in the answers of a batch.
+    """Places in the answers of a batch at which drafts begin.
 
     A draft begins after each pending token: the last prompt token and every answer token but the last. Place p of
     document b has its pending token at `pending[b, p]`, and step s of its draft guesses the token at `pending + 1 + s`.

@@ -40,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What to train, on what, and where to write it.
+    """Settings of a run: what to train, on what, and where to write it.
 
     `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
     its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
