@@ -130,8 +130,7 @@ class Files:
         _write_model(self._model)
         self._adapter = _write_adapter(folder / "adapter")
         configs = {"eagle3": EAGLE3, "medusa": MEDUSA, "paceline": COMPACT, "block": BLOCK, "exit": EXIT}
-        layouts = {"paceline": "paceline", "medusa": "vllm"}
-        self._heads = [write_head(folder / k, head_of(config), layouts.get(k)) for k, config in configs.items()]
+        self._heads = [write_head(folder / name, head_of(config)) for name, config in configs.items()]
         self._families = [{"model_type": name} | SIZES | OLDER[name] for name in OLDER]
         self._families += [_family(name, changes) for name, changes in CASES.values()]
         self._gguf = []

@@ -25,7 +25,7 @@ from tests.vocabularies import byte_level, renumbered, speaker
 WORDS = byte_level()
 SIZE = max(WORDS.vocabulary.values()) + 1
 END = WORDS.vocabulary["</s>"]
-SPACES = [token for token, said in WORDS.surfaces.items() if said.isspace()]
+SPACES = [token for token, said in WORDS.token_bytes.items() if said.isspace()]
 
 PERSON = {
     "type": "object",

@@ -15,10 +15,10 @@ from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.checkpoints.gguf_tensors import unpair
-from paceline.checkpoints.lazy import Quantised
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.kernels.quantize import Codes, Mode
+from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
 
 Q = gguf.GGMLQuantizationType
@@ -220,7 +220,7 @@ def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q4_1, 4), (Q.Q5_0, 8), (Q.Q8_0, 8), (Q.F16, None)])
-def test_a_quantised_file_keeps_its_own_codes(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
+def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
     """Whatever the mode: codes of codes would lose twice."""
     write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
     opened = open_checkpoint(tmp_path / "m.gguf")

@@ -129,7 +129,7 @@ def test_a_separate_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("projector_type", "domino"), ("shift_label", True)])
 def test_variants_of_dflash_in_speculators_are_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
-    folder = write_head(tmp_path / "a", head_of(BLOCK), "speculators")
+    folder = write_head(tmp_path / "a", head_of(REDUCED))
     raw = json.loads((folder / "config.json").read_text()) | {key: value}
     with pytest.raises(UnsupportedModel, match=key):
-        open_head(folder_of(folder, raw, dict(head_of(BLOCK).tensors)))
+        open_head(folder_of(folder, raw, dict(head_of(REDUCED).tensors)))

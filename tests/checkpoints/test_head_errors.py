@@ -20,7 +20,7 @@ from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, HeadMismatch, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.heads import EagleConfig, HeadConfig
 from paceline.testing.tiny import TINY
-from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, LAYER, MEDUSA, folder_of, head_of
+from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, LAYER, LLAMA, MEDUSA, folder_of, head_of
 
 TARGET = replace(LAYER, layers=8)
 
@@ -55,7 +55,7 @@ def swapped(x: Tensor) -> Tensor:
         (lambda t: (t.pop("d2t"), t.pop("t2d")), "lacks d2t"),
         (
             lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].clone()}),
-            r"fc\.weight .* shape \(32, 95\).*\(32, 96\)",
+            r"fc\.weight .* shape \(32, 96\).*\(32, 95\)",
         ),
         (lambda t: t.update({"layers.3.x": torch.ones(1)}), r"holds layers\.3\.x, which its config does not"),
         (lambda t: t["norm.weight"].fill_(torch.nan), r"norm\.weight .* NaN"),
@@ -65,8 +65,8 @@ def swapped(x: Tensor) -> Tensor:
         (lambda t: t["d2t"][1].sub_(3), "names a token twice"),
         (lambda t: t.update(d2t=swapped(t["d2t"])), "does not rise"),
         (lambda t: t["d2t"][0].fill_(0), "name different tokens"),
-        (lambda t: t.update(d2t=t["d2t"].float() + 0.5), "d2t of the head .* maps tokens"),
-        (lambda t: t.update(d2t=t["d2t"][:, None].clone()), r"d2t .* shape \(16, 1\)"),
+        (lambda t: t.update(d2t=t["d2t"].float() + 0.5), "d2t of the head .* must hold integers"),
+        (lambda t: t.update(d2t=t["d2t"][:, None].clone()), r"d2t .* got \(16, 1\)"),
     ],
 )
 def test_tensors_that_contradict_their_config(change: Callable[..., object], said: str, tmp_path: Path) -> None:
@@ -75,11 +75,15 @@ def test_tensors_that_contradict_their_config(change: Callable[..., object], sai
         open_head(folder)
 
 
-@pytest.mark.parametrize(("config", "layout"), [(EAGLE3, "sglang"), (replace(EAGLE3, target_hidden=40), "speculators")])
-def test_rows_are_missed_where_no_target_can_lend_them(config: HeadConfig, layout: str, tmp_path: Path) -> None:
-    folder = changed(write_head(tmp_path / "head", head_of(config), layout), lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(CorruptModel, match=r"lacks lm_head\.weight"):
+def test_rows_are_missed_where_no_target_can_lend_them(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "norm_output": True}
+    config |= {"fc_norm": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    sglang = folder_of(tmp_path / "sglang", config, dict(head_of(EAGLE3).tensors))
+    narrow = write_head(tmp_path / "narrow", head_of(replace(EAGLE3, target_hidden=40)))
+    for folder in (sglang, narrow):
         open_head(folder)
+        with pytest.raises(CorruptModel, match=r"lacks lm_head\.weight"):
+            open_head(changed(folder, lambda t: t.pop("lm_head.weight")))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_rows_are_missed_where_no_target_can_lend_them(config: HeadConfig, layou
 def test_a_block_drafter_of_fewer_tokens_needs_their_rows_and_names(
     change: Callable[..., object], said: str, tmp_path: Path
 ) -> None:
-    folder = changed(write_head(tmp_path / "head", head_of(replace(BLOCK, draft_vocab=16)), "speculators"), change)
+    folder = changed(write_head(tmp_path / "head", head_of(replace(BLOCK, draft_vocab=16))), change)
     with pytest.raises(CorruptModel, match=said):
         open_head(folder)
 
@@ -103,12 +107,12 @@ def test_a_block_drafter_of_fewer_tokens_needs_their_rows_and_names(
 @pytest.mark.parametrize("path", [(), (0, -1), (True,)])
 def test_a_tree_is_of_paths_of_ranks_whoever_gives_it(path: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(
-        CorruptModel, match=rf"has the path {re.escape(str(list(path)))}, and a path is ranks from 0 on"
+        CorruptModel, match=rf"has the path {re.escape(str(list(path)))}; paths must be lists of ranks >= 0"
     ):
-        write_head(tmp_path / "new", head_of(replace(COMPACT, paths=((0,), path))), "paceline")
-    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
+        write_head(tmp_path / "new", head_of(replace(COMPACT, paths=((0,), path))))
+    folder = write_head(tmp_path / "head", head_of(COMPACT))
     own = json.loads((folder / "config.json").read_text())["paceline"]
-    with pytest.raises(CorruptModel, match=r"a path is ranks from 0 on|paths must be"):
+    with pytest.raises(CorruptModel, match=r"paths must be lists of ranks|paths must be"):
         open_head(configured(folder, paceline=own | {"paths": [[0], list(path)]}))
 
 
@@ -118,7 +122,7 @@ def test_each_layer_of_a_block_drafter_is_causal_or_not(tmp_path: Path) -> None:
 
 
 def test_a_map_of_medusa_stays_in_the_vocabulary(tmp_path: Path) -> None:
-    folder = write_head(tmp_path / "head", head_of(replace(COMPACT, draft_vocab=20)), "paceline")
+    folder = write_head(tmp_path / "head", head_of(replace(COMPACT, draft_vocab=20)))
     with pytest.raises(CorruptModel, match=r"token_map .* token 64"):
         open_head(changed(folder, lambda t: t["token_map"][3].fill_(64)))
 
@@ -197,7 +201,7 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tensors", "said"),
-    [({}, "lacks blocks.0.layers.0.weight"), ({"0.x.weight": torch.ones(1)}, r"holds 0\.x\.weight")],
+    [({}, "lacks blocks.0.layers.0.weight"), ({"0.x.weight": torch.ones(1)}, r"holds the unknown tensor 0\.x\.weight")],
 )
 def test_a_medusa_head_without_its_blocks(tensors: dict[str, Tensor], said: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", {"medusa_num_heads": 2}, tensors, "medusa_lm_head.safetensors")
@@ -206,15 +210,15 @@ def test_a_medusa_head_without_its_blocks(tensors: dict[str, Tensor], said: str,
 
 
 def test_a_medusa_head_that_skips_one(tmp_path: Path) -> None:
-    folder = write_head(tmp_path / "head", head_of(MEDUSA), "vllm")
+    folder = write_head(tmp_path / "head", head_of(MEDUSA))
     with pytest.raises(CorruptModel, match=r"lacks blocks\.1\.layers\.0\.weight"):
         open_head(changed(folder, lambda t: t.pop("blocks.1.layers.0.weight")))
 
 
 @pytest.mark.parametrize("paths", [[[0], []], [[0, -1]], [[True]], ["0"], [0], 7])
 def test_a_medusa_tree_of_no_places(paths: object, tmp_path: Path) -> None:
-    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
-    with pytest.raises(CorruptModel, match=r"a path is ranks from 0 on|paths must be"):
+    folder = write_head(tmp_path / "head", head_of(COMPACT))
+    with pytest.raises(CorruptModel, match=r"paths must be lists of ranks|paths must be"):
         open_head(configured(folder, paceline={"paths": paths}))
 
 

@@ -75,7 +75,7 @@ def made(spec: str, target: Loaded) -> Fake:
 def test_a_name_with_a_folder_makes_its_drafter(name: str, config: HeadConfig, tmp_path: Path) -> None:
     folder = tmp_path / "a+model:b@c"
     folder.parent.mkdir(exist_ok=True)
-    write_head(folder, head_of(config), "paceline" if config == COMPACT else None)
+    write_head(folder, head_of(config))
     target = loaded()
     for spec in (f"{name}:{folder}", f"head:{folder}"):
         got, tensors, given = made(spec, target).made
@@ -127,7 +127,7 @@ def test_every_kind_has_its_drafter() -> None:
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(EXIT))
     target = replace(loaded(), target=Oracle([1], 1.0, 64))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match="runs as a Oracle, which lends no embedding"):
+    with pytest.raises(UnsupportedModel, match="runs as a Oracle, which cannot lend its embedding"):
         make_drafter(f"head:{folder}", target, refuse)
 
 
@@ -152,7 +152,7 @@ def test_a_bare_name_is_the_head_that_comes_with_paceline(tmp_path: Path, monkey
     heads: dict[str, HeadConfig] = {"a": EAGLE3, "b": COMPACT, "c": EXIT}
     for name, config in heads.items():
         head = replace(head_of(config), extra={"fingerprint": fingerprint(target)})
-        write_head(tmp_path / name, head, "paceline" if config == COMPACT else None)
+        write_head(tmp_path / name, head)
     assert shipped("eagle3", target) == tmp_path / "a"
     assert shipped("block", target) is None
     assert [made(name, target).made[0] for name in ("eagle3", "medusa", "early-exit")] == [EAGLE3, COMPACT, EXIT]
@@ -204,7 +204,7 @@ def test_info_tells_what_a_head_expects(tmp_path: Path) -> None:
     ],
 )
 def test_info_of_every_kind(config: HeadConfig, words: list[str], tmp_path: Path) -> None:
-    write_head(tmp_path / "head", head_of(config), "paceline" if config == COMPACT else None)
+    write_head(tmp_path / "head", head_of(config))
     table = info(str(tmp_path / "head")).stdout
     assert all(word in table for word in words), table
 

@@ -314,7 +314,7 @@ def test_a_heads_config_of_the_wrong_kind(tmp_path: Path, keys: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["medusa_heads.9999999999.layers.0.weight", "medusa_heads.0.layers.9999999999.weight"])
 def test_a_medusa_head_that_numbers_its_blocks_wildly(tmp_path: Path, name: str) -> None:
-    folder = write_head(tmp_path / "head", head_of(COMPACT), "paceline")
+    folder = write_head(tmp_path / "head", head_of(COMPACT))
     save_file({name.replace("medusa_heads", "blocks"): torch.ones(32, 32)}, folder / "model.safetensors")
     assert "lacks blocks" in refused(lambda: open_head(folder)).cause
 

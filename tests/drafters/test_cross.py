@@ -205,7 +205,7 @@ def test_tokens_beyond_the_models_rows_are_not_drafted() -> None:
 
 def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
     ours = model("byte-level")
-    prompt = [next(token for token, said in ours.tokenizer.surfaces.items() if said == b"\xe4")]
+    prompt = [next(token for token, said in ours.tokenizer.token_bytes.items() if said == b"\xe4")]
     for make in WAYS.values():
         drafter = make(VocabMap(ours, model("letters", 1)))
         drafter.admit(0, prompt)

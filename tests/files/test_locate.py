@@ -222,8 +222,8 @@ def hub_error(kind: type[Exception]) -> Exception:
         (hub_errors.RepositoryNotFoundError, "no hub model owner/name"),
         (hub_errors.RevisionNotFoundError, "no revision 'v9'"),
         (hub_errors.OfflineModeIsEnabled, "offline mode.*HF_HUB_OFFLINE"),
-        (hub_errors.LocalEntryNotFoundError, "cannot be fetched.*network"),
-        (ConnectionError, "cannot be fetched.*network"),
+        (hub_errors.LocalEntryNotFoundError, "cannot be downloaded.*network"),
+        (ConnectionError, "cannot be downloaded.*network"),
     ],
 )
 def test_hub_errors(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], message: str) -> None:

@@ -94,7 +94,7 @@ def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> Non
     assert stats.acceptance > 0.9
 
 
-def test_its_own_codes_write_one_text_and_predict_nearly_as_well(demo: Loaded) -> None:
+def test_its_codes_of_write_one_text_and_predict_nearly_as_well(demo: Loaded) -> None:
     coded = load_model("demo", quantize="int8")
     short = replace(GREEDY, max_new_tokens=10)
     plain_text = LLM(coded).generate(PROMPTS[0], short).token_ids

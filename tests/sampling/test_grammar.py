@@ -54,20 +54,21 @@ def test_rows_allow_what_can_still_become_one_of_the_texts(kind: str) -> None:
     for _ in range(60):
         path: list[int] = []
         while end not in path:
-            said = b"".join(words.surfaces[token] for token in path)
+            said = b"".join(words.token_bytes[token] for token in path)
             left = [text for text in texts if text.startswith(said)]
-            could = {t for t, more in words.surfaces.items() if more and any(x.startswith(said + more) for x in left)}
+            rest = words.token_bytes.items()
+            could = {t for t, more in rest if more and any(x.startswith(said + more) for x in left)}
             may = allowed(rows, [], path, size)
             assert may
             assert may - {end} <= could
             assert (end in may) == (said in texts)
             assert len(left) == 1 or may - {end} == could or len(may) == 1
             path.append(told.choice(sorted(may)))
-        assert b"".join(words.surfaces[token] for token in path[:-1]) in texts
+        assert b"".join(words.token_bytes[token] for token in path[:-1]) in texts
 
 
 def spelled(words: Tokenizer, text: bytes) -> bytes:
-    return b"".join(words.surfaces[token] for token in words.spell(text.decode()))
+    return b"".join(words.token_bytes[token] for token in words.spell(text.decode()))
 
 
 def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:

@@ -291,7 +291,7 @@ def test_a_special_stop_token_ends_a_grammar(plain: LLM) -> None:
 
 def test_a_ban_of_all_that_is_allowed_ends_that_request_alone(plain: LLM) -> None:
     grammar = Grammar.regex("[xy]z{3}")
-    banned = {token: -float("inf") for token, said in WORDS.surfaces.items() if said.startswith(b"z")}
+    banned = {token: -float("inf") for token, said in WORDS.token_bytes.items() if said.startswith(b"z")}
     sampling = how(grammar, 0.0, logit_bias=banned)
     for drafter in (None, Unruly([*plain.encode("Hi"), *WORDS.spell("xzzz")], 1.0)):
         llm = LLM(plain.model, drafter, DraftBudget.chain(3))

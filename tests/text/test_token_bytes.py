@@ -20,7 +20,7 @@ def test_the_surfaces_of_a_texts_tokens_join_to_its_bytes(kind: str, text: str) 
     text = text.replace("<s>", "").replace("</s>", "").replace("<unk>", "").replace("▁", "")
     if "NFC" in kind:
         text = "".join(c for c in text if c.isascii())
-    said = b"".join(words.surfaces[i] for i in words.encode(text, special=False))
+    said = b"".join(words.token_bytes[i] for i in words.encode(text, special=False))
     # Some begin every text with a space.
     assert said.lstrip(b" ") == text.encode().lstrip(b" ")
 
@@ -29,25 +29,25 @@ def test_the_surfaces_of_a_texts_tokens_join_to_its_bytes(kind: str, text: str) 
 def test_surfaces_are_what_decoding_shows(kind: str) -> None:
     words = tokenizer(kind)
     ids = words.encode("the quick answer is one of the best", special=False)
-    assert b"".join(words.surfaces[i] for i in ids).decode().strip() == words.decode(ids).strip()
+    assert b"".join(words.token_bytes[i] for i in ids).decode().strip() == words.decode(ids).strip()
 
 
 def test_word_pieces_stand_alone_or_continue_a_word() -> None:
     words = tokenizer("word piece")
-    assert words.surfaces[words.vocabulary["the"]] == b" the"
-    assert words.surfaces[words.vocabulary["##e"]] == b"e"
+    assert words.token_bytes[words.vocabulary["the"]] == b" the"
+    assert words.token_bytes[words.vocabulary["##e"]] == b"e"
 
 
 def test_special_tokens_say_nothing() -> None:
     for kind in KINDS:
         words = tokenizer(kind)
-        assert not words.surfaces.keys() & words.special_ids
-        assert words.surfaces.keys() | words.special_ids == set(words.vocabulary.values())
+        assert not words.token_bytes.keys() & words.special_ids
+        assert words.token_bytes.keys() | words.special_ids == set(words.vocabulary.values())
 
 
 def test_of_two_tokens_that_say_the_same_the_byte_comes_last() -> None:
     words = tokenizer("sentencepiece")
-    ids = [i for i, said in words.surfaces.items() if said == b"a"]
+    ids = [i for i, said in words.token_bytes.items() if said == b"a"]
     assert ids == [words.vocabulary["a"], words.vocabulary["<0x61>"]]
 
 
@@ -56,7 +56,7 @@ def test_a_text_is_spelled_in_tokens_that_say_it_and_nothing_else(kind: str) -> 
     words = tokenizer(kind)
     for text in ("the best", "he", " of it", "values)", "</s>", "One <s> two", "nothing, she said, is", "\n", ""):
         ids = words.spell(text)
-        said = b"".join(words.surfaces[i] for i in ids).decode()
+        said = b"".join(words.token_bytes[i] for i in ids).decode()
         assert said == text or (text.startswith(said) and kind in ("unigram", "letters"))
         assert words.special_ids.isdisjoint(ids)
     if kind.startswith("byte-level") and "space" not in kind:
@@ -67,9 +67,9 @@ def test_a_text_is_spelled_in_tokens_that_say_it_and_nothing_else(kind: str) -> 
 @pytest.mark.parametrize("text", [SAMPLE, "aaaa" * 500, " " * 999, "e\u0301" * 300, "</s>" * 50, "한" * 99, *AWKWARD])
 def test_no_token_stands_for_more_characters_than_the_longest(kind: str, text: str) -> None:
     words = tokenizer(kind)
-    if words.longest is not None:
-        assert len(text) <= words.longest * len(words.encode(text, special=False))
-    assert (words.longest is None) == (kind in ("word piece", "unigram", "letters"))
+    if words.max_token_chars is not None:
+        assert len(text) <= words.max_token_chars * len(words.encode(text, special=False))
+    assert (words.max_token_chars is None) == (kind in ("word piece", "unigram", "letters"))
 
 
 def test_tokens_that_swallow_spaces_have_no_bound() -> None:
@@ -77,4 +77,4 @@ def test_tokens_that_swallow_spaces_have_no_bound() -> None:
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     backend.add_special_tokens([tokenizers.AddedToken("<|end|>", rstrip=True)])
     assert len(backend.encode("<|end|>" + " " * 999, add_special_tokens=False).ids) == 1
-    assert Tokenizer(backend).longest is None
+    assert Tokenizer(backend).max_token_chars is None

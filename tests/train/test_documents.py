@@ -121,7 +121,7 @@ def test_long_documents_are_cut_when_they_are_made(llm: LLM, tmp_path: Path) -> 
     documents = Documents(llm, prompts, write_rows(tmp_path / "a.jsonl", [answer(1, "a" * 90)]), max_length=64)
     (document,) = all_of(documents)
     assert (len(document.prompt), len(document.answer)) == (48, 16)
-    with pytest.raises(InvalidOption, match="too short"):
+    with pytest.raises(InvalidOption, match="max_length must be >= 16"):
         Documents(llm, prompts, tmp_path / "a.jsonl", max_length=15)
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_together_is_named(llm: LLM, tmp_path: Path) -> None:
     prompts = some_prompts(tmp_path / "p.jsonl", 2)
     for rows, said in (
         ([answer("p0", "a"), answer("q", "a")], "line 2: no prompt has the id 'q'"),
-        ([answer("p0", "a", token_ids=[37])], "line 1: 'token_ids' holds 37, and the model has 37 tokens"),
+        ([answer("p0", "a", token_ids=[37])], "line 1: 'token_ids' must be below the vocabulary size 37, got 37"),
         ([], "holds no answers"),
     ):
         with pytest.raises(InvalidData, match=said):

@@ -8,7 +8,7 @@ import torch
 from paceline.errors import InvalidOption, OutOfMemory, TrainingFailed
 from paceline.train.documents import Document
 from paceline.train.loop import CHECKPOINT, Report, Trainer, TrainPlan
-from paceline.train.recipe import Guesses, Teacher, walk
+from paceline.train.recipe import Guesses, Teacher, simulate_rounds
 from paceline.train.states import States
 from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
 
@@ -166,7 +166,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run._recipe.guess = hungry  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemory, match="not even over one document"):
+    with pytest.raises(OutOfMemory, match="a training step over one document"):
         run.run()
 
 
@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(TrainingFailed, match=r"No space left on device.*Make room"):
+    with pytest.raises(TrainingFailed, match=r"No space left on device.*Free disk space"):
         trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
     assert not list(tmp_path.iterdir())
 
@@ -184,14 +184,14 @@ def test_a_walk_takes_accepted_guesses_and_one_more() -> None:
     right = torch.tensor([[[1, 0, 1, 1, 0, 0]], [[1, 1, 1, 0, 1, 0]]]).bool()
     real = torch.ones_like(right)
     # place 0 accepts 2 -> place 3; it accepts 1 -> place 5; it accepts none.
-    assert walk(Guesses(torch.tensor(0.0), right, real)) == (6, 3)
+    assert simulate_rounds(Guesses(torch.tensor(0.0), right, real)) == (6, 3)
 
 
 def test_a_walk_ends_with_its_document() -> None:
     right = torch.ones(3, 2, 4, dtype=torch.bool)
     real = torch.ones(3, 2, 4, dtype=torch.bool)
     real[:, 1, 2:] = False
-    assert walk(Guesses(torch.tensor(0.0), right & real, real)) == (6, 2)
+    assert simulate_rounds(Guesses(torch.tensor(0.0), right & real, real)) == (6, 2)
 
 
 def test_however_short_the_plan_one_batch_is_learnt_from(tmp_path: Path) -> None:

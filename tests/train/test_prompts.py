@@ -11,11 +11,11 @@ from paceline.errors import InvalidData, InvalidOption, UnsupportedModel
 from paceline.llm import LLM
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
-from paceline.train.answers import seed_of
-from paceline.train.jsonl import Journal, JsonLines
+from paceline.train.answers import derive_seed
+from paceline.train.jsonl import Journal, JsonlFile
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts, is_held
-from paceline.train.self_prompts import SHORTEST, Turn, write_prompts
+from paceline.train.self_prompts import SHORTEST, UserTurn, write_prompts
 from tests.conftest import SHARED, packaged_model
 from tests.toys import toy_llm, toy_tokenizer
 from tests.train.data import some_prompts, write_rows
@@ -119,7 +119,7 @@ def test_lines_know_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "l"
     path.write_bytes(b"\na\n\n\nb\nc\n\n")
     seen: list[tuple[bytes, int]] = []
-    lines = JsonLines(path, lambda line, number: seen.append((line, number)))
+    lines = JsonlFile(path, lambda line, number: seen.append((line, number)))
     assert seen == [(lines[i], lines.number(i)) for i in range(len(lines))] == [(b"a\n", 2), (b"b\n", 5), (b"c\n", 6)]
 
 
@@ -156,12 +156,12 @@ def test_a_model_writes_prompts_of_its_own(short: None, tmp_path: Path) -> None:
     assert progress.skipped > 0, "a toy that always writes a whole turn tests no filter"
     assert all(len(row["prompt"]) >= 1 for row in rows)
     assert len({" ".join(row["prompt"].casefold().split()) for row in rows}) == 6
-    turn = Turn.of(llm.tokenizer)
+    turn = UserTurn.of(llm.tokenizer)
     assert list(turn.before) == llm.tokenizer.encode("<user:", special=False)
     begun = set()
     for row in rows:
         opening, ids = turn.begin(int(row["id"]), llm.tokenizer)
-        one = llm.generate(ids, turn.sampling(seed_of(0, int(row["id"]))))
+        one = llm.generate(ids, turn.sampling(derive_seed(0, int(row["id"]))))
         assert (opening + one.text).strip() == row["prompt"], "a prompt is what its own seed gives, alone as in a batch"
         assert len(one.token_ids) > SHORTEST
         begun.add(opening)
@@ -216,8 +216,8 @@ def llm_with(template: str | None, alphabet_special: str = "") -> LLM:
 
 def test_a_turn_ends_at_its_special_token_or_at_the_text_that_follows() -> None:
     chatml = "{% for m in messages %}<i{{ m.role }}\n{{ m.content | trim }}[END]\n{% endfor %}<ia\n"
-    assert Turn.of(llm_with(chatml, "[END]").tokenizer).stop_token_ids == (37,)
-    assert Turn.of(llm_with(chatml).tokenizer).stop == ("[END]\n<ia",)
+    assert UserTurn.of(llm_with(chatml, "[END]").tokenizer).stop_token_ids == (37,)
+    assert UserTurn.of(llm_with(chatml).tokenizer).stop == ("[END]\n<ia",)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_model_that_never_ends_its_turn_is_given_up(
     monkeypatch.setattr("paceline.train.self_prompts.OPENINGS", ("a",))
     llm = toy_llm(context_length=12)  # room for six tokens: no turn ends before it is cut
     mute = LLM(Loaded(llm.model.target, llm.tokenizer, (), {}, Path("toy")))
-    with pytest.raises(UnsupportedModel, match="0 can be used"):
+    with pytest.raises(UnsupportedModel, match="only 0 of the"):
         write_prompts(mute, tmp_path / "own.jsonl", 3, width=8)
 
 
@@ -243,7 +243,7 @@ def test_a_model_that_never_ends_its_turn_is_given_up(
 def test_the_demo_model_asks_questions(short: None, tmp_path: Path) -> None:
     with packaged_model("demo") as model:
         llm = LLM(model)
-        turn = Turn.of(llm.tokenizer)
+        turn = UserTurn.of(llm.tokenizer)
         assert llm.tokenizer.decode(turn.before, skip_special=False).endswith("<|im_end|>\n<|im_start|>user\n")
         assert turn.stop_token_ids == (llm.tokenizer.eos_token_id,)
         write_prompts(llm, tmp_path / "own.jsonl", 2, width=2)

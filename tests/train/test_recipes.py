@@ -20,7 +20,7 @@ from paceline.train.early_exit import EarlyExitRecipe
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.medusa import MedusaRecipe
-from paceline.train.recipe import Answered, Recipe
+from paceline.train.recipe import DraftPlaces, Recipe
 from paceline.train.states import States
 from paceline.types import DraftBudget
 from tests.drafters.test_block import Dense
@@ -68,7 +68,7 @@ def test_a_block_sees_in_training_what_it_sees_in_decoding() -> None:
     for parameter in recipe.module.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
     (batch,) = States(TARGET, selection(documents(3)), recipe.taps).batches(0, 3, "")
-    answered = Answered.of(batch, 3).every(4, 1)
+    answered = DraftPlaces.of(batch, 3).every(4, 1)
     tensors = {n: p.detach().double() for n, p in recipe.module.named_parameters()}
     dense = Dense(recipe.config, tensors, TARGET)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_block_sees_in_training_what_it_sees_in_decoding() -> None:
 
 def test_places_of_blocks_are_spread_and_keep_their_columns() -> None:
     (batch,) = States(TARGET, selection(documents(2)), ()).batches(0, 2, "")
-    whole = Answered.of(batch, 3)
+    whole = DraftPlaces.of(batch, 3)
     some = whole.every(4, 2)
     assert torch.equal(some.pending, whole.pending[:, 2::4])
     assert some.columns.tolist() == list(range(2, whole.pending.shape[1], 4))

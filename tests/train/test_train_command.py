@@ -55,13 +55,12 @@ def test_quiet_says_nothing(prompts: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--kind", "eagle9"], "no drafter of kind 'eagle9' can be trained. There are eagle3, medusa"),
+        (["--kind", "eagle9"], "no drafter of kind 'eagle9' can be trained. Choose eagle3, medusa"),
         (["--temperatures", "hot"], "--temperatures 'hot' is no list of numbers"),
-        (["--vocabulary", "99"], "a draft vocabulary of 99 tokens is not possible"),
-        (["--epochs", "0"], "0 epochs"),
-        (["--layout", "gguf"], "no layout 'gguf'"),
+        (["--vocabulary", "99"], "the draft vocabulary must have 1 to 37 tokens, got 99"),
+        (["--epochs", "0"], "epochs must be > 0 and the rate between 0 and 1, got 0"),
         (["--taps", "early,late"], "--taps 'early,late' are no layers"),
-        (["--taps", "1,4"], "this target has no layer 4 to listen to. Give 0 to 3"),
+        (["--taps", "1,4"], "taps must be layers from 0 to 3 of this target, got 4"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(more: list[str], said: str, prompts: Path) -> None:
@@ -86,7 +85,7 @@ def test_a_folder_in_the_way_is_refused_before_any_work(prompts: Path) -> None:
     (prompts.parent / "head" / "mine.txt").write_text("keep")
     assert "holds no head. Name a new folder" in failure(train(prompts))
     assert not (prompts.parent / "head.work").exists()
-    assert "no name for a new folder" in failure(train(prompts, "--out", "."))
+    assert "--out must name a new folder" in failure(train(prompts, "--out", "."))
 
 
 def test_few_prompts_make_a_drafter_that_is_not_measured(prompts: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidOption
-from paceline.train.vocabulary import choose, count, coverage, size_for
+from paceline.train.vocabulary import choose, count, coverage
 
 COUNTS = count([[3, 3, 3, 3], [1, 1, 1], [5, 5], [2]], 8)
 
@@ -31,24 +31,12 @@ def test_coverage_is_the_share_of_what_was_counted() -> None:
     assert coverage(torch.zeros(4, dtype=torch.int64), torch.tensor([1])) == 1.0
 
 
-@pytest.mark.parametrize("always", [[], [7], [6, 7]])
-def test_the_size_is_the_smallest_that_covers_the_share(always: list[int]) -> None:
-    for share in (0.0, 0.07, 0.4, 0.41, 0.7, 0.9, 0.95, 1.0):
-        size = size_for(COUNTS, share, always)
-        assert coverage(COUNTS, choose(COUNTS, size, always)) >= share
-        assert size == max(1, len(always)) or coverage(COUNTS, choose(COUNTS, size - 1, always)) < share
-    hundred = count([[0] * 7, range(1, 94)], 100)
-    assert size_for(hundred, 0.07) == 1, "0.07 * 100 is more than 7 in floating point"
-
-
 @pytest.mark.parametrize(("size", "always"), [(0, []), (9, []), (1, [2, 3])])
 def test_sizes_that_are_none(size: int, always: list[int]) -> None:
     with pytest.raises(InvalidOption, match="draft vocabulary"):
         choose(COUNTS, size, always)
 
 
-def test_shares_and_tokens_that_are_none() -> None:
-    with pytest.raises(InvalidOption, match="coverage"):
-        size_for(COUNTS, 1.1)
-    with pytest.raises(InvalidOption, match="token 9"):
+def test_tokens_that_are_none() -> None:
+    with pytest.raises(InvalidOption, match="below the vocabulary size 8, got 9"):
         count([[1, 9]], 8)

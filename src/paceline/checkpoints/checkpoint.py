@@ -1,4 +1,4 @@
-"""A checkpoint on disk, whatever its layout: config, generation defaults, tensors by name, tokenizer."""
+"""Model checkpoints in any layout: config, generation defaults, tensors by name, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoints.lazy import LazyTensors, Renamed
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
-from paceline.files.reading import MIB, read_json, read_json_if_there
+from paceline.files.reading import MIB, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, TEXT, check, check_value, mapping, shown
 from paceline.models.families import ties_head
+from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -24,11 +24,11 @@ _INDEX_LIMIT, _LONGEST_NAME = 16 * MIB, 255
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What every loader needs.
+    """An open checkpoint.
 
-    `config`: Hugging Face's config.json terms (a GGUF's metadata is translated). `generation`: the contents of
-    generation_config.json, or {}. `tensors`: by Hugging Face name, in the dtype of the file (quantised GGUF:
-    float32), read at each access.
+    `config`: in the terms of Hugging Face's config.json (GGUF metadata is translated). `generation`: the contents of
+    generation_config.json, or {}. `tensors`: by Hugging Face name, in the dtype of the file (quantised GGUF: float32),
+    read at each access.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Open what `files.resolve` returned: a folder in Hugging Face's layout or a GGUF file.
+    """Open a path from `files.resolve`: a folder in Hugging Face's layout or a GGUF file.
 
-    `allow_pickle` admits pytorch_model.bin where there are no safetensors, read with `weights_only`.
-    Raises `ModelNotFound` (a file is missing), `CorruptModel` (it is damaged), `UnsupportedModel` (not read).
+    `allow_pickle` admits pytorch_model.bin where there are no safetensors, read with `weights_only`. Raises
+    `ModelNotFound` (a file is missing), `CorruptModel` (it is damaged) or `UnsupportedModel`.
     """
     if path.is_file():
         from paceline.checkpoints.gguf import open_gguf
@@ -50,7 +50,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
     config = _config(path)
-    generation = read_json_if_there(path / "generation_config.json")
+    generation = read_json_if_exists(path / "generation_config.json")
     check(path / "generation_config.json", generation, GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if EMBEDDING not in weights and ties_head(config):
@@ -62,7 +62,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 def eos_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a reply: the config's, then generation_config's; only if neither names one, the tokenizer's.
+    """Return all EOS ids: the config's, then generation_config's; only if neither has one, the tokenizer's.
 
     Raises `CorruptModel` for anything but an id or a list of ids.
     """
@@ -92,7 +92,10 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """The first file of the two that is there, whole or in shards: safetensors, then pickles if allowed."""
+    """Open the first of the two files that exists, whole or in shards: `safe` (safetensors), then `pickled` if allowed.
+
+    Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
+    """
     files = _shards(path, safe)
     if files is not None:
         return Shards(files, _open_safetensors)
@@ -102,13 +105,14 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
     if not allow_pickle:
         raise UnsupportedModel(
             f"{path} holds only pickled weights ({pickled}), which may run code when read",
-            "Use a safetensors copy, or say allow_pickle=True to read the tensors alone (weights_only)",
+            "Use a safetensors copy, or set allow_pickle=True to read the tensors alone (weights_only)",
         )
     return Shards(files, _open_pickle)
 
 
 def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | None:
-    """Shard -> the tensors the index promises in it (None: no index), or None where this layout is absent."""
+    """Return shard -> the tensors that the index lists for it (None: no index), or None where the file does not
+    exist."""
     index = path / f"{single}.index.json"
     if not index.exists():
         return {path / single: None} if (path / single).exists() else None
@@ -118,7 +122,7 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
         raise CorruptModel(f"{index} names no tensors", _AGAIN)
     shards: dict[Path, list[str]] = {}
     for name, file in where.items():
-        # A shard lies beside its index: a name with folders in it would read files elsewhere on the machine.
+        # A shard lies beside its index: a name with folders in it could read files elsewhere on the machine.
         if Path(file).name != file or not file.isprintable() or len(file.encode()) > _LONGEST_NAME:
             raise CorruptModel(f"{index} names the shard {shown(file)}, which is not a file name", _AGAIN)
         shards.setdefault(path / file, []).append(name)
@@ -129,24 +133,24 @@ Read = Callable[[str], Tensor]
 
 
 class Shards(LazyTensors):
-    """Tensors by name over one or more files. All headers are checked here, tensors are read at each access."""
+    """Tensors by name over one or more files. Headers are checked here, tensors are read at each access."""
 
     def __init__(
         self,
         files: Mapping[Path, tuple[str, ...] | None],
         opener: Callable[[Path], tuple[list[str], Read]],
     ) -> None:
-        self._names = self._home = dict[str, tuple[Path, Read]]()
-        for path, promised in files.items():
+        self._names = self._sources = dict[str, tuple[Path, Read]]()
+        for path, listed in files.items():
             if not path.is_file():
                 raise CorruptModel(f"the shard {path} is missing", _AGAIN)
             names, read = opener(path)
-            if absent := set(promised or ()) - set(names):
-                raise CorruptModel(f"{path} lacks {min(absent)}, which its index promises", _AGAIN)
-            self._home.update(dict.fromkeys(promised or names, (path, read)))
+            if absent := set(listed or ()) - set(names):
+                raise CorruptModel(f"{path} lacks {min(absent)}, which its index lists", _AGAIN)
+            self._sources.update(dict.fromkeys(listed or names, (path, read)))
 
     def __getitem__(self, name: str) -> Tensor:
-        path, read = self._home[name]
+        path, read = self._sources[name]
         try:
             return read(name)
         except (RuntimeError, OSError, ValueError) as error:
@@ -168,7 +172,7 @@ def _open_pickle(path: Path) -> tuple[list[str], Read]:
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises whatever the damage happens to hit
+    except Exception as error:  # torch raises any kind of error for damaged files
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorruptModel(f"{path} cannot be read as plain tensors ({reason})", _AGAIN) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

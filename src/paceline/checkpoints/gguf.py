@@ -1,6 +1,6 @@
-"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; the tokenizer: `gguf_tokenizer`.)
+"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)
 
-To add a family: one entry in `ARCHITECTURES`, and one in `gguf_tensors.LAYOUTS`.
+A new family takes one entry in `ARCHITECTURES` and one in `gguf_tensors.LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A file's metadata by the keys' last parts: what every architecture spells with its own name in front.
+    """A file's metadata by key without the architecture's name in front.
 
-    Each value is checked against `schema.GGUF_ARCHITECTURE` where it is read.
+    Each value is checked against `schema.GGUF_ARCHITECTURE` when it is read.
     """
 
     file: GGUFFile
     architecture: str
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or `default` where the file has none."""
         name = f"{self.architecture}.{key}"
         if name in self.file.fields:
             check_value(self.file.path, name, self.file.fields[name], GGUF_ARCHITECTURE[key])
@@ -47,7 +48,7 @@ class Metadata:
         return value
 
     def factors(self, name: str) -> list[float] | None:
-        """One of `ROPE_FACTORS`."""
+        """Return the tensor `name` of `ROPE_FACTORS`, or None where the file has none."""
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
@@ -56,10 +57,10 @@ class Metadata:
 
 
 def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
-    """Config in Hugging Face terms, lazily read tensors, and the raw metadata (the tokenizer's source).
+    """Return the config in Hugging Face's terms, lazily read tensors, and the raw metadata (the tokenizer's source).
 
     Raises `ModelNotFound`, `CorruptModel`, and `UnsupportedModel` for architectures, layouts or tensor types that
-    are not read.
+    are not supported.
     """
     file = read_gguf(path)
     check(path, file.fields, GGUF)
@@ -87,24 +88,24 @@ _OTHER_KINDS = (
     ),
     (
         ("bert", "t5", "gemma-embedding", "llama-embed"),
-        "is an encoder, which writes no text",
+        "is an encoder, which generates no text",
         "Use a decoder-only model",
     ),
 )
 
 
 def _architecture(file: GGUFFile) -> str:
-    """The architecture's name. Raises `UnsupportedModel` for what the file is instead of such a model."""
+    """Return the architecture's name. Raises `UnsupportedModel` that says what an unsupported file is instead."""
     name: str = file.fields.get("general.architecture", "?")
     title = file.path.name
     if file.fields.get("split.count", 1) > 1:
         raise UnsupportedModel(f"{title} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
     if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
-        raise UnsupportedModel(f"{title} is no model but a GGUF of type {kind!r}", "Name the model's own file")
+        raise UnsupportedModel(f"{title} is a GGUF of type {kind!r}, not a model", "Name the model's own file")
     if name in ARCHITECTURES:
         return name
-    for words, what, fix in _OTHER_KINDS:
-        if any(word in name for word in words):
+    for markers, what, fix in _OTHER_KINDS:
+        if any(marker in name for marker in markers):
             raise UnsupportedModel(f"{title} ({name}) {what}", fix)
     raise UnsupportedModel(
         f"GGUF architecture {name!r} of {title} is not supported",
@@ -122,7 +123,7 @@ def _config(meta: Metadata) -> Config:
     heads, hidden = meta["attention.head_count"], meta["embedding_length"]
     head_dim = meta.get("attention.key_length") or hidden // heads
     if meta.get("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{title} has values of another size than its keys", "Use another model")
+        raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
     config = {
         "hidden_size": hidden,
         "num_hidden_layers": meta["block_count"],
@@ -152,7 +153,7 @@ def _config(meta: Metadata) -> Config:
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
-    """Mistral and Mixtral are stored under this name too: windows and experts tell them apart."""
+    """Llama, or Mistral and Mixtral, which are stored under this name too: windows and experts tell them apart."""
     if meta.get("expert_count", 0):
         return {
             "model_type": "mixtral",
@@ -163,7 +164,7 @@ def _llama(meta: Metadata, config: Config) -> Config:
 
 
 def _smollm3(meta: Metadata, config: Config) -> Config:
-    """The metadata does not say which layers go without rotary embedding: every fourth."""
+    """SmolLM3. The metadata does not say which layers have no rotary embedding: every fourth."""
     every = 4
     return {
         "model_type": "smollm3",
@@ -186,10 +187,9 @@ def _qwen3moe(meta: Metadata, config: Config) -> Config:
 
 
 def _phi3(meta: Metadata, config: Config) -> Config:
-    original = meta.get("rope.scaling.original_context_length")
     return {
         "model_type": "phi3",
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": meta.get("rope.scaling.original_context_length"),
         "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
     }
 
@@ -223,14 +223,16 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
 
 
 def _layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
-    """Full attention in each `every`-th layer, unless the metadata has another period or a list (True: a window)."""
+    """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
+    window)."""
     pattern = meta.get("attention.sliding_window_pattern", every)
     windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     return ["sliding_attention" if window else "full_attention" for window in windowed]
 
 
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """Not in the metadata: the head's size, except in the 27B models, which llama.cpp too tells by their depth."""
+    """Return what the metadata lacks: the head's size, except in the 27B models, told by their depth as in
+    llama.cpp."""
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
@@ -250,7 +252,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-"""GGUF architecture -> what it changes in the config: Hugging Face's model type, and what the metadata lacks."""
+"""GGUF architecture -> its fields of the config: Hugging Face's model type, and what the metadata lacks."""
 
 
 def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
@@ -274,19 +276,19 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
     return {key: value for key, value in entries.items() if value is not None}
 
 
-_ENDS = {
+_EOS_TOKENS = {
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
     *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
 }
 
 
 def _eos(fields: Fields) -> list[int] | None:
-    """Every id that ends a reply: end of sequence, turn and message, then tokens that are spelled as one.
+    """Return all EOS ids: end of sequence, turn and message, then tokens spelled like one of `_EOS_TOKENS`.
 
     Converters write one id where config.json lists several, so llama.cpp too goes by the spelling.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]
     tokens = fields.get("tokenizer.ggml.tokens") or ()
-    spelled = [index for index, token in enumerate(tokens) if token in _ENDS]
+    spelled = [index for index, token in enumerate(tokens) if token in _EOS_TOKENS]
     return list(dict.fromkeys(ids + spelled)) or None

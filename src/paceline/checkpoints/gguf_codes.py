@@ -1,4 +1,4 @@
-"""The codes of GGUF's own types, taken as they lie in the file: nothing passes through floats but K-quants' scales.
+"""Codes of GGUF's quantised types, taken as stored: only K-quants' scales pass through floats.
 
 Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
 """
@@ -18,14 +18,14 @@ _Parts = tuple[Tensor, Tensor, Tensor | None, int]
 
 
 def gguf_codes(data: Any, kind: str, shape: tuple[int, ...]) -> Codes | None:
-    """The matrix [out, in] that `data`, an array of bytes, holds in this type; None for types of another form.
+    """Return the matrix [out, in] that the bytes `data` hold in this type; None for types without codes here.
 
-    Bit for bit what `gguf.dequantize` says, in K-quants up to the rounding of a group's scale and floor to float16.
+    Equal bit for bit to `gguf.dequantize`, in K-quants up to rounding a group's scale and floor to float16.
     """
-    if kind not in _FORMS or len(shape) != 2:
+    if kind not in _DECODERS or len(shape) != 2:
         return None
-    bytes_of_block, form = _FORMS[kind]
-    codes, scale, floor, bits = form(torch.from_numpy(data).view(shape[0], -1, bytes_of_block))
+    bytes_of_block, decode = _DECODERS[kind]
+    codes, scale, floor, bits = decode(torch.from_numpy(data).view(shape[0], -1, bytes_of_block))
     return Codes(codes.flatten(1), scale.flatten(1), None if floor is None else floor.flatten(1), bits, shape[1])
 
 
@@ -39,7 +39,7 @@ def _q4_1(blocks: Tensor) -> _Parts:
 
 
 def _q5_0(blocks: Tensor) -> _Parts:
-    """Around 16, which moves to the middle of 8 bits."""
+    """Centred at 16, which moves to the centre of 8 bits."""
     return _five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8
 
 
@@ -56,13 +56,13 @@ def _q4_k(blocks: Tensor) -> _Parts:
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
-    """Bit j of the 32 bytes after the scales is the fifth one of group j."""
+    """Bit j of the 32 bytes after the scales is the fifth bit of group j."""
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     codes = _pairs(blocks[..., 48:]) + (fifth << 4) + CENTRE[8]
     return codes.flatten(-2), *_scale_and_floor(blocks), 8
 
 
-_FORMS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
+_DECODERS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q5_0": (22, _q5_0),
@@ -71,10 +71,10 @@ _FORMS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q4_K": (144, _q4_k),
     "Q5_K": (176, _q5_k),
 }
-"""Type -> bytes of a block, and what it is made of."""
+"""Type -> bytes of a block, and its decoder."""
 
-BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _FORMS}
-"""Type -> the bits of its codes here: five bits are held as eight."""
+BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _DECODERS}
+"""Type -> the bits of its codes here: five bits are stored as eight."""
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -99,7 +99,7 @@ def _pairs(packed: Tensor) -> Tensor:
 
 
 def _scale_and_floor(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a K-quant's 8 groups: two float16 for the block, times 6 bits each, of which four groups' are scattered."""
+    """Return scale and floor of a K-quant's 8 groups: two float16 of the block times 6 bits each, partly scattered."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
     floor = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)

@@ -1,4 +1,4 @@
-"""The GGUF container through the `gguf` library: metadata as plain Python values, tensors read one at a time."""
+"""GGUF containers, read with the `gguf` library: metadata as plain Python values, tensors one at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
 
 class _FastReader(gguf.GGUFReader):
-    """The library's reader, with its two slow ways replaced: a vocabulary of 262,144 tokens takes 0.5 s, not 12."""
+    """The library's reader with its two slow methods replaced: a vocabulary of 262,144 tokens takes 0.5 s, not 12."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> Any:
         values = np.frombuffer(self.data, dtype, int(count), int(offset))
@@ -41,7 +41,7 @@ class _FastReader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         count, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
-        if count > _LONGEST_ARRAY:  # of empty strings, which a sparse file holds for free
+        if count > _LONGEST_ARRAY:  # empty strings cost a sparse file nothing
             raise ValueError(f"an array of {count} elements")
         if kind == gguf.GGUFValueType.STRING:
             parts, end = self._strings(start, count)
@@ -53,7 +53,7 @@ class _FastReader(gguf.GGUFReader):
         return end - orig_offs, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, kind]
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
-        """`count` strings, each behind its length, as views of the file; and where they end."""
+        """Return `count` length-prefixed strings as views of the file, and the offset where they end."""
         view, found = self.data.data, []
         for _ in range(count):
             end = start + 8 + int.from_bytes(view[start : start + 8], "little")
@@ -66,7 +66,7 @@ class _FastReader(gguf.GGUFReader):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open file: `fields` by key, `tensors` by GGUF name, their bytes still in the file."""
+    """An open file: metadata `fields` by key, `tensors` by GGUF name, not read yet."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -75,24 +75,24 @@ class GGUFFile:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor as the file holds it, or where `index` is given that part of one stacked along its first dimension."""
+    """A tensor of the file, or the part `index` of one that is stacked along its first dimension."""
 
     info: Any
     index: int | None = None
 
     @property
     def kind(self) -> str:
-        """The GGML type's name, "Q4_1" for instance."""
+        """Name of the GGML type, such as "Q4_1"."""
         return str(self.info.tensor_type.name)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Outermost first, as torch has it."""
+        """Shape, outermost dimension first as in torch."""
         whole = tuple(reversed(self.info.shape.tolist()))
         return whole if self.index is None else whole[1:]
 
     def read(self) -> Tensor:
-        """In the file's own dtype where it is unquantised, else float32."""
+        """Return the tensor, in the file's dtype where it is unquantised, else in float32."""
         data = self._data()
         if self.kind == "BF16":
             return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).view(self.shape)
@@ -101,8 +101,8 @@ class GGUFTensor:
         return torch.from_numpy(dequantize(data, self.info.tensor_type)).view(self.shape)
 
     def codes(self) -> Codes | None:
-        """A quantised matrix as the file's own codes, or in 8 bits where those have another form (groups of 16); None
-        for floats."""
+        """Return a quantised matrix as the file's own codes, or in 8 bits where those have another form (groups of 16);
+        None for floats."""
         if self.kind in _FLOATS:
             return None
         return gguf_codes(self._data(), self.kind, self.shape) or quantize(self.read(), 8)
@@ -111,7 +111,7 @@ class GGUFTensor:
         return self.info.data if self.index is None else self.info.data[self.index]
 
     def check(self) -> None:
-        """Raises `UnsupportedModel` if the `gguf` library cannot turn this type into numbers."""
+        """Raise `UnsupportedModel` if the `gguf` library cannot dequantise this type."""
         block = np.zeros((1, gguf.GGML_QUANT_SIZES[self.info.tensor_type][1]), dtype=np.uint8)
         try:
             gguf.dequantize(block, self.info.tensor_type)
@@ -122,10 +122,9 @@ class GGUFTensor:
 
 
 def dequantize(data: Any, kind: gguf.GGMLQuantizationType) -> Any:
-    """Flat float32 values of an array of blocks.
+    """Return the flat float32 values of an array of blocks.
 
-    In pieces of our own size: the library's are 16 rows, too few where rows are short (an embedding takes five times
-    as long), and it gathers all of them before the result.
+    In larger pieces than the library's 16 rows, which take five times as long for an embedding's short rows.
     """
     size, width = gguf.GGML_QUANT_SIZES[kind]
     blocks = data.reshape(-1, width)
@@ -139,7 +138,7 @@ def dequantize(data: Any, kind: gguf.GGMLQuantizationType) -> Any:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map the file and read its header; while someone holds the result, the same file is not read again.
+    """Map a file and read its header; as long as the result is alive, the same file is not read again.
 
     Raises `ModelNotFound`, `CorruptModel`, `UnsupportedModel`.
     """
@@ -153,13 +152,13 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def _read(path: Path) -> GGUFFile:
     try:
-        # Copy-on-write: torch wants writable memory, and the file stays as it is.
-        with np.errstate(all="ignore"):  # sums of sizes that overflow are found out where they are used
+        # Copy-on-write: torch wants writable memory, and the file stays unchanged.
+        with np.errstate(all="ignore"):  # overflows in sums of sizes are detected where they are used
             reader = _FastReader(path, "c")
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except _DAMAGED as error:
         if "GGMLQuantizationType" in str(error):
-            raise UnsupportedModel(f"a tensor type in {path} is not known ({error})", "Update gguf") from error
+            raise UnsupportedModel(f"{path} has an unknown tensor type ({error})", "Update gguf") from error
         raise CorruptModel(f"{path} is damaged or cut off ({error})", "Fetch the file again") from error
     tensors = {tensor.name: GGUFTensor(tensor) for tensor in reader.tensors}
     for name, tensor in tensors.items():
@@ -169,7 +168,7 @@ def _read(path: Path) -> GGUFFile:
 
 
 def _check_start(path: Path) -> None:
-    """Magic and version, for a clear word before the library tries."""
+    """Check magic and version, for clearer errors than the library's."""
     with open_regular(path) as file:
         start = file.read(24)
     if start[:4] != b"GGUF":

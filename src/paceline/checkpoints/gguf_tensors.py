@@ -1,7 +1,4 @@
-"""A GGUF's tensors under Hugging Face's names and in its layout.
-
-A new architecture needs an entry in `LAYOUTS`; what lies as llama's tensors do needs nothing else.
-"""
+"""GGUF tensors under Hugging Face's names and in its layout, by the table `LAYOUTS`."""
 
 from __future__ import annotations
 
@@ -14,22 +11,20 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_file import GGUFFile, GGUFTensor
-from paceline.checkpoints.lazy import LazyTensors
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import EXPERTS
 from paceline.kernels.quantize import Codes
-
-Fix = Callable[[Tensor], Tensor]
+from paceline.models.lazy import LazyTensors
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How one architecture's tensors lie.
+    """Tensor names and storage conventions of one architecture.
 
-    `names`: part of a layer -> Hugging Face's. `experts`: the same for parts that stack all experts along their first
-    dimension; "{}" stands for the expert. `paired`: query and key rows are stored with the two halves of each rotary
-    pair side by side, while Hugging Face keeps all first halves before all second ones. `shifted`: norms are stored
-    with the 1 added that Hugging Face's code adds.
+    `names`: part of a layer -> Hugging Face's name. `experts`: the same for parts that stack all experts along their
+    first dimension; "{}" stands for the expert. `paired`: query and key rows are stored with the two halves of each
+    rotary pair side by side, while Hugging Face has all first halves before all second ones. `shifted`: norms are
+    stored with the 1 added that Hugging Face's code adds.
     """
 
     names: Mapping[str, str]
@@ -86,13 +81,13 @@ LAYOUTS = {
     "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
 }
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that belong to the config."""
+"""Tensors that become fields of the config."""
 
 
 class GGUFTensors(LazyTensors):
-    """The tensors of a file by Hugging Face name; each access reads and dequantises anew (quantised: float32).
+    """Tensors of a file by Hugging Face name, read and dequantised (to float32) at each access.
 
-    Raises `UnsupportedModel` for tensors or tensor types that `layout` and the `gguf` library do not know.
+    Raises `UnsupportedModel` for tensors or tensor types that `layout` or the `gguf` library does not know.
     """
 
     def __init__(self, file: GGUFFile, layout: TensorLayout, config: Mapping[str, Any]) -> None:
@@ -103,19 +98,19 @@ class GGUFTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name].read()
-        fix = self._fix(name)
-        return fix(tensor) if fix else tensor
+        convert = self._conversion(name)
+        return convert(tensor) if convert else tensor
 
     def codes(self, name: str) -> Codes | None:
-        codes, fix = self._tensors[name].codes(), self._fix(name)
-        return codes[fix(torch.arange(len(codes.codes)))] if codes and fix else codes
+        codes, convert = self._tensors[name].codes(), self._conversion(name)
+        return codes[convert(torch.arange(len(codes.codes)))] if codes and convert else codes
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def _fix(self, name: str) -> Fix | None:
+    def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
         if self._layout.shifted and name.endswith("norm.weight"):
-            return _unshift
+            return lambda weight: weight - 1
         if self._layout.paired and ".self_attn.q_proj." in name:
             return partial(unpair, heads=self._config["num_attention_heads"])
         if self._layout.paired and ".self_attn.k_proj." in name:
@@ -133,14 +128,14 @@ def _named(file: GGUFFile, layout: TensorLayout) -> dict[str, GGUFTensor]:
             unknown.append(name)
     if unknown:
         raise UnsupportedModel(
-            f"{file.path.name} holds {len(unknown)} tensors this architecture does not know ({unknown[0]}, ...)",
+            f"{file.path.name} holds {len(unknown)} tensors that its architecture does not have ({unknown[0]}, ...)",
             "It is a variant of the architecture that Paceline does not run",
         )
     return found
 
 
 def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, GGUFTensor]:
-    """Hugging Face's name of a GGUF tensor, or one for each of its experts; none where it is not known."""
+    """Return Hugging Face's name of a GGUF tensor, one per expert where it stacks them; {} where it is unknown."""
     if name in _TOP:
         return {_TOP[name]: tensor}
     block, _, rest = name.partition(".")
@@ -159,12 +154,8 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, 
     return {f"{prefix}.{layout.names[part]}.{kind}": tensor} if part in layout.names else {}
 
 
-def _unshift(weight: Tensor) -> Tensor:
-    return weight - 1
-
-
 def unpair(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads * D, ...] ordered (pair, half) within each head, to the order (half, pair)."""
+    """Reorder rows [heads * D, ...] from (pair, half) within each head to (half, pair)."""
     if weight.shape[0] % (2 * heads):
         raise CorruptModel(f"a projection of {weight.shape[0]} rows does not fit {heads} heads", "Fetch the file again")
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])

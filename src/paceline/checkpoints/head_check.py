@@ -1,4 +1,4 @@
-"""Whether a learned drafter's tensors are what its config means."""
+"""Checks of a learned drafter's tensors against its config."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Shapes = dict[str, tuple[int, ...]]
 _AGAIN = "Fetch the head again"
 _INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
 MAPS = ("d2t", "t2d", "token_map")
-"""Tensors that say which tokens the rows of a smaller vocabulary are."""
+"""Tensors that map the rows of a draft vocabulary to the target's tokens."""
 
 
 def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
-    """Tensors by canonical name (see `heads.py`): those a head must have, and those it may have."""
+    """Return the tensors (see `heads.py` for their names) that a head must have, and those it may have."""
     if isinstance(config, EagleConfig):
         return _eagle3(config) if config.version == 3 else _eagle(config)
     if isinstance(config, MedusaConfig):
@@ -40,7 +40,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (vocab,)}
     embedding: Shapes = {"embed_tokens.weight": (vocab, h)}
     head: Shapes = {"lm_head.weight": (c.draft_vocab, h)}
-    # A head of another width than its target's can borrow neither the embedding nor rows of the output head.
+    # A head whose width differs from the target's can borrow neither the embedding nor rows of the output head.
     for part, must in ((maps, c.draft_vocab != vocab), (embedding | head, h != c.target_hidden)):
         (needed if must else allowed).update(part)
     return needed, allowed
@@ -49,7 +49,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
 def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
     needed, allowed = _layer(c.layer, 0, h)
-    norm = "layers.0.input_layernorm.weight"  # the reference leaves it out: what enters was normed by the target
+    norm = "layers.0.input_layernorm.weight"  # absent in the reference, whose input was normed by the target
     allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
     return needed | {"fc.weight": (h, 2 * h)}, allowed
 
@@ -85,7 +85,7 @@ def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
 
 
 def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
-    """One decoder layer whose queries, keys and values are made of `width` numbers."""
+    """Return the tensors of a decoder layer whose queries, keys and values are projections of `width` numbers."""
     start, q, kv = f"layers.{index}.", c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts: Shapes = {
         "self_attn.q_proj": (q, width),
@@ -104,8 +104,8 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
 
 
 def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raises `CorruptModel` for a tensor that is missing, misshapen, not finite or of no use to the config, and for
-    maps of tokens or a config that contradict themselves; `UnsupportedModel` for quantised weights."""
+    """Raise `CorruptModel` for a tensor that is missing, misshapen, not finite or unknown to the config, and for
+    inconsistent token maps or configs; `UnsupportedModel` for quantised weights."""
     _check_config(where, config)
     needed, allowed = shapes_of(config)
     if missing := [name for name in needed if name not in tensors]:
@@ -125,7 +125,7 @@ def _check_config(where: Path, config: HeadConfig) -> None:
         for path in config.paths:
             if not path or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in path):
                 raise CorruptModel(
-                    f"the tree of the head {where} has the path {list(path)}, and a path is ranks from 0 on",
+                    f"the tree of the head {where} has the path {list(path)}; paths must be lists of ranks >= 0",
                     "Correct its paths, or leave them out",
                 )
     if isinstance(config, BlockConfig) and len(config.causal) not in (0, config.layer.layers):
@@ -136,18 +136,20 @@ def _check_config(where: Path, config: HeadConfig) -> None:
 def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise CorruptModel(
-            f"{name} of the head {where} has shape {tuple(tensor.shape)} where its config means {shape}",
+            f"{name} of the head {where} must have shape {shape} by its config, got {tuple(tensor.shape)}",
             "Config and weights are of different heads; fetch it again",
         )
     if name in MAPS:
         if tensor.dtype not in _INTEGERS:
-            raise CorruptModel(f"{name} of the head {where} is {tensor.dtype}, and it maps tokens", _AGAIN)
+            raise CorruptModel(f"{name} of the head {where} must hold integers, got {tensor.dtype}", _AGAIN)
     elif tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModel(
             f"{name} of the head {where} is stored as {tensor.dtype}", "Use a head in bfloat16, float16 or float32"
         )
     elif not tensor.isfinite().all():
-        raise CorruptModel(f"{name} of the head {where} holds NaN or infinity", "Its training went wrong; use another")
+        raise CorruptModel(
+            f"{name} of the head {where} holds NaN or infinity", "Its training diverged; use another head"
+        )
 
 
 def _check_maps(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:

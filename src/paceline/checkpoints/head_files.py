@@ -1,8 +1,8 @@
-"""Learned drafters, read from the layout of any project. `heads.py` says what comes out.
+"""Reading of learned drafters from any project's layout, into the terms of `models/heads.py`.
 
-Taps are translated here. EAGLE-3's reference and the `speculators` layout number the stream *entering* a layer, as
-Paceline does (vLLM: `if idx in aux_hidden_state_layers` before the layer runs); SGLang's `eagle_config` and DFlash name
-the layer whose *output* they take, which is one less.
+Taps are translated: EAGLE-3's reference and the `speculators` layout number the stream *entering* a layer, as Paceline
+does (vLLM: `if idx in aux_hidden_state_layers` before the layer runs); SGLang's `eagle_config` and DFlash name the
+layer whose *output* they take, which is one less.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Tensors = dict[str, Tensor]
 _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
 _FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
-"""Kinds of `speculators` that Paceline does not run."""
+"""Kinds of drafters that Paceline does not run."""
 
-_IDLE = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
-"""Tensors that some files repeat and nothing needs."""
+_UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
+"""Tensors that some files hold and nothing needs."""
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """What a reader goes by: the folder, its config.json and its tensors under the names of the file."""
+    """Input of a reader: the folder, its config.json and its tensors under the names of the file."""
 
     path: Path
     raw: Raw
     tensors: Tensors
 
     def number(self, key: str, raw: Raw | None = None) -> int:
-        """A number that the config (or `raw`, a part of it) must hold."""
+        """Return a number that the config (or `raw`, a part of it) must hold."""
         value: int | None = (self.raw if raw is None else raw).get(key)
         if value is None:
             raise CorruptModel(f"config.json of the head {self.path} lacks {key}", _AGAIN)
@@ -67,20 +67,21 @@ def open_head(
     quiet: bool = True,
     allow_pickle: bool = False,
 ) -> HeadFile:
-    """A learned drafter in any layout of `heads.py`: a folder or a hub id, its tensors read and checked.
+    """Read and check a learned drafter in any layout, from a folder or a hub id.
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
-    `CorruptModel` (damaged, incomplete, contradictory, not finite) or `UnsupportedModel` (no head that Paceline runs).
+    `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
+    runs).
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
-        raise UnsupportedModel(f"{path} is a file, and a head is a folder", "Name the folder that holds config.json")
+        raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
     raw = _read_head_config(path)
     reader = _reader(path, raw)
     if reader is None:
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
-            "It reads EAGLE, Medusa, DFlash and speculators heads; a whole model drafts as model:REF",
+            "It reads EAGLE, Medusa, DFlash and speculators heads; name a draft model as model:REF",
         )
     _check_fields(path / "config.json", raw)
     folder = _Folder(path, raw, _tensors(path, allow_pickle))
@@ -90,17 +91,18 @@ def open_head(
         raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
     tensors = complete(config, tensors)
     check_tensors(path, config, tensors)
-    own = dict(raw.get("paceline") or {})
-    target, layers = own.pop("target", None), own.pop("target_layers", raw.get("num_target_layers"))
-    for said in ("kind", "paths"):  # which the config holds
-        own.pop(said, None)
-    return HeadFile(path, layout, config, tensors, _target(raw) or target, layers, own)
+    extra = dict(raw.get("paceline") or {})
+    target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
+    for known in ("kind", "paths"):  # which `config` holds
+        extra.pop(known, None)
+    target = _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or target
+    return HeadFile(path, layout, config, tensors, target, layers, extra)
 
 
 def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
-    """With token maps in the types that the rest counts on, and d2t and t2d made from each other where one is missing.
+    """Return the tensors with token maps in int64 and bool, and d2t and t2d derived from each other if one is missing.
 
-    Maps that are none (not whole numbers, not one row) are left for `check_tensors` to name.
+    Malformed maps (not integers, not one row) are left for `check_tensors` to report.
     """
     whole = dict(tensors)
     maps = {name: x for name, x in tensors.items() if name in MAPS and x.dim() == 1 and not x.is_floating_point()}
@@ -117,8 +119,8 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def holds_head(path: Path) -> bool:
-    """Whether the config.json in this folder is a learned drafter's, and not a model's. Raises `UnsupportedModel` for
-    one of a kind that Paceline does not run."""
+    """Whether the config.json in this folder is a learned drafter's. Raises `UnsupportedModel` for a kind that Paceline
+    does not run."""
     return (path / "config.json").exists() and _reader(path, _read_head_config(path)) is not None
 
 
@@ -129,15 +131,11 @@ def _read_head_config(path: Path) -> dict[str, Any]:
 
 
 def _check_fields(file: Path, raw: Raw) -> None:
-    """Raises `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
+    """Raise `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
     check(file, raw, HEAD)
     for key in ("paceline", "eagle_config", "dflash_config", "speculators_config"):
         check(file, raw.get(key) or {}, HEAD)
     check(file, _verifier(raw), HEAD)
-
-
-def _target(raw: Raw) -> str | None:
-    return _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or None
 
 
 def _verifier(raw: Raw) -> Raw:
@@ -145,7 +143,7 @@ def _verifier(raw: Raw) -> Raw:
 
 
 def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
-    """Who reads this layout; None: it is no head. Raises `UnsupportedModel` for a head that Paceline does not run."""
+    """Return the reader of this layout, or None where this is no head. Raises `UnsupportedModel` for foreign kinds."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     kind = str(raw.get("speculators_model_type") or "")
     for foreign, name in _FOREIGN.items():
@@ -157,19 +155,19 @@ def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
         if kind not in _SPECULATORS:
             raise UnsupportedModel(f"{path} holds a speculator of type {kind!r}", "Use one of type eagle3 or dflash")
         return _SPECULATORS[kind]
-    own = raw.get("paceline_kind")
+    paceline = raw.get("paceline_kind")
     medusa = "medusa" in names or raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
-    if own == "exit":
+    if paceline == "exit":
         return _read_exit
-    if own == "medusa" or (medusa and not _medusa_file(path)):
+    if paceline == "medusa" or (medusa and not _medusa_file(path)):
         return _read_medusa
     if medusa or _medusa_file(path):
         return _read_medusa_reference
     if "dflash" in names or "dflash_config" in raw:
         return _read_dflash
     # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer.
-    lonely = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
-    return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or lonely else None
+    single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
+    return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
 
 
 def _medusa_file(path: Path) -> bool:
@@ -181,45 +179,43 @@ def _tensors(path: Path, allow_pickle: bool) -> Tensors:
     if _medusa_file(path):
         names = (_MEDUSA_FILE + ".safetensors", _MEDUSA_FILE + ".pt")
     found = open_weights(path, *names, allow_pickle)
-    return {name: found[name] for name in found if not _IDLE.fullmatch(name)}
+    return {name: found[name] for name in found if not _UNUSED.fullmatch(name)}
 
 
 # --- EAGLE
 
 
-def _plain(name: str) -> str:
+def _canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
 def _read_speculators_eagle3(folder: _Folder) -> Found:
     raw = folder.raw
     layer = _one_layer(folder, raw["transformer_layer_config"])
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    config = _eagle3(folder, layer, tuple(ids or ()))
-    return "speculators", config, {_plain(name): tensor for name, tensor in folder.tensors.items()}
+    config = _eagle3(folder, layer, tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ()))
+    return "speculators", config, {_canonical(name): tensor for name, tensor in folder.tensors.items()}
 
 
 def _read_eagle(folder: _Folder) -> Found:
-    """The reference's, SGLang's and SpecForge's: EAGLE-3, or 1 and 2, where nothing norms the hidden state."""
+    """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or 1 and 2, which have no `hidden_norm`."""
     raw = folder.raw
-    tensors = {_plain(name): tensor for name, tensor in folder.tensors.items()}
-    # The reference's layer is Llama's whatever model_type says, and its windows are nowhere read.
-    silent = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    plain = {key: value for key, value in raw.items() if key not in silent} | {"model_type": "llama"}
-    layer = _one_layer(folder, plain)
+    tensors = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
+    # The reference's layer is Llama's whatever model_type says, and it ignores windows.
+    ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    layer = _one_layer(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": "llama"})
     if "layers.0.hidden_norm.weight" not in tensors and "draft_vocab_size" not in raw:
         tensors.pop("lm_head.weight", None)  # some files repeat the target's
         return "reference", EagleConfig(layer, ("final",), layer.hidden, layer.vocab_size, version=1), tensors
     layout = "sglang" if "LlamaForCausalLMEagle3" in (raw.get("architectures") or []) else "reference"
-    own = raw.get("eagle_config") or {}
-    if own.get("use_aux_hidden_state") is False:
+    nested = raw.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
-            f"{folder.path} is an EAGLE-3 head that listens to the last layer only", "Use one that listens to several"
+            f"{folder.path} is an EAGLE-3 head that reads the last layer only", "Use one that reads several layers"
         )
-    if "lm_head.weight" not in tensors:  # which only speculators leaves to the target
+    if "lm_head.weight" not in tensors:  # only speculators leaves it to the target
         raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
-    ids, nested = raw.get("eagle_aux_hidden_state_layer_ids"), own.get("eagle_aux_hidden_state_layer_ids")
-    taps = ids or [x + 1 for x in nested or ()]
+    key = "eagle_aux_hidden_state_layer_ids"
+    taps = raw.get(key) or [x + 1 for x in nested.get(key) or ()]
     return layout, _eagle3(folder, layer, tuple(taps)), tensors
 
 
@@ -245,7 +241,7 @@ def _one_layer(folder: _Folder, raw: Raw) -> ModelConfig:
     config = read_config({"model_type": "qwen3", **raw, "num_hidden_layers": 1})
     if config.plan[0].window:
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with a sliding window", "Use one without")
-    normed = any(_plain(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
+    normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
     return replace(config, qk_norm=normed, special=(), tied=False)
 
 
@@ -253,34 +249,33 @@ def _one_layer(folder: _Folder, raw: Raw) -> ModelConfig:
 
 
 def _read_medusa_reference(folder: _Folder) -> Found:
-    """`{head}.{layer}.linear.{weight,bias}` and each head's own lm_head behind its last layer.
+    """Read `{head}.{layer}.linear.{weight,bias}`, and each head's own lm_head after its last layer.
 
-    Published configs say 2 heads where the file holds 5: the tensors count.
+    Heads and layers are counted by the tensors: published configs say 2 heads where the file holds 5.
     """
     tensors: Tensors = {}
     for name, tensor in folder.tensors.items():
         found = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias)", name)
         if not found:
-            raise CorruptModel(f"the Medusa head {folder.path} holds {name}", _AGAIN)
+            raise CorruptModel(f"the Medusa head {folder.path} holds the unknown tensor {name}", _AGAIN)
         head, layer, linear, part = found.groups()
         tensors[f"blocks.{head}.layers.{layer}.{part}" if linear else f"lm_heads.{head}.{part}"] = tensor
     return "reference", _medusa(folder, tensors, shared=False), tensors
 
 
 def _read_medusa(folder: _Folder) -> Found:
-    """vLLM's, and Paceline's compact one, which leaves the output head to the target."""
+    """Read vLLM's layout, or Paceline's, which may leave the output head to the target."""
     tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
-    own = folder.raw.get("paceline_kind") == "medusa"
     shared = not any(name.startswith("lm_head") for name in tensors)
     config = _medusa(folder, tensors, shared)
     if folder.raw.get("original_lm_head") and not shared:
         head = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
         tensors |= {f"lm_heads.{i}.weight": head for i in range(config.heads) if head is not None}
-    if "token_map" in tensors:  # vLLM takes whole heads too, and cuts them itself
+    if "token_map" in tensors:  # vLLM also accepts whole heads, and cuts them itself
         rows = tensors["token_map"].long()
         heads = [name for name, x in tensors.items() if name.startswith("lm_heads.") and len(x) == config.vocab_size]
         tensors |= {name: tensors[name][rows] for name in heads if rows.max() < config.vocab_size}
-    return "paceline" if own else "vllm", config, tensors
+    return "paceline" if folder.raw.get("paceline_kind") else "vllm", config, tensors
 
 
 def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
@@ -291,7 +286,6 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
     for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
         if (head, layer) not in places:
             raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
-    own = folder.raw.get("paceline") or {}
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
     if vocab is None:
@@ -303,7 +297,7 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
         layers=layers,
         shared=shared,
         draft_vocab=len(tensors["token_map"]) if "token_map" in tensors else vocab,
-        paths=tuple(tuple(path) for path in own.get("paths", ())),
+        paths=tuple(tuple(path) for path in (folder.raw.get("paceline") or {}).get("paths", ())),
     )
 
 
@@ -311,34 +305,33 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
 
 
 def _read_dflash(folder: _Folder) -> Found:
-    """z-lab's, with what vLLM's `qwen3_dflash.py` reads beside it."""
-    raw, own = folder.raw, folder.raw.get("dflash_config") or {}
+    """Read z-lab's layout, with the fields that vLLM's `qwen3_dflash.py` adds."""
+    raw, nested = folder.raw, folder.raw.get("dflash_config") or {}
     layer = _block_layer({**raw, "model_type": "qwen3"})
-    _refuse_dflash(folder, {**raw, **own}, any(x.window for x in layer.plan))
-    said = raw.get("is_causal")
-    said = own.get("causal") if said is None else said
-    causal = tuple(x.window is not None if said is None else bool(said) for x in layer.plan)
-    ids = own.get("target_layer_ids")
+    _refuse_dflash(folder, {**raw, **nested}, any(x.window for x in layer.plan))
+    stated = raw.get("is_causal")
+    stated = nested.get("causal") if stated is None else stated
+    causal = tuple(x.window is not None if stated is None else bool(stated) for x in layer.plan)
+    ids = nested.get("target_layer_ids")
     taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
-    size = raw.get("block_size") or own.get("block_size")
-    return "reference", _block(folder, layer, taps, size, own, causal), folder.tensors
+    size = raw.get("block_size") or nested.get("block_size")
+    return "reference", _block(folder, layer, taps, size, nested, causal), folder.tensors
 
 
 def _read_speculators_dflash(folder: _Folder) -> Found:
     raw = folder.raw
     layer = _block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
     _refuse_dflash(folder, raw, sliding=False)
-    mutual = raw.get("sliding_window_non_causal", False)
-    causal = tuple(x.window is not None and not mutual for x in layer.plan)
+    causal = tuple(x.window is not None and not raw.get("sliding_window_non_causal") for x in layer.plan)
     taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
     config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
-    # The target's own, which are never trained; a head over all tokens is the target's too.
-    idle = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
-    return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in idle}
+    # Copies of the target's, which are never trained; a head over all tokens is the target's too.
+    unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
+    return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
 
 
 def _refuse_dflash(folder: _Folder, raw: Raw, sliding: bool) -> None:
-    """What other projects do with such heads and `BlockNetwork` does not. `sliding`: some layers have a window."""
+    """Raise `UnsupportedModel` for features that `BlockNetwork` does not have. `sliding`: some layers have a window."""
     found = {
         **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
         "swa_window_size": sliding and raw.get("swa_window_size"),
@@ -349,23 +342,23 @@ def _refuse_dflash(folder: _Folder, raw: Raw, sliding: bool) -> None:
         "shift_label": raw.get("shift_label"),
         "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
     }
-    if said := [name for name, there in found.items() if there]:
+    if used := [name for name, present in found.items() if present]:
         raise UnsupportedModel(
-            f"{folder.path} is a DFlash head with {', '.join(said)}, which Paceline does not run", "Use one without"
+            f"{folder.path} is a DFlash head with {', '.join(used)}, which Paceline does not run", "Use one without"
         )
 
 
 def _block_layer(raw: Raw) -> ModelConfig:
-    """The layers, with windows even where they are as wide as the head's own context: the target's may be longer."""
-    layer, endless = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
-    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, endless.plan, strict=True))
+    """Read the layers, with windows even where they span the head's own context: the target's may be longer."""
+    layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
+    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
     return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
 
 
 def _block(
-    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, own: Raw, causal: tuple[bool, ...]
+    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, mask_config: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
-    """`own`: the part of the config that names the mask token."""
+    """`mask_config`: the part of the config that holds mask_token_id."""
     if size is None:
         raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
     vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
@@ -373,7 +366,7 @@ def _block(
         layer=layer,
         taps=taps,
         size=size,
-        mask_token=folder.number("mask_token_id", own),
+        mask_token=folder.number("mask_token_id", mask_config),
         causal=causal if any(causal) else (),
         from_anchor=bool(folder.raw.get("sample_from_anchor")),
         draft_vocab=vocab if vocab != layer.vocab_size else 0,
@@ -381,7 +374,7 @@ def _block(
 
 
 def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
-    """DFlash's choice where the config names none: layers from the second to the fourth from the end, evenly."""
+    """Return DFlash's default taps: outputs of layers spread evenly from the second to the third from the end."""
     if layers == 1:
         return (target_layers // 2 + 1,)
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))

@@ -1,4 +1,4 @@
-"""Whether a learned drafter and a target belong together, and the ones that come with Paceline."""
+"""Matching of learned drafters and targets, and the heads that ship with Paceline."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
 _ALIKE = 0.125
-"""The share of signs that may differ within one model: quantisation and light tuning turn a few per cent, two trainings
-half of them."""
+"""Share of signs that may differ within one model: quantisation and light tuning flip a few per cent, another training
+run half of them."""
 
 _PADDING = re.compile(r"\[PAD\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a head must agree with: hidden size, vocabulary (rows of the head) and layers of a target."""
+    """Sizes of a target that a head must match: hidden size, vocabulary (rows of the output head) and layers."""
 
     hidden: int
     vocab: int
@@ -35,16 +35,17 @@ class Sizes:
 
 
 def host_of(target: Loaded) -> TargetWithHead:
-    """The target as what a learned drafter lives beside. Raises `UnsupportedModel` for one that lends nothing."""
+    """Return the target as the host of a learned drafter. Raises `UnsupportedModel` for one that cannot be."""
     if not isinstance(target.target, TargetWithHead):
         raise UnsupportedModel(
-            f"{target.path} runs as a {type(target.target).__name__}, which lends no embedding and no output head",
+            f"{target.path} runs as a {type(target.target).__name__}, which cannot lend its embedding and head",
             "Draft with suffix or ngram",
         )
     return target.target
 
 
 def sizes_of(target: Loaded | ModelConfig) -> Sizes:
+    """Return a target's sizes. Raises `UnsupportedModel` for one that cannot host a learned drafter."""
     if isinstance(target, ModelConfig):
         return Sizes(target.hidden, target.vocab_size, target.layers)
     ends = host_of(target)
@@ -53,7 +54,7 @@ def sizes_of(target: Loaded | ModelConfig) -> Sizes:
 
 
 def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
-    """The head as it serves this target: EAGLE-3's default taps, {2, L // 2, L - 3}, are named.
+    """Return the head for use with this target, with EAGLE-3's default taps {2, L // 2, L - 3} filled in.
 
     Raises `HeadMismatch` where the head was made for a target of another hidden size, vocabulary or layer count.
     """
@@ -78,7 +79,7 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
 
 
 def _expects(config: HeadConfig) -> tuple[int, int | None]:
-    """Hidden size and vocabulary of the target."""
+    """Return the hidden size and vocabulary that the head expects of its target."""
     if isinstance(config, EagleConfig):
         return config.target_hidden, config.layer.vocab_size
     if isinstance(config, BlockConfig):
@@ -87,31 +88,31 @@ def _expects(config: HeadConfig) -> tuple[int, int | None]:
 
 
 def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
-    made = f"It was trained for {head.target}; use it with that" if head.target else "Use it with the model it is for"
+    made = f"It was trained for {head.target}; use it with that" if head.target else "Use it with its own model"
     return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
 
 
-def words_of(model: Loaded) -> dict[str, int]:
-    """The vocabulary without the names that GGUF converters give to padding rows, so that padded ones are the same."""
+def vocabulary_of(model: Loaded) -> dict[str, int]:
+    """Return token -> id, without the padding rows that GGUF converters add."""
     return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def fingerprint(target: Loaded) -> str:
-    """What a head stores of the target it was trained for: `<sizes and tokens>:<signs of the embedding>`, in hex.
+    """Return the fingerprint that a head stores of its target: `<sizes and tokens>:<signs of the embedding>`, in hex.
 
-    The first half is a hash of the vocabulary, the hidden size and the number of layers; the second has the signs of
-    the first 64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
+    The first half is a hash of the vocabulary, the hidden size and the number of layers; the second holds the signs of
+    64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
     """
-    words, sizes = words_of(target), sizes_of(target)
-    text = repr((sizes.hidden, sizes.layers, sorted(words.items())))
-    rows = torch.linspace(0, max(words.values(), default=0), _ROWS, device=target.target.device).long()
+    vocabulary, sizes = vocabulary_of(target), sizes_of(target)
+    text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
+    rows = torch.linspace(0, max(vocabulary.values(), default=0), _ROWS, device=target.target.device).long()
     signs = host_of(target).embed(rows)[:, :_COLUMNS] > 0
     bits = "".join("01"[int(bit)] for bit in signs.flatten().tolist())
     return f"{sha256(text.encode()).hexdigest()[:32]}:{int(bits, 2):0{len(bits) // 4}x}"
 
 
 def same_target(one: str, other: str) -> bool:
-    """Whether two fingerprints are of one model, be it in other dtypes, quantised or lightly tuned."""
+    """Whether two fingerprints are of one model, possibly in another dtype, quantised or lightly tuned."""
     (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
     if tokens != tokens2 or len(signs) != len(signs2):
         return False
@@ -119,19 +120,19 @@ def same_target(one: str, other: str) -> bool:
 
 
 TRAINED = Path(__file__).parents[1] / "trained"
-"""Heads that come with Paceline, a folder each."""
+"""Folder of the heads that ship with Paceline."""
 
 
 def shipped(kind: str, target: Loaded) -> Path | None:
-    """The folder of the head of this kind ("eagle3", "medusa", "block", "exit") that comes with Paceline for this
-    target: the one whose `HeadFile.extra["fingerprint"]` is the target's."""
+    """Return the folder of the shipped head of this kind ("eagle3", "medusa", "block", "exit") whose fingerprint is the
+    target's, or None."""
     if not isinstance(target.target, TargetWithHead):
         return None
     ours = ""
     for path in sorted(TRAINED.glob("*/config.json")):
-        own = read_json(path).get("paceline") or {}
-        if own.get("kind") == kind and "fingerprint" in own:
+        extra = read_json(path).get("paceline") or {}
+        if extra.get("kind") == kind and "fingerprint" in extra:
             ours = ours or fingerprint(target)
-            if same_target(ours, own["fingerprint"]):
+            if same_target(ours, extra["fingerprint"]):
                 return path.parent
     return None

@@ -1,4 +1,4 @@
-"""From a model reference to a target that runs."""
+"""Loading of models: from a reference to a target that runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
-from paceline.checkpoints.lazy import Outlines, Quantised
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
 from paceline.kernels.cuda import has_triton
@@ -22,6 +21,7 @@ from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
+from paceline.models.lazy import Outlines, Quantised
 from paceline.protocols import Target
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run: `eos` are all its end-of-sequence ids, `generation` its generation_config, `quantize` how
-    its weights are held."""
+    """A loaded model: `eos` are its EOS ids, `generation` its generation_config, `quantize` how its weights are
+    held."""
 
     target: Target
     tokenizer: Tokenizer
@@ -71,7 +71,7 @@ def load_model(
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
     tensors = Quantised(checkpoint.tensors, quantize) if quantize else checkpoint.tensors
-    with _bar(f"loading {reference}", progress) as advance:
+    with _progress_bar(f"loading {reference}", progress) as advance:
         try:
             target = (
                 _decoder(exact, where)(config, tensors, kind, where, advance)
@@ -89,21 +89,21 @@ def load_model(
 
 
 def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
-    """What runs a native model. On CUDA exactness takes kernels of our own."""
+    """Return the decoder class for a native model; on CUDA, `exact` takes Paceline's own kernels."""
     if not exact or device.type != "cuda":
         return Decoder
     if not has_triton():
-        raise InvalidOption("exact=True on a CUDA device takes Triton", "Install it: pip install triton")
+        raise InvalidOption("exact=True on a CUDA device needs Triton", "Install it: pip install triton")
     from paceline.models.cuda_decoder import DeviceDecoder
 
     return partial(DeviceDecoder, exact=True)
 
 
 def native(checkpoint: Checkpoint) -> ModelConfig | None:
-    """How a model runs, for `load` and `info` alike: the native decoder's config, or None for transformers.
+    """Return the native decoder's config, or None for a model that runs through transformers. No tensor is read.
 
-    Raises `UnsupportedModel` where neither runs it, with the reason, and `CorruptModel` where the config is wrong or
-    the names and shapes of the tensors do not fit it. No tensor is read.
+    Raises `UnsupportedModel` where neither runs the model, with the reason, and `CorruptModel` where the config is
+    wrong or the names and shapes of the tensors do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
     refuse_other_kinds(checkpoint.config, where)
@@ -124,7 +124,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
 
 
 def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
-    """Raises `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
+    """Raise `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
     from paceline.models.transformers import check_config
 
     try:
@@ -147,7 +147,7 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
 
 
 def wrap(model: Any, tokenizer: Any) -> Loaded:
-    """A model object of transformers that the user holds, with its tokenizer; see `paceline.load`."""
+    """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
     from paceline.text.tokenizer import Tokenizer
 
     if find_spec("transformers") is None or not _is_pretrained(model):
@@ -163,10 +163,10 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
         )
     from paceline.models.transformers import CausalLM
 
-    words = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
-    eos = eos_token_ids(model.config.to_dict(), generation, words)
-    return Loaded(CausalLM(model), words, eos, generation, Path(model.name_or_path))
+    eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
+    return Loaded(CausalLM(model), tokenizer, eos, generation, Path(model.name_or_path))
 
 
 def _is_pretrained(model: object) -> bool:
@@ -177,22 +177,23 @@ def _is_pretrained(model: object) -> bool:
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:
-    """`auto`: CUDA, then MPS, then the CPU. Raises `InvalidOption` for one that is not there."""
+    """Return the torch device; `auto` is CUDA, else MPS, else the CPU. Raises `InvalidOption` for one that is
+    missing."""
     device, _, index = str(device).partition(":")
     if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
         raise InvalidOption(f"device {device}:{index} is not available here", "Choose cpu or auto")
-    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
-        device = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
-    if device not in here:
+        device = "cuda" if available["cuda"] else "mps" if available["mps"] else "cpu"
+    if device not in available:
         raise InvalidOption(f"device {device!r} is unknown", "Choose auto, cpu, cuda or mps")
-    if not here[device]:
+    if not available[device]:
         raise InvalidOption(f"device {device!r} is not available here", "Choose cpu or auto, or install torch for it")
     return torch.device(f"{device}:{index}" if index else device)
 
 
 def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 where the device is fast with it, float16 on MPS, else float32."""
+    """Return the torch dtype; `auto` is bfloat16 where the device is fast with it, float16 on MPS, else float32."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     if dtype != "auto":
@@ -206,9 +207,9 @@ def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def _bar(title: str, shown: bool) -> Iterator[Progress]:
-    """A progress bar on stderr, gone when the work is done."""
-    if not shown:
+def _progress_bar(title: str, visible: bool) -> Iterator[Progress]:
+    """Show a transient progress bar on stderr."""
+    if not visible:
         yield lambda done, total: None
         return
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters, merged into the tensors of their base model as those are read.
+"""PEFT's LoRA adapters, merged into the tensors of their base model when those are read.
 
 W' = W + s B A with s = alpha / r (Hu et al. 2021), alpha / sqrt(r) where rank-stabilised (Kalajdzievski 2023). DoRA
 (Liu et al. 2024) then scales each output of W' to a norm of its own.
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
-from paceline.checkpoints.lazy import LazyTensors, own_codes, shape_of
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import ADAPTER, check, shown
 from paceline.kernels.quantize import Codes
 from paceline.models.families import ties_head
+from paceline.models.lazy import LazyTensors, codes_of, shape_of
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
 _AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
-"""Module, part, and what follows: an adapter's name ("default") in some files, "weight" or "bias" in most."""
+"""Module, part, and rest: an adapter's name ("default") in some files, "weight" or "bias" in most."""
 
-_MOST_COSTS, _LONGEST_PATTERN = 3, 256
-"""Groups and repetitions in a pattern, and its characters: matching takes time that grows with powers of these."""
+_MAX_COSTS, _LONGEST_PATTERN = 3, 256
+"""Limits on groups and repetitions in a pattern, and on its length: the time to match grows with powers of these."""
 
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.[^.]+$)")
-"""What PEFT puts between a module and its own tensors while it is wrapped."""
+"""Names that PEFT inserts between a wrapped module and its tensors."""
 
 _VARIANTS = (
     "alora_invocation_tokens",
@@ -48,19 +48,18 @@ _VARIANTS = (
     "use_bdlora",
     "use_qalora",
 )
-"""Entries of adapter_config.json that, when set, make the change another one than W + s B A."""
+"""Entries of adapter_config.json that, when set, make the merge differ from W + s B A."""
 
 _REBASED = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""Initialisations that also change the base model's weights, which an adapter alone does not tell."""
-
+"""Initialisations that also change the base model's weights, which the adapter's file does not hold."""
 
 Patterns = tuple[tuple[re.Pattern[str], float], ...]
-"""What a module's name may match, and the value for it: the first match counts."""
+"""Patterns of module names with their values; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What adapter_config.json says about a merge. `transposed`: weights lie as [in, out] (fan_in_fan_out)."""
+class MergeRules:
+    """Merge settings of adapter_config.json. `transposed`: weights are stored as [in, out] (fan_in_fan_out)."""
 
     rank: int
     alpha: float
@@ -72,25 +71,28 @@ class Rules:
     keeps_tie: bool
 
     def rank_of(self, module: str) -> int:
+        """Return the rank r of a module's factors."""
         return int(_matching(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
+        """Return the factor s of a module's product."""
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
 
 
-def _matching(patterns: Patterns, module: str, otherwise: float) -> float:
-    """The value of the first pattern that matches the end of a module's name, from a dot on."""
-    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+def _matching(patterns: Patterns, module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of a module's name, from a dot on."""
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def read_rules(path: Path) -> Rules:
-    """The adapter's config. Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged one."""
+def read_rules(path: Path) -> MergeRules:
+    """Read the adapter's config. Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged
+    one."""
     raw = _read_adapter_config(path)
     _refuse_other_kinds(path, raw)
     if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
         raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
-    return Rules(
+    return MergeRules(
         rank=raw["r"],
         alpha=raw["lora_alpha"],
         ranks=_patterns(path, raw.get("rank_pattern")),
@@ -103,23 +105,23 @@ def read_rules(path: Path) -> Rules:
 
 
 def _read_adapter_config(path: Path) -> dict[str, Any]:
-    """adapter_config.json in this folder, its fields checked."""
+    """Return adapter_config.json of this folder, its fields checked."""
     raw = read_json(path / ADAPTER_CONFIG)
     check(path / ADAPTER_CONFIG, raw, ADAPTER)
     return raw
 
 
 def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
-    """Raises `UnsupportedModel` for expressions that could take exponential time to match, since anyone may have
-    written them, and `CorruptModel` for those that are not regular expressions."""
+    """Compile untrusted patterns. Raises `UnsupportedModel` for expressions that could take exponential time to match,
+    `CorruptModel` for those that are not regular expressions."""
     found = []
     for pattern, value in (given or {}).items():
         plain = pattern.replace("(?:", "(")
         costs = len(re.findall(r"[*+?{(]", plain))
-        if costs > _MOST_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
+        if costs > _MAX_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
             raise UnsupportedModel(
                 f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
-                f"Name the modules, or use at most {_MOST_COSTS} groups and repetitions, and no repeated group",
+                f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
             )
         try:
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
@@ -146,40 +148,40 @@ def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter's files in the base model's terms.
+    """An adapter's tensors in the base model's terms.
 
     `changes`: module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
-    "bias") -> tensor in the file. `whole`: tensor of the base -> the one in the file that replaces it.
+    "bias") -> name in the file. `whole`: tensor of the base -> name in the file of the tensor that replaces it.
     """
 
     path: Path
-    rules: Rules
+    rules: MergeRules
     tensors: Mapping[str, Tensor]
     changes: Mapping[str, Mapping[str, str]]
     whole: Mapping[str, str]
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
+        """Return A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
         parts = self.changes[module]
         kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
         if missing := [kind + side for side in "AB" if kind + side not in parts]:
             raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _AGAIN)
         if ("lora_magnitude_vector" in parts) != self.rules.dora:
-            said = "holds no" if self.rules.dora else "without use_dora holds a"
-            raise CorruptModel(f"the adapter {self.path} {said} lora_magnitude_vector for {module}", _AGAIN)
+            problem = "holds no" if self.rules.dora else "without use_dora holds a"
+            raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _AGAIN)
         a, b = self.tensors[parts[kind + "A"]], self.tensors[parts[kind + "B"]]
         rank = self.rules.rank_of(module)
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise CorruptModel(
                 f"the adapter {self.path} has A {tuple(a.shape)} and B {tuple(b.shape)} for {module}, "
-                f"where its config means rank {rank}",
+                f"where its config says rank {rank}",
                 "Config and weights are of different adapters; fetch it again",
             )
         return a, b
 
 
 def open_adapter(path: Path, *, allow_pickle: bool = False) -> LoraAdapter:
-    """A folder in PEFT's layout: adapter_config.json and adapter_model.safetensors.
+    """Open a folder in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
     Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B.
     """
@@ -206,7 +208,7 @@ class Merged(LazyTensors):
     """A base model's tensors with an adapter's changes: merged at each access, in float32 or better."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
-        """`untied`: the head starts as the embedding, and is a tensor of its own from here on."""
+        """`untied`: the output head starts as a copy of the embedding and is a separate tensor from here on."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
         self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
@@ -223,22 +225,22 @@ class Merged(LazyTensors):
         return self._start(name)
 
     def codes(self, name: str) -> Codes | None:
-        """The base's own, of a matrix that the adapter leaves as it is."""
+        """Return the base's codes of a matrix that the adapter does not change, else None."""
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
-        return None if changed or (name == HEAD and self._untied) else own_codes(self._base, name)
+        return None if changed or (name == HEAD and self._untied) else codes_of(self._base, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The base's, except of tensors that the adapter brings whole: products keep the shape."""
+        """Return a shape: the base's, except for tensors that the adapter replaces."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
             return tuple(self[name].shape)
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
-        """The tensor before any product is added: the base's, or the one that replaces it."""
+        """Return the tensor before any product is added: the base's, or the one that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
-            # A trained embedding leaves a tied head alone, but one that has products of its own was only resized.
+            # A replaced embedding leaves a tied head unchanged, unless it also has products: then it was only resized.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
@@ -284,11 +286,11 @@ def _misfit(adapter: LoraAdapter, name: str, shapes: str) -> AdapterMismatch:
 
 
 def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """`base` with the adapter in the folder `path`; nothing is computed before the tensors are read.
+    """Return `base` with the adapter in the folder `path`, merged tensor by tensor as they are read.
 
-    An adapter that changes the embedding or the head of a tied model unties them, as in training, unless it was
-    trained with `ensure_weight_tying`. One that brings a tokenizer brings its chat template and its added tokens.
-    Raises `AdapterMismatch`, here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
+    An adapter that changes the embedding or the output head of a tied model unties them, as in training, unless it was
+    trained with `ensure_weight_tying`. An adapter's tokenizer, if any, replaces the base's. Raises `AdapterMismatch`,
+    here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
     """
     adapter = open_adapter(path, allow_pickle=allow_pickle)
     names = set(base.tensors)
@@ -302,13 +304,13 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     }
     untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
-    config |= _vocabulary(adapter, base.config.get("vocab_size"), tied)
+    config |= _new_vocab_size(adapter, base.config.get("vocab_size"), tied)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
     return replace(base, config=config, tensors=Merged(base.tensors, adapter, untied=untied), tokenizer=tokenizer)
 
 
-def _vocabulary(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
-    """The new `vocab_size` where tokens were added before training: embedding and head then come whole."""
+def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
+    """Return the new `vocab_size` where tokens were added before training: embedding and head are then replaced."""
     rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):
         return {}
@@ -331,16 +333,17 @@ def open_model(
     allow_pickle: bool = False,
     quiet: bool = False,
 ) -> Checkpoint:
-    """The checkpoint that a reference means, an adapter merged: `adapter`, or the reference where it is one itself.
+    """Open a model with an adapter merged: `adapter`, or the reference itself where it is one.
 
-    `revision` is the reference's; the base of an adapter has the one that its config names.
+    `revision` is the reference's; an adapter's config names that of its base. Raises what `resolve`,
+    `open_checkpoint` and `merge` raise, and `InvalidOption` for an `adapter` that is none.
     """
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle, "quiet": quiet}
     path = resolve(reference, revision=revision, **fetch)
     if adapter is not None:
         folder = resolve(adapter, **fetch)
         if not (folder / ADAPTER_CONFIG).exists():
-            raise InvalidOption(f"{adapter} is no LoRA adapter", f"Name a folder that holds {ADAPTER_CONFIG}")
+            raise InvalidOption(f"{adapter} is not a LoRA adapter", f"Name a folder that holds {ADAPTER_CONFIG}")
     elif is_adapter(path):
         folder, path = path, _base_of(path, fetch)
     else:
@@ -350,17 +353,17 @@ def open_model(
 
 def _base_of(folder: Path, fetch: dict[str, Any]) -> Path:
     name, revision = _base_name(folder), _read_adapter_config(folder).get("revision")
-    give = f"Name the base model, and {folder} as its adapter"
+    fix = f"Name the base model, and {folder} as its adapter"
     if not name:
-        raise ModelNotFound(f"the adapter {folder} does not say which model it belongs to", give)
+        raise ModelNotFound(f"the adapter {folder} does not say which model it belongs to", fix)
     try:
         return resolve(name, revision=revision or None, **fetch)
     except ModelNotFound as error:
-        raise ModelNotFound(f"the base model of the adapter {folder}: {error.cause}", give) from error
+        raise ModelNotFound(f"the base model of the adapter {folder}: {error.cause}", fix) from error
 
 
 def split_adapter(reference: str) -> tuple[str, str | None]:
-    """`BASE@ADAPTER` as (base, adapter); a path that exists keeps its @."""
+    """Split `BASE@ADAPTER` into (base, adapter); a path that exists keeps its @."""
     base, _, adapter = reference.rpartition("@")
     if not (base and adapter) or Path(reference).expanduser().exists():
         return reference, None

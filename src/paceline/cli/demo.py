@@ -43,7 +43,7 @@ def demo(
 
     An answer has 192 tokens at most, unless -n gives another length.
 
-    Ends with exit code 1 if the two texts differ on a machine that promises them equal bit for bit.
+    EmbeddingAndHead with exit code 1 if the two texts differ on a machine that promises them equal bit for bit.
     """
     question = single_prompt(PROMPT if prompt is None else prompt)
     sampling.check()

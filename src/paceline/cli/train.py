@@ -26,7 +26,7 @@ _DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
 
 _ORDERED = (
     *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
-    *("start", "vocabulary", "ffn", "layers", "rank", "steps", "layout"),
+    *("start", "vocabulary", "ffn", "layers", "rank", "steps"),
 )
 """Options that an `TrainJob` knows by the same name."""
 
@@ -85,9 +85,6 @@ class TrainOptions:
         ),
     ] = None
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of an early exit's adapter.", rich_help_panel=_HEAD)] = 256
-    layout: Annotated[
-        str | None, typer.Option("--layout", help="speculators, sglang, reference, vllm...", rich_help_panel=_HEAD)
-    ] = None
     steps: Annotated[
         int, typer.Option("--steps", min=1, help="Tokens of the drafts it learns to make.", rich_help_panel=_LOOP)
     ] = 5

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, words_of
-from paceline.checkpoints.lazy import Quantised
+from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
@@ -24,6 +23,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
+from paceline.models.lazy import Quantised
 from paceline.types import DraftBudget
 
 DraftModelLoader = Callable[[str], Loaded]
@@ -159,7 +159,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     if name == "model":
         loaded = load(reference)
         # Tokenizers are compared by their tokens, not by how many there are.
-        if words_of(target) != words_of(loaded):
+        if vocabulary_of(target) != vocabulary_of(loaded):
             return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size)
     if name == "early-exit" and (reference.isdecimal() or not reference):

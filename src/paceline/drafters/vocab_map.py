@@ -120,7 +120,7 @@ class VocabMap:
 def _said(model: Loaded) -> dict[int, bytes]:
     """Of the tokens that have a row in the model; those that say nothing left out."""
     rows = model.target.vocab_size
-    return {i: said for i, said in model.tokenizer.surfaces.items() if said and i < rows}
+    return {i: said for i, said in model.tokenizer.token_bytes.items() if said and i < rows}
 
 
 def _first(said: dict[int, bytes]) -> dict[bytes, int]:

@@ -1,1 +1,1 @@
-"""Finding and reading a model's files, which may come from anyone."""
+"""Finding and reading a model's files, which are untrusted input."""

@@ -1,4 +1,4 @@
-"""From what a user calls a model to files on this machine."""
+"""Model references resolved to local files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from paceline.files.wheels import PACKAGED, packaged
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 _PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
-ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a folder one of PEFT's adapters."""
-# Folders and consolidated files of a hub model repeat its weights in other layouts.
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
 _UNWANTED = ["*/*", "consolidated*"]
+"""Subfolders and consolidated files of a hub model repeat its weights in other layouts."""
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
+"""Modules of the hub client's transports, whose errors may be no OSError."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File that marks a folder as a PEFT adapter."""
 
 
 def resolve(
@@ -31,12 +32,11 @@ def resolve(
     quiet: bool = False,
     allow_pickle: bool = False,
 ) -> Path:
-    """A local folder (Hugging Face layout, or PEFT's) or GGUF file for a model reference; fetches what is not here yet.
+    """Return the local folder (Hugging Face's or PEFT's layout) or GGUF file of a model, downloaded if necessary.
 
-    `reference`: "demo", a folder, a GGUF file, or a hub id "owner/name" with `revision` (branch, tag or commit) and
-    `token`. A folder called demo is "./demo". `quiet`: no progress bars. `allow_pickle`: where a hub model has no
-    safetensors, fetch its pytorch_model.bin (adapter_model.bin). Raises `ModelNotFound`, `UnsupportedModel` or
-    `CorruptModel`.
+    `reference`: "demo", a folder ("./demo" for one of that name), a GGUF file, or a hub id "owner/name" with `revision`
+    (branch, tag or commit) and `token`. `quiet`: no progress bars. `allow_pickle`: where a hub model has no
+    safetensors, download its pickled weights. Raises `ModelNotFound`, `UnsupportedModel` or `CorruptModel`.
     """
     name = str(reference)
     if isinstance(reference, str) and name in PACKAGED:
@@ -45,7 +45,7 @@ def resolve(
         path = Path(name).expanduser()
         here = path.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFound(f"{name[:80]!r} is no usable path ({error})") from error
+        raise ModelNotFound(f"{name[:80]!r} cannot be used as a path ({error})") from error
     if here and name.strip():
         return _local(path)
     if isinstance(reference, str) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
@@ -69,7 +69,7 @@ def _local(path: Path) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder itself, or the one GGUF file in a folder that holds nothing else to load."""
+    """Return the folder itself, or the GGUF file in a folder that holds one and nothing else to load."""
     if (folder / "config.json").exists() or is_adapter(folder):
         return folder
     files = sorted(folder.glob("*.gguf"))
@@ -79,7 +79,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether this is an adapter's folder without its base model."""
+    """Whether this is the folder of an adapter without its base model."""
     return (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists()
 
 
@@ -91,7 +91,7 @@ def _hub(name: str, revision: str | None, token: str | None, quiet: bool, allow_
         return _snapshot(name, revision, token, quiet, _WANTED + _PICKLES)
     raise UnsupportedModel(
         f"the hub model {name} holds no safetensors",
-        "Use another model, download one of its GGUF files and name that, or say allow_pickle=True",
+        "Use another model, download one of its GGUF files and name that, or set allow_pickle=True",
     )
 
 
@@ -100,23 +100,21 @@ def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, p
     from huggingface_hub.errors import HFValidationError
 
     try:
-        with _bars(quiet):
+        with _progress_bars(quiet):
             folder = snapshot_download(
                 name, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_UNWANTED
             )
-    except (OSError, HFValidationError) as error:
-        raise _not_fetched(name, revision, error) from error
     except Exception as error:
-        # The hub client's transport (requests, httpx, now httpx2) has errors of its own that are no OSError.
-        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+        known = isinstance(error, (OSError, HFValidationError))
+        if not known and type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
-        raise _not_fetched(name, revision, error) from error
+        raise _download_error(name, revision, error) from error
     return Path(folder)
 
 
 @contextmanager
-def _bars(quiet: bool) -> Iterator[None]:
-    """Without the hub client's progress bars while quiet, and as they were afterwards."""
+def _progress_bars(quiet: bool) -> Iterator[None]:
+    """Turn the hub client's progress bars off where `quiet`, and restore them afterwards."""
     # The functions are public by documentation, but not in the module's __all__.
     utils: Any = importlib.import_module("huggingface_hub.utils")
     silence = quiet and not utils.are_progress_bars_disabled()
@@ -129,45 +127,28 @@ def _bars(quiet: bool) -> Iterator[None]:
             utils.enable_progress_bars()
 
 
-def _not_fetched(name: str, revision: str | None, error: Exception) -> ModelNotFound:
+def _download_error(name: str, revision: str | None, error: Exception) -> ModelNotFound:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         error = errors.OfflineModeIsEnabled(str(error))
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    cases: list[tuple[type[Exception], str, str]] = [
-        (
-            errors.GatedRepoError,
-            f"the hub model {name} is gated",
-            "Accept its terms on huggingface.co, then give token=... or run `hf auth login`",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            f"there is no hub model {name}, or it is private, and no such folder here",
-            "Check the name; a private model needs token=... or `hf auth login`",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            f"the hub model {name} has no revision {revision!r}",
-            "Name a branch, tag or commit of it",
-        ),
-        (errors.HFValidationError, f"{name!r} is no hub id ({reason})", "Write it as 'owner/name'"),
-        (
-            errors.OfflineModeIsEnabled,
-            f"the hub model {name} is not on this machine and offline mode is on",
-            "Unset HF_HUB_OFFLINE, or fetch it on a machine with a network and name the folder",
-        ),
-        (
-            errors.HfHubHTTPError,
-            f"the hub refused {name} ({reason})",
-            "Check the token and the name, or try later",
-        ),
-    ]
-    for kind, cause, fix in cases:
-        if isinstance(error, kind):
-            return ModelNotFound(cause, fix)
-    return ModelNotFound(
-        f"the hub model {name} is not on this machine and cannot be fetched ({reason})",
-        "Check the network and free disk space, or fetch it elsewhere and name the folder",
-    )
+    cause = f"the hub model {name} is not on this machine and cannot be downloaded ({reason})"
+    fix = "Check the network and free disk space, or download it elsewhere and name the folder"
+    if isinstance(error, errors.GatedRepoError):
+        cause = f"the hub model {name} is gated"
+        fix = "Accept its terms on huggingface.co, then give token=... or run `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        cause = f"there is no hub model {name}, or it is private, and no such folder here"
+        fix = "Check the name; a private model needs token=... or `hf auth login`"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        cause, fix = f"the hub model {name} has no revision {revision!r}", "Name a branch, tag or commit of it"
+    elif isinstance(error, errors.HFValidationError):
+        cause, fix = f"{name!r} is not a hub id ({reason})", "Write it as 'owner/name'"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        cause = f"the hub model {name} is not on this machine and offline mode is on"
+        fix = "Unset HF_HUB_OFFLINE, or download it on a machine with a network and name the folder"
+    elif isinstance(error, errors.HfHubHTTPError):
+        cause, fix = f"the hub refused {name} ({reason})", "Check the token and the name, or try again later"
+    return ModelNotFound(cause, fix)

@@ -1,7 +1,7 @@
-"""Reading the small files of a model folder, which may come from anyone.
+"""Reading the small files of a model folder, which are untrusted input.
 
-Only regular files (or links to them) are opened, so that a pipe or a device cannot hang the reader; no more than a
-limit is read; and JSON has a bounded depth, so that code that walks the values cannot exhaust the stack.
+Only regular files (or links to them) are opened, so that a pipe or a device cannot hang the reader; sizes are limited;
+and JSON has a bounded depth, so that code that walks the values cannot exhaust the stack.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DEEPEST = 64
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file, open for reading. Raises `ModelNotFound` where it cannot be opened, `CorruptModel` where it is not a
-    regular file."""
+    """Open a file for reading. Raises `ModelNotFound` where that fails, `CorruptModel` where it is not a regular
+    file."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits until another program writes to it.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
-    """The text of a UTF-8 file of at most `limit` bytes.
+    """Return the text of a UTF-8 file of at most `limit` bytes.
 
     Raises `ModelNotFound` (missing or unreadable), `UnsupportedModel` (too large) or `CorruptModel`.
     """
@@ -58,8 +58,8 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
 
 
 def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
-    """The JSON object in a file; see `read_text` for the errors. `CorruptModel` also for JSON that is malformed or
-    nested deeper than 64 levels."""
+    """Return the JSON object in a file. Raises the errors of `read_text`, and `CorruptModel` for JSON that is malformed
+    or nested deeper than 64 levels."""
     text = read_text(path, limit)
     try:
         data = json.loads(text)
@@ -74,16 +74,16 @@ def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
     return data
 
 
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """`read_json`, or {} where there is no such file."""
+def read_json_if_exists(path: Path) -> dict[str, Any]:
+    """Return `read_json`, or {} where there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 @contextmanager
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
-    """Turns whatever the tokenizers library raises into a `CorruptModel` with this cause and its reason.
+    """Turn any error of the tokenizers library into a `CorruptModel` with this cause and the library's reason.
 
-    It raises bare `Exception`, and for a panic in its Rust code a `BaseException` whose class cannot be imported.
+    The library raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
     """
     try:
         yield
@@ -100,10 +100,10 @@ def _too_deep(path: Path) -> CorruptModel:
 
 
 def _depth(data: Any) -> int:
-    """How deep lists and objects are nested; one that is deeper than `_DEEPEST` is not walked to its end."""
+    """Return how deep lists and objects are nested; deeper than `_DEEPEST` is not examined further."""
     depth, level = 0, [data]
     while level and depth <= _DEEPEST:
         depth += 1
-        held = (x for one in level for x in (one.values() if isinstance(one, dict) else one))
-        level = [x for x in held if isinstance(x, (dict, list))]
+        children = (x for one in level for x in (one.values() if isinstance(one, dict) else one))
+        level = [x for x in children if isinstance(x, (dict, list))]
     return depth

@@ -1,8 +1,8 @@
-"""What each field of a model's files may hold: its kind and range, in one table per file.
+"""Type and range of each field of a model's files, in one table per file.
 
-Everything read from JSON or GGUF metadata passes `check` before it is used, so that the code behind it can rely on
-types and sizes. The upper bounds are far above any published model and low enough that nothing sized by them alone
-exhausts time or memory. Fields that no table names are not read, or only compared.
+Everything read from JSON or GGUF metadata passes `check` before it is used, so that later code can rely on types and
+sizes. The upper bounds are far above any published model, and low enough that nothing sized by them alone exhausts time
+or memory. Fields that no table names are not read, or only compared.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""Advice for a wrong config, which may have been edited by hand."""
+"""Fix for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """What a field may hold: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
+    """Kind of value of a field: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
 
     what: str
     holds: Callable[[Any], bool]
@@ -33,71 +33,71 @@ class FieldKind:
 
 
 def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, FieldKind]) -> None:
-    """Raises `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
+    """Raise `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
     for name, kind in fields.items():
         if name in values:
             check_value(where, name, values[name], kind)
 
 
 def check_value(where: str | Path, name: str, value: Any, kind: FieldKind) -> None:
-    """`check` of a single field."""
+    """Check a single field."""
     if not kind.holds(value):
         raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", CORRECT)
 
 
 def shown(value: Any) -> str:
-    """A value as error messages quote it."""
+    """Return a value as error messages quote it."""
     return one_line("null" if value is None else repr(value), 80)
 
 
+def _is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
-    """A whole number in this range, both ends included."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-    return FieldKind(f"a whole number from {low} to {high}", holds, f"whole numbers from {low} to {high}")
+    """Whole number in this range, both ends included."""
+    what = f"from {low} to {high}"
+    return FieldKind(
+        f"a whole number {what}", lambda x: _is_number(x, int) and low <= x <= high, f"whole numbers {what}"
+    )
 
 
 def number(low: float, high: float) -> FieldKind:
-    """A finite number in this range, both ends included."""
+    """Finite number in this range, both ends included."""
 
-    def holds(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return False
-        return low <= value <= high and math.isfinite(value)
+    def holds(x: Any) -> bool:
+        return _is_number(x, (int, float)) and low <= x <= high and math.isfinite(x)
 
     return FieldKind(f"a number from {low:g} to {high:g}", holds, f"numbers from {low:g} to {high:g}")
 
 
 def listed(kind: FieldKind) -> FieldKind:
-    """A list whose elements are all of this kind."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, list) and all(map(kind.holds, value))
-
-    return FieldKind(f"a list of {kind.many}", holds, f"lists of {kind.many}")
+    """List of elements of this kind."""
+    what = f"of {kind.many}"
+    return FieldKind(f"a list {what}", lambda x: isinstance(x, list) and all(map(kind.holds, x)), f"lists {what}")
 
 
 def mapping(kind: FieldKind) -> FieldKind:
-    """An object whose values are all of this kind."""
+    """Object with values of this kind."""
 
-    def holds(value: Any) -> bool:
-        return isinstance(value, dict) and all(map(kind.holds, value.values()))
+    def holds(x: Any) -> bool:
+        return isinstance(x, dict) and all(map(kind.holds, x.values()))
 
     return FieldKind(f"an object of {kind.many}", holds, f"objects of {kind.many}")
 
 
 def record(**fields: FieldKind) -> FieldKind:
-    """An object with these fields, of these kinds."""
+    """Object with these fields, of these kinds."""
 
-    def holds(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            name in value and kind.holds(value[name]) for name, kind in fields.items()
-        )
+    def holds(x: Any) -> bool:
+        return isinstance(x, dict) and all(name in x and kind.holds(x[name]) for name, kind in fields.items())
 
     what = " and ".join(f"{name} ({kind.what})" for name, kind in fields.items())
     return FieldKind(f"an object with {what}", holds, f"objects with {what}")
+
+
+def _each(kind: FieldKind, *names: str) -> dict[str, FieldKind]:
+    return dict.fromkeys(names, kind)
 
 
 ANYTHING = FieldKind("anything", lambda value: True, "anything")
@@ -121,48 +121,37 @@ IDENTITY: Mapping[str, FieldKind] = {
     "tie_word_embeddings": FLAG | NULL,
     "vocab_size": _ROWS | NULL,
 }
-"""config.json of any model, whatever runs it."""
+"""config.json of any model, native or not."""
 
 ROPE: Mapping[str, FieldKind] = {
-    "type": TEXT | NULL,
-    "rope_type": TEXT | NULL,
+    **_each(TEXT | NULL, "type", "rope_type"),
     "rope_theta": _BASE | NULL,
     "partial_rotary_factor": _SHARE | NULL,
-    "factor": _FACTOR | NULL,
-    "low_freq_factor": _FACTOR | NULL,
-    "high_freq_factor": _FACTOR | NULL,
+    **_each(
+        _FACTOR | NULL, "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"
+    ),
     "original_max_position_embeddings": number(2, 2**40) | NULL,
-    "beta_fast": _FACTOR | NULL,
-    "beta_slow": _FACTOR | NULL,
-    "attention_factor": _FACTOR | NULL,
-    "mscale": number(0, 1e6) | NULL,
-    "mscale_all_dim": number(0, 1e6) | NULL,
+    **_each(number(0, 1e6) | NULL, "mscale", "mscale_all_dim"),
     "truncate": FLAG | NULL,
-    "short_factor": listed(_FACTOR) | NULL,
-    "long_factor": listed(_FACTOR) | NULL,
+    **_each(listed(_FACTOR) | NULL, "short_factor", "long_factor"),
 }
-"""`rope_scaling` and `rope_parameters`; the latter may hold one such object per type of layer."""
+"""`rope_scaling` and `rope_parameters`; the latter may hold one such object per layer type."""
 
 DECODER: Mapping[str, FieldKind] = {
-    "vocab_size": _ROWS,
-    "hidden_size": _SIZE,
+    **_each(_ROWS, "vocab_size", "intermediate_size"),
+    **_each(_SIZE, "hidden_size", "num_attention_heads"),
     "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _SIZE,
-    "num_key_value_heads": _SIZE | NULL,
-    "head_dim": _SIZE | NULL,
-    "intermediate_size": _ROWS,
+    **_each(_SIZE | NULL, "num_key_value_heads", "head_dim"),
     "max_position_embeddings": _TOKENS,
     "original_max_position_embeddings": _TOKENS | NULL,
     "rms_norm_eps": _EPS,
     "hidden_act": TEXT,
     "rope_theta": _BASE,
-    "rope_scaling": OBJECT | NULL,
-    "rope_parameters": OBJECT | NULL,
+    **_each(OBJECT | NULL, "rope_scaling", "rope_parameters"),
     "rope_freqs": listed(number(1e-6, 1e38)) | NULL,
     "partial_rotary_factor": _SHARE | NULL,
     "sliding_window": whole(1) | NULL,
-    "attn_logit_softcapping": _CAP | NULL,
-    "final_logit_softcapping": _CAP | NULL,
+    **_each(_CAP | NULL, "attn_logit_softcapping", "final_logit_softcapping"),
     "layer_types": listed(TEXT) | NULL,
 }
 """config.json of a model that Paceline's own decoder runs."""
@@ -181,9 +170,7 @@ GEMMA: Mapping[str, FieldKind] = {
 }
 MIXTURE: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
-    "num_experts": _EXPERTS,
-    "num_local_experts": _EXPERTS,
-    "num_experts_per_tok": _EXPERTS,
+    **_each(_EXPERTS, "num_experts", "num_local_experts", "num_experts_per_tok"),
     "moe_intermediate_size": _ROWS,
     "norm_topk_prob": FLAG,
     "decoder_sparse_step": whole(1),
@@ -195,9 +182,7 @@ GENERATION: Mapping[str, FieldKind] = {
     "do_sample": FLAG | NULL,
     "temperature": number(0, 1000) | NULL,
     "top_k": whole(-1) | NULL,
-    "top_p": number(0, 1) | NULL,
-    "min_p": number(0, 1) | NULL,
-    "typical_p": number(0, 1) | NULL,
+    **_each(_SHARE | NULL, "top_p", "min_p", "typical_p"),
     "repetition_penalty": number(1e-3, 1000) | NULL,
     "no_repeat_ngram_size": whole() | NULL,
 }
@@ -218,90 +203,65 @@ ADAPTER: Mapping[str, FieldKind] = {
     "lora_alpha": number(-1e6, 1e6),
     "rank_pattern": mapping(whole(1, 2**20)) | NULL,
     "alpha_pattern": mapping(number(-1e6, 1e6)) | NULL,
-    "peft_type": TEXT | NULL,
-    "base_model_name_or_path": TEXT | NULL,
-    "revision": TEXT | NULL,
+    **_each(TEXT | NULL, "peft_type", "base_model_name_or_path", "revision"),
 }
 """adapter_config.json."""
 
-_TAPS = listed(whole(0, LAYERS))
 HEAD_IDENTITY: Mapping[str, FieldKind] = {
     "architectures": listed(TEXT) | NULL,
     "speculators_model_type": TEXT | NULL,
 }
-"""config.json of a folder that may be a learned drafter: what tells it from a model."""
+"""config.json of a folder that may be a learned drafter: the fields that tell it from a model."""
 
 HEAD: Mapping[str, FieldKind] = {
-    "speculators_config": OBJECT | NULL,
+    **_each(OBJECT | NULL, "speculators_config", "paceline", "eagle_config", "dflash_config", "verifier"),
     "transformer_layer_config": OBJECT,
-    "paceline": OBJECT | NULL,
-    "eagle_config": OBJECT | NULL,
-    "dflash_config": OBJECT | NULL,
-    "eagle_aux_hidden_state_layer_ids": _TAPS | NULL,
-    "aux_hidden_state_layer_ids": _TAPS | NULL,
-    "target_layer_ids": _TAPS | NULL,
-    "num_target_layers": _LAYERS | NULL,
-    "target_layers": _LAYERS | NULL,
-    "target_hidden_size": _SIZE | NULL,
-    "draft_vocab_size": _ROWS | NULL,
-    "hidden_size": _SIZE | NULL,
-    "vocab_size": _ROWS | NULL,
+    **_each(
+        listed(whole(0, LAYERS)) | NULL,
+        *("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"),
+    ),
+    **_each(_LAYERS | NULL, "num_target_layers", "target_layers"),
+    **_each(_SIZE | NULL, "target_hidden_size", "hidden_size"),
+    **_each(_ROWS | NULL, "draft_vocab_size", "vocab_size"),
     "block_size": whole(2, 4096) | NULL,
     "mask_token_id": _ID | NULL,
     "layers": whole(0, LAYERS),
     "rank": whole(0, 2**20),
     "paths": listed(listed(whole())),
-    "verifier": OBJECT | NULL,
-    "target": TEXT | NULL,
-    "name_or_path": TEXT | NULL,
-    "base_model_name_or_path": TEXT | NULL,
+    **_each(TEXT | NULL, "target", "name_or_path", "base_model_name_or_path"),
 }
 """config.json of a learned drafter, and the objects within it."""
 
 GGUF: Mapping[str, FieldKind] = {
-    "general.architecture": TEXT,
-    "general.type": TEXT,
+    **_each(TEXT, "general.architecture", "general.type"),
     "split.count": whole(0, 65535),
-    "tokenizer.chat_template": TEXT,
-    "tokenizer.ggml.model": TEXT,
-    "tokenizer.ggml.pre": TEXT,
-    "tokenizer.ggml.tokens": listed(TEXT),
+    **_each(TEXT, "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"),
+    **_each(listed(TEXT), "tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
     "tokenizer.ggml.token_type": listed(whole()),
     "tokenizer.ggml.scores": listed(number(-1e30, 1e30)),
-    "tokenizer.ggml.merges": listed(TEXT),
     "tokenizer.ggml.add_space_prefix": FLAG,
     **{f"tokenizer.ggml.add_{role}_token": FLAG for role in ("bos", "eos")},
     **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
-"""A GGUF's metadata that is the same for every architecture."""
+"""GGUF metadata that is the same for every architecture."""
 
 _PER_LAYER = listed(ANYTHING)
 GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "block_count": _LAYERS,
-    "context_length": _TOKENS,
-    "embedding_length": _SIZE,
+    **_each(_TOKENS, "context_length", "rope.scaling.original_context_length"),
+    **_each(_SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
     "feed_forward_length": _ROWS | _PER_LAYER,
-    "attention.head_count": _SIZE | _PER_LAYER,
-    "attention.head_count_kv": _SIZE | _PER_LAYER,
-    "attention.key_length": _SIZE,
-    "attention.value_length": _SIZE,
+    **_each(_SIZE | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
     "attention.layer_norm_rms_epsilon": _EPS,
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
-    "attn_logit_softcapping": number(0, 1e9),
-    "final_logit_softcapping": number(0, 1e9),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
     "expert_feed_forward_length": _ROWS,
-    "rope.dimension_count": _SIZE,
-    "rope.freq_base": _BASE,
-    "rope.freq_base_swa": _BASE,
-    "rope.scale_linear": number(0, 1e9),
+    **_each(_BASE, "rope.freq_base", "rope.freq_base_swa"),
     "rope.scaling.type": TEXT,
-    "rope.scaling.factor": number(0, 1e9),
-    "rope.scaling.original_context_length": _TOKENS,
-    "rope.scaling.yarn_beta_fast": number(0, 1e9),
-    "rope.scaling.yarn_beta_slow": number(0, 1e9),
-    "rope.scaling.yarn_attn_factor": number(0, 1e9),
+    **_each(number(0, 1e9), "attn_logit_softcapping", "final_logit_softcapping"),
+    **_each(number(0, 1e9), "rope.scale_linear", "rope.scaling.factor"),
+    **{f"rope.scaling.yarn_{name}": number(0, 1e9) for name in ("beta_fast", "beta_slow", "attn_factor")},
 }
-"""A GGUF's metadata that stands behind the architecture's name ("llama.block_count")."""
+"""GGUF metadata whose keys begin with the architecture's name ("llama.block_count")."""

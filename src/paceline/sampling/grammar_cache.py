@@ -142,7 +142,7 @@ def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer
 def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
     """The bytes that each of a model's tokens adds to a text, and the ids of tokens that no text spells."""
     names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
-    texts = {i: said for i, said in tokenizer.surfaces.items() if i not in ends}
+    texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}
     # A model may have more rows than there are tokens.
     return [texts.get(i, names.get(i, b"")) for i in range(size)], [
         i for i in range(size) if i in names and i not in texts

@@ -186,7 +186,7 @@ class Sampling:
             raise InvalidOption("there is a grammar and no tokenizer", "Generate with an LLM, which has one")
         tokenizer = vocabulary.tokenizer
         # A stop token that is text may stand inside the grammar's text.
-        over = {token for token in self.stop_token_ids if token not in tokenizer.surfaces}
+        over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 
     def _sequences(self, vocabulary: Vocabulary | None) -> set[tuple[int, ...]]:

@@ -140,7 +140,7 @@ def lane(body: RequestBody, given: Lane) -> Lane:
 
 def check_fits(llm: LLM, settings: Settings, text: str, param: str) -> None:
     """Raises `ApiError` 400 for a text that is too long whatever its tokens are: said before it is tokenised."""
-    longest = llm.tokenizer.longest
+    longest = llm.tokenizer.max_token_chars
     most = _most(llm, settings)
     if longest is not None and len(text) > longest * most:
         raise bad_request(

@@ -27,7 +27,7 @@ class TokenTexts:
 
     def bytes(self, token: int) -> bytes:
         """Of a special token its name; of a row that no token belongs to, nothing."""
-        said = self._tokenizer.surfaces.get(token)
+        said = self._tokenizer.token_bytes.get(token)
         return self._names.get(token, "").encode(errors="replace") if said is None else said
 
     def text(self, token: int) -> str:

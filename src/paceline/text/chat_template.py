@@ -1,7 +1,7 @@
-"""Chat messages -> the text a model was trained on, by the jinja template that the model brings.
+"""Chat messages rendered by the model's own jinja template.
 
-A template is code from the model's author: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and
-a few helpers, changes nothing, and has limits of time and memory.
+A template is untrusted code: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and a few
+helpers, cannot change anything, and has limits on time and memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from paceline.errors import InvalidPrompt, TimedOut
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
-"""Limits of a template: processor time, and bytes beyond those of the helper process."""
+"""Limits of a template: processor time, and memory in bytes beyond that of the helper process."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages as templates expect them: dicts whose content is a string.
+    """Return the messages as templates expect them: dicts whose content is a string.
 
-    Content may come as a list of {"type": "text", "text": str}, whose texts become lines, or be null beside
-    `tool_calls`; the arguments of those may come as JSON text. Raises `InvalidPrompt` for whatever is no message.
+    Content may be a list of {"type": "text", "text": str}, whose texts become lines, or null beside `tool_calls`, whose
+    arguments may be JSON text. Raises `InvalidPrompt` for anything that is not a valid message.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPrompt(
@@ -54,17 +54,17 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 def _part(index: int, part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise InvalidPrompt(f"message {index} holds something that is no text", "Its parts must be of type text")
+        raise InvalidPrompt(f"message {index} holds a part that is not text", "Its parts must be of type text")
     return text
 
 
 def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
-    """Templates write arguments as JSON themselves, so they want them as objects."""
+    """Return the calls with their arguments as objects, since templates write the JSON themselves."""
     try:
         return [{**call, "function": _function(call["function"])} for call in calls]
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise InvalidPrompt(
-            f"message {index} has a tool call that is none",
+            f"message {index} has an invalid tool call",
             'A call is {"function": {"name": ..., "arguments": a JSON object}}',
         ) from error
 
@@ -73,16 +73,16 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
     given = function["arguments"]
     given = json.loads(given or "{}") if isinstance(given, str) else given
     if not isinstance(given, Mapping) or not isinstance(function["name"], str):
-        raise ValueError("no call")
+        raise ValueError("not a tool call")
     return {**function, "arguments": given}
 
 
 def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
-    """Return the prompt text. `values`: what the template may use besides the messages, special tokens for instance.
+    """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens.
 
     The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
-    `InvalidPrompt` for malformed messages, for whatever the template itself objects to, and beyond those limits, and
-    `TimedOut` where the machine was too busy.
+    `InvalidPrompt` for malformed messages, errors that the template raises, and exceeded limits, and `TimedOut` where
+    the machine was too busy.
     """
     checked = check_messages(messages)
     try:

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 (patterns name characters of many scripts)
-"""Text splitters of byte-level BPE tokenizers, by the one word GGUF has for them (`tokenizer.ggml.pre`).
+"""Text splitters of byte-level BPE tokenizers, by their name in GGUF (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizer.json files, or llama.cpp's where it stands for no one model.
+The patterns are those of the models' own tokenizer.json files, or llama.cpp's for names without one model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """How a byte-level BPE cuts text before its merges apply.
+    """Splitting of text by a byte-level BPE before its merges apply.
 
-    `patterns`: each cuts the pieces of the one before, matches and gaps alike. `digits`: numbers fall into single
-    digits. `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token stays whole, whatever the
-    merges say. `nfc`: text is normalised first. `bos`: whether a text begins with BOS where the metadata is silent.
+    `patterns`: each splits the pieces of the one before, into matches and gaps. `digits`: numbers become single digits.
+    `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token is not split by merges. `nfc`: text is
+    normalised first. `bos`: whether texts begin with BOS where the metadata does not say.
     """
 
     patterns: tuple[str, ...] = ()
@@ -30,6 +30,7 @@ class Splitter:
     bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
+        """Return the pre-tokenizer."""
         from tokenizers import Regex, pre_tokenizers
 
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
@@ -50,7 +51,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased(after: str, digits: str) -> str:
-    """Words cut where a small letter meets a capital; `after` may follow each."""
+    """Return a pattern that splits words between a small letter and a capital; `after` may follow each."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{start}{_UPPER}*{_LOWER}+{after}|{start}{_UPPER}+{_LOWER}*{after}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -115,6 +116,6 @@ SPLITTERS: dict[str, Splitter] = {
     "deepseek-v3": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
     "viking": Splitter((r" ?[^(\s|.,!?…。，、।۔،)]+",), digits=True),
     "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    # What llama.cpp does with files from before the field existed.
+    # llama.cpp's choice for files from before the field existed.
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

@@ -1,8 +1,4 @@
-"""A `tokenizers` backend from a GGUF's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
-
-GGUF names the text splitter of a byte-level BPE with one word, `tokenizer.ggml.pre`; `gguf_splitters` says what the
-words mean.
-"""
+"""`tokenizers` backends from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
 
 from __future__ import annotations
 
@@ -20,18 +16,18 @@ if TYPE_CHECKING:
 Fields = Mapping[str, Any]
 
 _LONGEST_TOKEN = 1024
-"""In characters: finding the ways to cut a token into two others takes time that grows with its length squared."""
+"""Characters per token at most: finding the ways to cut a token in two takes time quadratic in its length."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-# Phi-3's other added tokens take the white space that follows them.
+# Phi-3's other added tokens absorb the white space that follows them.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
-    """The tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
+    """Return the tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
 
     Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
-    missing or contradicts itself.
+    missing or inconsistent.
     """
     model = fields.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
@@ -40,15 +36,15 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
             "Supported: gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
         )
     tokens, kinds = _vocabulary(fields)
-    splitter = _splitter(fields) if model == "gpt2" else None
+    splitter = _splitter_of(fields) if model == "gpt2" else None
     if splitter:
         backend = _byte_level(fields, tokens, splitter)
     else:
-        tokens = _original_spelling(tokens, kinds)
+        tokens = _sentencepiece_spelling(tokens, kinds)
         backend = _sentencepiece(fields, tokens, kinds)
     _add_tokens(backend, fields, tokens, kinds)
     defaults = (splitter.bos if splitter else True, False)
-    _frame(backend, fields, tokens, defaults)
+    _set_bos_eos(backend, fields, tokens, defaults)
     return backend
 
 
@@ -70,8 +66,8 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
-    """SentencePiece spells a space "▁"; converters write it as a space in user-defined tokens."""
+def _sentencepiece_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
+    """Restore "▁", SentencePiece's spelling of a space, in user-defined tokens, where converters write a space."""
     taken = set(tokens)
     spelled = []
     for token, kind in zip(tokens, kinds, strict=True):
@@ -80,7 +76,7 @@ def _original_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
     return spelled
 
 
-def _splitter(fields: Fields) -> Splitter:
+def _splitter_of(fields: Fields) -> Splitter:
     name = fields.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITTERS:
         raise UnsupportedModel(
@@ -130,11 +126,11 @@ def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any
 
 
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE, best first: it joins whichever neighbours make the token of highest score.
+    """Return the merges of a SentencePiece BPE, best first: it joins the neighbours that make the highest-scored token.
 
-    Every way to cut a token into two others is a merge of that token's score; among equals the longer token and then
-    the longer left part is first, so that runs grow from the left. User-defined runs of spaces come before all others:
-    SentencePiece takes those out of the text beforehand.
+    Every way to cut a token into two others is a merge with that token's score; ties go to the longer token, then to
+    the longer left part, so that runs grow from the left. User-defined runs of spaces come before all others, since
+    SentencePiece extracts them from the text beforehand.
     """
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
     order = sorted(
@@ -151,14 +147,14 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens are found in text and vanish in decoded text; user-defined ones are found, and stay."""
+    """Add control tokens, which `decode` leaves out, and user-defined ones, which it keeps."""
     from tokenizers import AddedToken
 
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
-    # A GGUF does not say so; llama.cpp goes by the name of the model.
-    swallows = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
+    # The metadata does not say so; llama.cpp goes by the model's name.
+    strips = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
     found = [
-        AddedToken(token, special=added[kind], normalized=False, rstrip=swallows and token not in _PHI3_KEEPS_SPACE)
+        AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _PHI3_KEEPS_SPACE)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in added
     ]
@@ -166,8 +162,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str]
     backend.add_special_tokens([token for token in found if token.special])
 
 
-def _frame(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], defaults: tuple[bool, bool]) -> None:
-    """The BOS and EOS that go around a text."""
+def _set_bos_eos(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], defaults: tuple[bool, bool]) -> None:
+    """Add BOS and EOS to texts as the metadata says."""
     parts: list[tuple[str, int] | None] = []
     for name, default in zip(("bos", "eos"), defaults, strict=True):
         wanted = fields.get(f"tokenizer.ggml.add_{name}_token", default)
@@ -177,12 +173,12 @@ def _frame(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], def
 
 
 def frame(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
-    """Make `backend` put these tokens (text, id) before and after a text; neither: no post-processor at all."""
+    """Make `backend` put these tokens (text, id) before and after each text, or nothing for None."""
     from tokenizers import processors
 
     special = [token for token in (bos, eos) if token]
     if not special:
-        # Assigning None is not possible, a template of the text alone does the same.
+        # A post-processor cannot be removed; a template of the text alone has the same effect.
         backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
         return
     single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]

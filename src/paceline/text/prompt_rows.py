@@ -1,4 +1,4 @@
-"""One prompt as a line of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
+"""Prompts as rows of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-_FORMS = ("prompt", "turns", "messages")
+_FIELDS = ("prompt", "turns", "messages")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt: text or chat messages. `id`: None where only one prompt was given."""
+    """A prompt: text or chat messages. `id`: None where only one prompt was given."""
 
     id: str | int | None
     prompt: str | list[dict[str, Any]]
 
 
 def parse_row(line: bytes, number: int) -> PromptRow:
-    """The prompt on line `number`, which is its id where it has none; of turns the first. Raises `ValueError`."""
+    """Parse the prompt on line `number`, its default id; of turns the first. Raises `ValueError`."""
     row = parse_object(line)
     return PromptRow(parse_id(row.get("id"), number), _prompt(row))
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises `ValueError` saying what it is instead."""
+    """Parse a line's JSON object. Raises `ValueError` that says what the line is instead."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -39,7 +39,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def parse_id(value: object, number: int) -> str | int:
-    """A row's id, or the number of its line. Raises `ValueError`."""
+    """Return a row's id, or the number of its line. Raises `ValueError`."""
     if value is None:
         return number
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -48,7 +48,7 @@ def parse_id(value: object, number: int) -> str | int:
 
 
 def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
-    given = [form for form in _FORMS if row.get(form) is not None]
+    given = [field for field in _FIELDS if row.get(field) is not None]
     if not given:
         raise ValueError('the row has no prompt; give it "prompt", "turns" or "messages"')
     if len(given) > 1:
@@ -64,7 +64,8 @@ def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
 
 
 def text_of(value: object, what: str) -> str:
-    """The value, which must be text that UTF-8 can write, and some. Raises `ValueError` naming `what` it is."""
+    """Return the value, which must be non-empty text that UTF-8 can encode. Raises `ValueError` that names it
+    `what`."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is not text")
     if not value:

@@ -1,10 +1,10 @@
-"""Jobs on input from strangers, in a process of their own with limits of time and memory.
+"""Jobs on untrusted input, in separate processes with limits on time and memory.
 
-A chat template is code of whoever made the model, and a grammar may take minutes and gigabytes to compile. Neither can
-be stopped inside a thread. So a small helper process, without torch and without weights, forks once per job; the
-kernel ends a fork that goes over its limits, and so does closing its connection. A fork takes about a millisecond.
+A chat template is code from the model's author, and a grammar may take minutes and gigabytes to compile; neither can be
+stopped inside a thread. So a small helper process, without torch and weights, forks once per job; the kernel ends a
+fork that exceeds its limits or whose connection is closed. A fork takes about a millisecond.
 
-Where a process cannot fork (Windows), jobs run in this process and have no limits.
+Where processes cannot fork (Windows), jobs run in this process without limits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 from paceline.text.sandboxed import STARTED, find
 
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
-"""Set, by another thread, once nobody waits any more for what this context computes."""
+"""Set by another thread once the result of this context is no longer wanted."""
 
 _CHECK = 0.05
-"""Seconds between two looks at `ABANDONED`."""
+"""Seconds between two checks of `ABANDONED`."""
 _FACTOR, _LEAST = 10.0, 5.0
-"""A job may wait for the processor: it has this many times its processor time, or this many seconds, to answer."""
+"""A job must answer within this many times its processor time, at least within this many seconds."""
 _ANSWER = 64 * 2**20
-"""Bytes of an answer at most."""
+"""Maximum size of an answer in bytes."""
 
 
 class JobFailed(Exception):
@@ -40,15 +40,15 @@ class JobFailed(Exception):
 
 
 class OverLimit(Exception):
-    """The job took more processor time or memory than it may."""
+    """The job exceeded its limit of processor time or memory."""
 
 
 class Unfinished(Exception):
-    """The job was ended within its limits: the machine was too busy for it, or its result is no longer wanted."""
+    """The job ended without a result within its limits: the machine was too busy, or the result is no longer wanted."""
 
 
 class Sandbox:
-    """The helper process. It starts with the first job, or with `start`, and ends with this process."""
+    """The helper process, which starts with the first job or `start`, and ends with this process."""
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
@@ -57,27 +57,27 @@ class Sandbox:
         self._lock, self._preparing = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
-        """Start the helper process if it does not run, without waiting for it."""
+        """Start the helper process unless it runs, without waiting for it."""
         if can_fork():
-            with self._lock, suppress(Unfinished):  # the first job says so, if there is one
+            with self._lock, suppress(Unfinished):  # the first job will report it
                 self._started()
 
     def run(self, job: str, argument: Any, seconds: float, memory: int, prepared: Hashable = None) -> Any:
-        """Return what the function `job` ("module:name") makes of `argument` in a fork of the helper.
+        """Return the result of the function `job` ("module:name") on `argument`, computed in a fork of the helper.
 
         `argument` is pickled, and the result must be JSON. `seconds`: processor time. `memory`: bytes that the job may
-        allocate. `prepared`: the key under which `prepare` made what the job needs. Raises `JobFailed` for an error of
-        the job's, `OverLimit`, `Unfinished`.
+        allocate. `prepared`: the key of a `prepare` call that the job relies on. Raises `JobFailed` for an error in the
+        job, `OverLimit`, `Unfinished`.
         """
         if not can_fork():
-            return _here(job, argument)
+            return _run_inline(job, argument)
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
     def prepare(self, key: Hashable, job: str, argument: Callable[[], Any]) -> None:
-        """Run `job` once per `key` in the helper itself, without limits: forks made later find what it leaves behind.
+        """Run `job` once per `key` in the helper itself, without limits: later forks inherit its effects.
 
-        For input that this process trusts. `argument` is called where it is needed. Raises `JobFailed`, `Unfinished`.
+        Only for trusted input. `argument` is called if it is needed. Raises `JobFailed`, `Unfinished`.
         """
         with self._preparing:  # one caller does it for all
             with self._lock:
@@ -85,10 +85,10 @@ class Sandbox:
                 if key in self._prepared:
                     return
             if can_fork():
-                # Others may wait for it even where this caller's client has left.
+                # Others may wait for it even if this caller's client has disconnected.
                 Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
             else:
-                _here(job, argument())
+                _run_inline(job, argument())
             with self._lock:
                 if self._control is before:
                     self._prepared.add(key)
@@ -96,7 +96,7 @@ class Sandbox:
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
         """Hand a job to the helper and return its result."""
         data = pickle.dumps(message)
-        with _unfinished():  # by errors of the operating system: the helper has ended, there are no descriptors left
+        with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
@@ -110,7 +110,7 @@ class Sandbox:
         return _result(answer[len(STARTED) :])
 
     def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> socket.socket:
-        """Give the helper a connection, and start it again once if it has died. Returns the socket to that helper."""
+        """Send the helper a connection, restarting it once if it has died. Return the socket to the helper."""
         for _ in range(2):
             with self._lock:
                 control = self._started()
@@ -123,7 +123,7 @@ class Sandbox:
         raise Unfinished
 
     def _forget(self, control: socket.socket) -> None:
-        """Do without the helper behind this socket, if it is still the one."""
+        """Stop the helper behind this socket, if it is still in use."""
         with self._lock:
             if self._control is control and self._process is not None:
                 self._process.kill()
@@ -136,7 +136,7 @@ class Sandbox:
             ours, theirs = socket.socketpair()
             code = f"import sys; sys.path[:] = {sys.path!r}; from paceline.text import sandboxed; "
             code += f"sandboxed.main({theirs.fileno()})"
-            with theirs, _unfinished():
+            with theirs, _os_errors_as_unfinished():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
                     stdin=subprocess.DEVNULL,
@@ -152,17 +152,17 @@ class Sandbox:
 
 
 SANDBOX = Sandbox()
-"""The one of this process."""
+"""The sandbox of this process."""
 
 
 def can_fork() -> bool:
-    """Whether jobs run in a process of their own here."""
+    """Whether jobs can run in processes of their own."""
     return hasattr(os, "fork") and bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 @contextmanager
-def _unfinished() -> Iterator[None]:
-    """Turns an error of the operating system into `Unfinished`."""
+def _os_errors_as_unfinished() -> Iterator[None]:
+    """Turn errors of the operating system into `Unfinished`."""
     try:
         yield
     except OSError as error:
@@ -170,7 +170,7 @@ def _unfinished() -> Iterator[None]:
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
-    """All bytes up to the end."""
+    """Return all bytes up to the end of the connection."""
     data, abandoned = bytearray(), ABANDONED.get()
     connection.settimeout(_CHECK)
     while len(data) <= _ANSWER:
@@ -188,15 +188,15 @@ def _read(connection: socket.socket, deadline: float) -> bytes:
 
 def _result(answer: bytes) -> Any:
     try:
-        said = json.loads(answer)
+        reply = json.loads(answer)
     except ValueError:
         raise OverLimit from None
-    if "failed" in said:
-        raise JobFailed(said["failed"])
-    return said["made"]
+    if "failed" in reply:
+        raise JobFailed(reply["failed"])
+    return reply["result"]
 
 
-def _here(job: str, argument: Any) -> Any:
+def _run_inline(job: str, argument: Any) -> Any:
     try:
         return find(job)(argument)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""The helper process of `paceline.text.sandbox`: forks once per job, and limits the fork's time and memory.
+"""Helper process of `paceline.text.sandbox`: forks once per job, and limits the fork's time and memory.
 
-It imports neither torch nor numpy, so that forks are cheap; what a job needs is imported when it is first asked for.
+It imports neither torch nor numpy, so that forks are cheap; a job's module is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 _FIRST = "paceline.text.template:render"
-"""Imported ahead of the first job, and so by no fork."""
+"""Imported before the first job, so that no fork has to."""
 
 STARTED = b"!"
-"""Sent before a job runs: one that ends without an answer then went over its limits."""
+"""Sent before a job runs: one that ends without an answer after this has exceeded its limits."""
 
 
 def main(descriptor: int) -> None:
@@ -29,8 +29,8 @@ def main(descriptor: int) -> None:
     Each message is one byte and a socket of its own: "p" runs a function in this process, so that later forks
     find its result; "j" runs one in a fork.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Forks that have ended leave nothing behind.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave no zombies
     control = socket.socket(fileno=descriptor)
     find(_FIRST)
     while True:
@@ -48,28 +48,28 @@ def main(descriptor: int) -> None:
 
 
 def _answer(connection: socket.socket, limited: bool = False) -> None:
-    """Run one job and send its result as JSON: {"made": ...} or {"failed": text}."""
+    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}."""
     try:
         with connection.makefile("rb") as sent:
             name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
         if limited:
-            _end_with(connection)
+            _end_on_close(connection)
             _limit(seconds, memory)
         connection.sendall(STARTED)
-        said = json.dumps({"made": find(name)(argument)})
+        reply = json.dumps({"result": find(name)(argument)})
     except MemoryError:
-        return  # The parent reports a job without an answer as one over its limits.
+        return  # the parent reports a job without an answer as over its limits
     except Exception as error:
-        said = json.dumps({"failed": f"{error}" or type(error).__name__})
-    _end_with(connection, False)
+        reply = json.dumps({"failed": f"{error}" or type(error).__name__})
+    _end_on_close(connection, False)
     with suppress(OSError):
-        connection.sendall(said.encode())
+        connection.sendall(reply.encode())
 
 
-def _end_with(connection: socket.socket, armed: bool = True) -> None:
-    """Let the kernel end this process when the parent closes its end: the result is no longer wanted.
+def _end_on_close(connection: socket.socket, armed: bool = True) -> None:
+    """Let the kernel end this process when the parent closes its end of the connection.
 
-    It sends SIGIO, which ends a process that does not handle it, whatever code it is in.
+    It sends SIGIO, which ends a process that does not handle it, whatever code it runs.
     """
     import fcntl  # Unix alone has it, and this module is imported everywhere
 
@@ -92,6 +92,6 @@ def _limit(seconds: float, memory: int) -> None:
 
 @lru_cache
 def find(name: str) -> Any:
-    """The function that "module:name" is."""
+    """Return the function called "module:name"."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

@@ -1,6 +1,6 @@
-"""Chat templates in jinja's sandbox. Runs in forks of the helper process (`paceline.text.sandbox`).
+"""Chat templates in jinja's sandbox; runs in forks of the helper process (`paceline.text.sandbox`).
 
-The helpers and flags are those that templates on the hub expect (transformers' chat templating).
+Helpers and flags are those that templates on the hub expect (transformers' chat templating).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def compile_template(template: str) -> str:
-    """Return a template's code, to be run by `render`. Constants are folded here, so this takes limits too."""
+    """Return a template's code for `render`. Folds constants, so this needs limits too."""
     code: Any = _environment().compile(template, filename="<chat template>")
     return base64.b64encode(marshal.dumps(code)).decode()
 
 
 def render(argument: tuple[str, Mapping[str, Any]]) -> str:
-    """Return the text that (code, values) makes."""
+    """Return the text that `argument`, (code, values), renders to."""
     code, values = argument
     environment = _environment()
     template = Template.from_code(environment, marshal.loads(base64.b64decode(code)), environment.make_globals(None))
     try:
         return str(template.render(**values))
     except RecursionError:
-        raise TemplateError("it calls itself without end") from None
+        raise TemplateError("it recurses without end") from None
 
 
 @cache
@@ -47,7 +47,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """{% generation %} marks the model's own turns for training; here its content is kept as it is."""
+    """{% generation %} marks the model's own turns for training; here its content stays unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -61,8 +61,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Unlike jinja's own filter, without HTML escapes and not marked safe."""
+    """Write JSON; unlike jinja's own filter without HTML escapes, and not marked safe."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-_environment()  # made when this is imported, ahead of the forks
+_environment()  # made on import, before the forks

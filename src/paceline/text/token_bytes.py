@@ -1,4 +1,4 @@
-"""What each token of a vocabulary adds to a text, in bytes: what tokens of different tokenizers can be compared by."""
+"""The bytes that each token of a vocabulary adds to a text, by which tokens of different tokenizers can be compared."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ if TYPE_CHECKING:
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def surfaces(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Token id -> the bytes that it adds in the middle of a text; without the tokens that `decode` leaves out.
+def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Return token id -> the bytes that it adds in the middle of a text, without the tokens that `decode` leaves out.
 
-    In the order of ids, but byte tokens last: of two tokens with the same bytes a tokenizer writes the first.
+    In the order of ids, but byte tokens last: of two tokens with the same bytes, a tokenizer writes the first.
 
-    A byte-level vocabulary spells bytes as letters ("Ġ" is a space). Of any other the decoder knows how it is written:
-    its "▁", "##" or "</w>" are looked up by decoding every token behind another one. "<0x0A>" is the byte 10 wherever
-    the decoder takes it for one.
+    A byte-level vocabulary spells bytes as letters ("Ġ" is a space). Any other is decoded, each token behind another
+    one, since only its decoder knows the meaning of "▁", "##" or "</w>". "<0x0A>" is the byte 10 where the decoder
+    treats it as such.
     """
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    words = {i: t for t, i in sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))}
-    words = {i: word for i, word in words.items() if i not in special}
+    vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    tokens = {i: token for token, i in vocabulary if i not in special}
     decoder = backend.decoder
     if decoder and decoder.decode(["Ġ", "Ċ"]) == " \n":
-        return {i: _from_letters(word) for i, word in words.items()}
-    found = _behind_another(backend, words)
+        return {i: _from_letters(token) for i, token in tokens.items()}
+    found = _decoded_in_pairs(backend, tokens)
     if decoder and decoder.decode(["<0x41>"]) == "A":
-        single = {i: bytes.fromhex(hit[1]) for i, word in words.items() if (hit := _BYTE.fullmatch(word))}
-        found = {i: said for i, said in found.items() if i not in single} | single
+        single = {i: bytes.fromhex(hit[1]) for i, token in tokens.items() if (hit := _BYTE.fullmatch(token))}
+        found = {i: data for i, data in found.items() if i not in single} | single
     return found
 
 
-def _from_letters(word: str) -> bytes:
-    """The bytes of a byte-level token; an added one may be spelled as it is."""
+def _from_letters(token: str) -> bytes:
+    """Return the bytes of a byte-level token; an added token may be spelled as plain text."""
     letters = _letters()
-    known = [letters.get(letter, -1) for letter in word]
-    return word.encode(errors="replace") if -1 in known else bytes(known)
+    known = [letters.get(letter, -1) for letter in token]
+    return token.encode(errors="replace") if -1 in known else bytes(known)
 
 
 @lru_cache
 def _letters() -> Mapping[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 for itself, the other bytes in order from U+0100 on."""
+    """Return GPT-2's letter -> byte: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def _behind_another(backend: tokenizers.Tokenizer, words: Mapping[int, str]) -> dict[int, bytes]:
-    """Each token's share of a decoded pair, in which it stands behind a plain word."""
-    anchor = next((i for i, word in words.items() if word.isalpha() and backend.decode([i])), None)
+def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) -> dict[int, bytes]:
+    """Return each token's share of a decoded pair, in which it follows a plain word."""
+    anchor = next((i for i, token in tokens.items() if token.isalpha() and backend.decode([i])), None)
     before = [] if anchor is None else [anchor]
     start = len(backend.decode(before))
-    pairs = backend.decode_batch([[*before, i] for i in words], skip_special_tokens=False)
-    return {i: text[start:].encode(errors="replace") for i, text in zip(words, pairs, strict=True)}
+    pairs = backend.decode_batch([[*before, i] for i in tokens], skip_special_tokens=False)
+    return {i: text[start:].encode(errors="replace") for i, text in zip(tokens, pairs, strict=True)}
 
 
 _COMPOSE = 4
-"""Characters of a text that Unicode normalisation makes one of, at most."""
+"""Characters of a text that Unicode normalisation merges into one, at most."""
 _SHRINK = {"NFC": _COMPOSE, "NFKC": _COMPOSE, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Kinds of normalizers that drop nothing -> how many times shorter they make a text, in characters."""
+"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
-"""Kinds of pre-tokenizers that drop nothing, `Split` unless it is told to."""
+"""Pre-tokenizers that drop nothing (`Split` unless told to)."""
 
 
-def longest(backend: tokenizers.Tokenizer, said: Mapping[int, bytes]) -> int | None:
-    """The most characters of a text that one token can stand for; None where a token may swallow any number.
+def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, bytes]) -> int | None:
+    """Return the most characters of a text that one token can stand for; None where there is no bound.
 
-    `said`: what each token adds to a text. A text is never longer than this times its number of tokens.
+    `token_bytes`: bytes of each token. A text is never longer than this times its number of tokens.
     """
     special = backend.get_added_tokens_decoder().values()
     byte_level = bool(backend.decoder) and backend.decoder.decode(["Ġ", "Ċ"]) == " \n"
@@ -91,11 +91,11 @@ def longest(backend: tokenizers.Tokenizer, said: Mapping[int, bytes]) -> int | N
     for kind, state in _steps(backend.pre_tokenizer):
         if kind not in _KEEP or state.get("behavior") == "Removed":
             return None
-    return shrink * max([*map(len, said.values()), *(len(token.content) for token in special)], default=1)
+    return shrink * max([*map(len, token_bytes.values()), *(len(token.content) for token in special)], default=1)
 
 
 def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The kind and settings of a normalizer or pre-tokenizer, of each of its steps if it has several."""
+    """Return type and settings of each step of a normalizer or pre-tokenizer."""
     if part is None:
         return []
     state = json.loads(part.__getstate__())
@@ -104,21 +104,21 @@ def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Speller:
-    """Writes bytes with the tokens of a vocabulary, the longest that fits first."""
+    """Spells bytes with the tokens of a vocabulary, always the longest that fits."""
 
     def __init__(self, ids: dict[bytes, int]) -> None:
-        """`ids`: what each token adds to a text -> its id."""
+        """`ids`: bytes of each token -> its id."""
         self._ids = ids
         self._longest = max(map(len, ids), default=0)
 
-    def spell(self, said: bytes) -> list[int]:
-        """Token ids that say `said`, up to the first byte that no token says."""
+    def spell(self, data: bytes) -> list[int]:
+        """Return token ids that spell `data`, up to the first byte that no token has."""
         tokens: list[int] = []
-        while said:
-            sizes = range(min(len(said), self._longest), 0, -1)
-            size = next((n for n in sizes if said[:n] in self._ids), 0)
+        while data:
+            sizes = range(min(len(data), self._longest), 0, -1)
+            size = next((n for n in sizes if data[:n] in self._ids), 0)
             if not size:
                 break
-            tokens.append(self._ids[said[:size]])
-            said = said[size:]
+            tokens.append(self._ids[data[:size]])
+            data = data[size:]
         return tokens

@@ -1,4 +1,4 @@
-"""What the target said to a prompt, as a line of a file; and which answers a drafter is to learn from."""
+"""The target's answers as JSONL rows, and the plan that says which answers to write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.text.prompt_rows import parse_id, parse_object
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A row of an answers file: what the target said to prompt `id`.
+    """The target's answer to the prompt `id`, a row of an answers file.
 
-    `ended`: whether it ended by itself; None where nobody wrote that down. `token_ids`: exactly what it wrote, EOS
-    included; None where only the text is known, which is then encoded again.
+    `ended`: whether it ended with EOS; None where unknown. `token_ids`: the tokens as generated, EOS included; None
+    where only the text is known, which is then tokenized again.
     """
 
     id: str | int
@@ -27,7 +27,7 @@ class Answer:
     token_ids: tuple[int, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row; unknown fields are left out."""
         known = {"ended": self.ended, "token_ids": self.token_ids}
         return {"id": self.id, "temperature": self.temperature, "answer": self.answer} | {
             name: value for name, value in known.items() if value is not None
@@ -36,8 +36,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """Which answers to write: one per prompt and temperature, of at most `answer_tokens` tokens, EOS included.
-    `width`: how many at once, which changes no answer."""
+    """Plan of the answers to write: one per prompt and temperature, of at most `answer_tokens` tokens, EOS included.
+
+    `width`: batch size, which changes no answer.
+    """
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
     answer_tokens: int = 192
@@ -46,36 +48,38 @@ class AnswerPlan:
 
     def __post_init__(self) -> None:
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise InvalidOption(f"temperatures {list(self.temperatures)} are no mix", "Give each of them once")
+            raise InvalidOption(
+                f"temperatures must be one or more different numbers, got {list(self.temperatures)}", "Give each once"
+            )
         for temperature in self.temperatures:
             self.sampling(0, temperature)
 
     def settings(self) -> dict[str, Any]:
-        """What the answers depend on."""
+        """Return the settings that the answers depend on."""
         return {"temperatures": self.temperatures, "answer tokens": self.answer_tokens, "seed": self.seed}
 
-    def sampling(self, name: str | int, temperature: float) -> Sampling:
-        """How the answer to the prompt of this id is made, whatever else is in the file."""
-        seed = seed_of(self.seed, name)
+    def sampling(self, prompt_id: str | int, temperature: float) -> Sampling:
+        """Return the sampling parameters of an answer, which depend on nothing else in the file."""
+        seed = derive_seed(self.seed, prompt_id)
         return Sampling(max_new_tokens=self.answer_tokens, temperature=temperature, seed=seed)
 
 
-def seed_of(seed: int, name: str | int) -> int:
-    """A seed of its own for what is called `name`, 0 <= seed < 2**63."""
+def derive_seed(seed: int, name: str | int) -> int:
+    """Return the seed of the item called `name`, 0 <= seed < 2**63."""
     digest = hashlib.blake2b(json.dumps([seed, name]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def parse_answer(line: bytes) -> Answer:
-    """A row {"id", "temperature", "answer", "ended"?, "token_ids"?}. Raises `ValueError`."""
+    """Parse a row {"id", "temperature", "answer", "ended"?, "token_ids"?}. Raises `ValueError`."""
     row = parse_object(line)
     for name, (kind, what) in _FIELDS.items():
         value = row.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
-            raise ValueError(f"{name!r} is {'missing' if value is None else f'{value!r:.40}'}; it must be {what}")
+            raise ValueError(f"{name!r} must be {what}, got {'nothing' if value is None else f'{value!r:.40}'}")
     ids = row.get("token_ids")
     if ids is not None and any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ValueError("'token_ids' holds something that is no token id")
+        raise ValueError("'token_ids' must hold whole numbers >= 0")
     return Answer(
         parse_id(row["id"], 0),
         float(row["temperature"]),

@@ -1,4 +1,4 @@
-"""What a drafter is trained on: prompts as the target reads them, each with an answer of the target's own."""
+"""Training documents: prompts as the target reads them, each with one of the target's own answers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.train.answers import Answer, parse_answer
-from paceline.train.jsonl import JsonLines
+from paceline.train.jsonl import JsonlFile
 from paceline.train.prompts import Prompts
 
 MARGIN = 8
-"""Where nobody wrote down whether an answer ended by itself: it did if it has so many tokens less than it might. Text
-encoded again can have a few less than were written."""
+"""An answer that does not say whether it ended counts as ended if it is more than this many tokens shorter than the
+limit: text that is tokenized again can have a few tokens less than were generated."""
 
 SHORTEST = 16
-"""The smallest maximum length, in tokens."""
+"""Lower bound of `max_length`, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids: the prompt's, as `LLM.prompt_ids` gives them, and the answer's, EOS included if it ended."""
+    """Token ids of the prompt, as from `LLM.prompt_ids`, and of the answer, EOS included if it ended."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -38,16 +38,17 @@ class Document:
 
 
 class Selection:
-    """Some of the documents, in an order of their own; each is made when it is asked for."""
+    """A sequence of documents, each tokenized when it is accessed."""
 
     def __init__(self, rows: Tensor, make: Callable[[int], Document]) -> None:
-        """`rows`: their numbers, int64 [n]."""
+        """`rows`: row numbers, int64 [n]; `make` returns the document of a row."""
         self._rows, self._make = rows, make
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def first(self, count: int | None) -> Selection:
+        """Return the first `count` documents; all for None."""
         return Selection(self._rows[:count], self._make)
 
     def __getitem__(self, index: int) -> Document:
@@ -57,9 +58,9 @@ class Selection:
 class Documents:
     """All answers of a file, each with its prompt, split and shuffled.
 
-    `train`, `held`: the answers to prompts that are trained on and to those that are held out (`prompts.is_held`), each
-    shuffled by `seed`. `digest`: the same for the same documents in the same order, to name caches by. 16 bytes are
-    kept per answer, and what `Prompts` keeps.
+    `train`, `held`: answers to prompts that are trained on and to those that are held out (`prompts.is_held`), each
+    shuffled by `seed`. `digest`: the same for the same documents in the same order, to name caches by. Keeps 16 bytes
+    per answer in memory, and what `Prompts` keeps.
     """
 
     def __init__(
@@ -73,24 +74,25 @@ class Documents:
         seed: int = 0,
         limit: int | None = None,
     ) -> None:
-        """`answer_tokens`: how long the answers could become, for those that do not say whether they ended.
-        `max_length`: what a longer document is cut to (`cut`), in tokens. `limit`: train on so many at most, the first
-        of their order.
+        """`answer_tokens`: length limit of the answers, for those that do not say whether they ended. `max_length`:
+        tokens of a document at most (see `cut`). `limit`: documents to train on at most, the first in their order.
 
         Raises `InvalidData` naming file and line, `InvalidOption`, `OSError`. Every line is checked once, here; a
-        prompt that the chat template refuses shows when it is asked for, as `InvalidPrompt`.
+        prompt that the chat template refuses raises `InvalidPrompt` when its document is accessed.
         """
         if max_length < SHORTEST:
-            raise InvalidOption(f"documents of {max_length} tokens are too short", f"Give {SHORTEST} or more")
+            raise InvalidOption(f"max_length must be >= {SHORTEST}, got {max_length}", "Allow longer documents")
         self._llm, self._prompts = llm, prompts
         self._answer_tokens, self._max_length = answer_tokens, max_length
-        self._asked = array("q")
-        """The row of each answer's prompt."""
-        self._answers = JsonLines(answers, self._visit)
-        if not self._asked:
-            raise InvalidData(f"{answers} holds no answers", "Give another file, or none to let the target write them")
-        asked = torch.frombuffer(self._asked, dtype=torch.int64)
-        held = torch.from_numpy(prompts.held.copy())[asked]
+        self._prompt_rows = array("q")
+        """Row of each answer's prompt."""
+        self._answers = JsonlFile(answers, self._visit)
+        if not self._prompt_rows:
+            raise InvalidData(
+                f"{answers} holds no answers", "Give another file, or leave out --answers to let the target write them"
+            )
+        prompt_rows = torch.frombuffer(self._prompt_rows, dtype=torch.int64)
+        held = torch.from_numpy(prompts.held.copy())[prompt_rows]
         self.train, self.held = (self._select(part, seed) for part in (~held, held))
         self.train = self.train.first(limit)
         options = [answer_tokens, max_length, seed, *llm.model.eos]
@@ -104,8 +106,8 @@ class Documents:
             raise ValueError(f"no prompt has the id {answer.id!r}")
         size = self._llm.model.target.vocab_size
         if answer.token_ids and max(answer.token_ids) >= size:
-            raise ValueError(f"'token_ids' holds {max(answer.token_ids)}, and the model has {size} tokens")
-        self._asked.append(row)
+            raise ValueError(f"'token_ids' must be below the vocabulary size {size}, got {max(answer.token_ids)}")
+        self._prompt_rows.append(row)
 
     def _select(self, part: Tensor, seed: int) -> Selection:
         rows = part.nonzero()[:, 0]
@@ -113,11 +115,11 @@ class Documents:
         return Selection(rows[order], self._document)
 
     def _document(self, row: int) -> Document:
-        prompt = self._llm.encode(self._prompts[self._asked[row]].prompt)
+        prompt = self._llm.encode(self._prompts[self._prompt_rows[row]].prompt)
         return cut(Document(tuple(prompt), self._ids(parse_answer(self._answers[row]))), self._max_length)
 
     def _ids(self, answer: Answer) -> tuple[int, ...]:
-        """The answer's tokens: those that were written, else those that its text has now."""
+        """Return the answer's tokens as generated, else those of its text."""
         if answer.token_ids is not None:
             return answer.token_ids
         ids = self._llm.tokenizer.encode(answer.answer, special=False)
@@ -126,18 +128,18 @@ class Documents:
 
     @property
     def _eos(self) -> tuple[int, ...]:
-        """What ends an answer: of several, the tokenizer's own."""
-        own, ends = self._llm.tokenizer.eos_token_id, self._llm.model.eos
-        return (own,) if own in ends else ends[:1]
+        """The token that ends an answer: of several, the tokenizer's own."""
+        preferred, all_eos = self._llm.tokenizer.eos_token_id, self._llm.model.eos
+        return (preferred,) if preferred in all_eos else all_eos[:1]
 
 
 def cut(document: Document, length: int) -> Document:
-    """The document in `length` tokens at most.
+    """Return the document cut to at most `length` tokens.
 
-    First the answer loses its end: whatever is left, the target has seen and said exactly so. Only a prompt that takes
-    more than three quarters of the room loses tokens itself, and then between its first quarter and its end: without
-    its first tokens (BOS, the system's words), on which models rest much of their attention, all hidden states after
-    them would be strange, and its last ones are those that are answered.
+    The answer loses its end first: what remains is exactly what the target generated. A prompt is cut only if it takes
+    more than three quarters of `length`, and then in its middle: models attend strongly to its first tokens (BOS,
+    system message), so that without them all later hidden states would be atypical, and its last ones are what is
+    answered.
     """
     prompt, answer = document.prompt, document.answer
     answer = answer[: max(length - len(prompt), length // 4)]

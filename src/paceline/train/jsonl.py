@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, of any size: read by line without being held, grown without being spoilt."""
+"""JSONL files of any size: random access by line without loading them, and appending that survives a kill."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from paceline.errors import InvalidData
 from paceline.protocols import Closable
 
 _BOM = b"\xef\xbb\xbf"
+_START_OVER = "Use the options it was made with or another folder, or delete it to start over"
 
 
-class JsonLines:
-    """The lines of a file that are not blank, read from disk at each access; 8 bytes are kept of each.
+class JsonlFile:
+    """The lines of a file that are not blank, read from disk at each access; 8 bytes per line stay in memory.
 
-    `digest`: names the file's content. What is appended later is not seen.
+    `digest`: hash of the file's content. Lines that are appended later are not seen.
     """
 
     def __init__(self, path: Path, visit: Callable[[bytes, int], None]) -> None:
-        """`visit` sees each line and its number, from 1, and raises `ValueError` where it is wrong: an `InvalidData`
-        then names file and line. Raises `OSError`."""
+        """Call `visit(line, number)` for each line, numbered from 1; its `ValueError` becomes an `InvalidData` that
+        names file and line. Raises `OSError`."""
         self.path = path
         self._offsets = array("q")
         self._blank = array("q")
-        """Per blank line, how many lines come before it that are not."""
+        """Per blank line, the number of lines before it that are not blank."""
         digest = hashlib.blake2b(digest_size=16)
         for number, (offset, line) in enumerate(_scan(path), 1):
             digest.update(line)
@@ -41,7 +42,7 @@ class JsonLines:
             try:
                 visit(line, number)
             except ValueError as error:
-                raise InvalidData(f"{path}, line {number}: {error}", "Correct the line or take it out") from None
+                raise InvalidData(f"{path}, line {number}: {error}", "Correct or remove the line") from None
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -54,12 +55,12 @@ class JsonLines:
             return file.readline()
 
     def number(self, index: int) -> int:
-        """On which line of the file it is, from 1."""
+        """Return the line number in the file, from 1."""
         return index + 1 + int(np.searchsorted(np.asarray(self._blank), index, "right"))
 
 
 def _scan(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(Offset, line) of every line; a byte order mark is no part of the first."""
+    """Yield (offset, line) of every line, without a byte order mark."""
     at = 0
     with path.open("rb") as file:
         for line in file:
@@ -69,17 +70,18 @@ def _scan(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class Journal(Closable):
-    """A JSONL file that grows line by line. Killed at any moment, it holds every line that was appended.
+    """A JSONL file that is appended to line by line; after a kill it holds every line that was appended.
 
-    One that a kill left with part of a last line loses that part when it is opened again.
+    A partial last line, which a kill can leave, is removed when the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
-        self._file.truncate(_whole(self._file))
+        self._file.truncate(_complete_length(self._file))
 
     def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row, and hand it to the operating system at once."""
         # ASCII, and one write per line: nothing but a kill inside that write can tear it.
         self._file.write((json.dumps(row) + "\n").encode())
         self._file.flush()
@@ -88,8 +90,8 @@ class Journal(Closable):
         self._file.close()
 
 
-def _whole(file: Any, block: int = 1 << 16) -> int:
-    """How many bytes of the file are whole lines."""
+def _complete_length(file: Any, block: int = 1 << 16) -> int:
+    """Return the length in bytes of the file's complete lines."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - block)
@@ -101,26 +103,23 @@ def _whole(file: Any, block: int = 1 << 16) -> int:
     return 0
 
 
-def made_with(path: Path, settings: Mapping[str, Any]) -> None:
-    """Let a file be continued by the same command only.
+def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Make sure that a file is continued with the settings it was begun with.
 
-    The settings lie beside it (`answers.jsonl` -> `answers.settings.json`), written before its first line. Raises
-    `InvalidData` where they differ, or where the file has none and so was made elsewhere.
+    They are stored beside it (`answers.jsonl` -> `answers.settings.json`), before its first line is written. Raises
+    `InvalidData` where they differ or are missing.
     """
     beside = path.with_suffix(".settings.json")
     wanted = json.loads(json.dumps(settings))
     if not path.exists() or not path.stat().st_size:
         replace_with(beside, lambda new: new.write_text(json.dumps(wanted, indent=2) + "\n"))
     elif not beside.exists():
-        raise InvalidData(f"{path} is there, and {beside.name}, which says how it was made, is not", _ANEW)
+        raise InvalidData(f"{path} exists without {beside.name}, which records its settings", _START_OVER)
     else:
         known = _settings(beside)
         for name in wanted:
             if known.get(name) != wanted[name]:
-                raise InvalidData(f"{path} was made with {name} {known.get(name)}, not {wanted[name]}", _ANEW)
-
-
-_ANEW = "Give the options it was made with, take another folder, or delete it to begin anew"
+                raise InvalidData(f"{path} was made with {name} {known.get(name)}, not {wanted[name]}", _START_OVER)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -131,9 +130,9 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and put it in its place whole, so that a kill leaves the old or the new one.
+    """Replace a file atomically: `write` fills a new file beside it, which is then renamed.
 
-    Whatever goes wrong meanwhile is raised, and leaves nothing of the new one.
+    An error in between is raised again and leaves the old file alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")

@@ -1,4 +1,4 @@
-"""The kinds of drafters that can be trained, and how each begins."""
+"""Kinds of drafters that can be trained, and their recipes for a target."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from paceline.types import Tap
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a user may say about the drafter; None leaves it to the kind.
+class DrafterOptions:
+    """Choices about a drafter's size; None means the kind's default.
 
-    `vocabulary` [K]: the tokens it is to know, ascending. `steps`: of the drafts that it is trained for. `taps`,
-    `ffn`: of EAGLE's layer. `layers`: of the target before an early exit, of a block drafter, or of each of Medusa's
-    heads; `rank`: of the adapter at the exit.
+    `vocabulary` [K]: token ids that it knows, ascending. `steps`: length of the drafts that it is trained for. `taps`:
+    layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target before an
+    early exit, of a block drafter, or of each Medusa head. `rank`: of the adapter at an early exit.
     """
 
     vocabulary: Tensor
@@ -38,51 +38,53 @@ class Wish:
     rank: int = 256
 
 
-def eagle3(llm: LLM, wish: Wish) -> Recipe:
+def _eagle3(llm: LLM, options: DrafterOptions) -> Recipe:
     target = native(llm)
     c = target.config
-    layer = one_layer(c, wish.ffn or c.ffn)
-    taps = wish.taps or default_taps(c.layers)
-    config = EagleConfig(layer, taps, c.hidden, len(wish.vocabulary), fc_norm=True)
-    return Eagle3(config, target, wish.vocabulary, wish.steps)
+    layer = one_layer(c, options.ffn or c.ffn)
+    taps = options.taps or default_taps(c.layers)
+    config = EagleConfig(layer, taps, c.hidden, len(options.vocabulary), fc_norm=True)
+    return Eagle3(config, target, options.vocabulary, options.steps)
 
 
-def medusa(llm: LLM, wish: Wish) -> Recipe:
+def _medusa(llm: LLM, options: DrafterOptions) -> Recipe:
     target = native(llm)
     c = target.config
-    config = MedusaConfig(c.hidden, c.vocab_size, wish.steps, wish.layers or 1, shared=True)
-    return MedusaRecipe(config, target, wish.vocabulary)
+    config = MedusaConfig(c.hidden, c.vocab_size, options.steps, options.layers or 1, shared=True)
+    return MedusaRecipe(config, target, options.vocabulary)
 
 
-def early_exit(llm: LLM, wish: Wish) -> Recipe:
+def _early_exit(llm: LLM, options: DrafterOptions) -> Recipe:
     target = native(llm)
     c = target.config
-    layers = wish.layers or max(1, c.layers // 4)
+    layers = options.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
-        raise InvalidOption(f"an exit after {layers} of {c.layers} layers is not possible", f"Give 1 to {c.layers - 1}")
-    config = ExitConfig(c.hidden, layers, min(wish.rank, c.hidden))
-    return EarlyExitRecipe(config, target, wish.vocabulary, wish.steps, c.norm_eps)
+        raise InvalidOption(f"an early exit must be after 1 to {c.layers - 1} layers, got {layers}", "Correct --layers")
+    config = ExitConfig(c.hidden, layers, min(options.rank, c.hidden))
+    return EarlyExitRecipe(config, target, options.vocabulary, options.steps, c.norm_eps)
 
 
-def block(llm: LLM, wish: Wish) -> Recipe:
+def _block(llm: LLM, options: DrafterOptions) -> Recipe:
     target = native(llm)
     c = target.config
-    layer = replace(one_layer(c, wish.ffn or c.ffn, wish.layers or 2), family="qwen3", qk_norm=True)
-    taps = wish.taps or spread_taps(c.layers)
-    # Any token that the target never writes will do for a mask; the end of a sequence never stands inside a block.
-    config = BlockConfig(layer, taps, wish.steps + 1, mask_token=llm.model.eos[0])
-    return BlockRecipe(config, target, wish.vocabulary)
+    layer = replace(one_layer(c, options.ffn or c.ffn, options.layers or 2), family="qwen3", qk_norm=True)
+    taps = options.taps or spread_taps(c.layers)
+    # The mask may be any token that never stands inside a block, such as the end of a sequence.
+    config = BlockConfig(layer, taps, options.steps + 1, mask_token=llm.model.eos[0])
+    return BlockRecipe(config, target, options.vocabulary)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
-    """Raises `InvalidOption` for a layer that the target has not."""
+    """Raise `InvalidOption` for a layer that the target does not have."""
     for tap in taps:
-        if tap == "final" or not 0 <= tap < layers:  # no layout has a number for the final state
-            raise InvalidOption(f"this target has no layer {tap} to listen to", f"Give 0 to {layers - 1}")
+        if tap == "final" or not 0 <= tap < layers:  # layouts have no number for the final state
+            raise InvalidOption(
+                f"taps must be layers from 0 to {layers - 1} of this target, got {tap}", "Correct --taps"
+            )
 
 
 def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
-    """Plain Llama layers of a target's own sizes."""
+    """Return the config of plain Llama layers with a target's own sizes."""
     return ModelConfig(
         family="llama",
         vocab_size=c.vocab_size,
@@ -99,18 +101,19 @@ def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
 
 
 def native(llm: LLM) -> Decoder:
-    """Raises `UnsupportedModel` for a target that does not run natively."""
+    """Return the target. Raises `UnsupportedModel` for one that does not run natively."""
     if not isinstance(llm.model.target, Decoder):
         raise UnsupportedModel(
-            f"{llm.model.path} runs through transformers, where no drafter can be trained",
-            "Train for a model of a native family (paceline info MODEL)",
+            f"{llm.model.path} runs through transformers, and drafters can be trained for native models only",
+            "Choose a model of a native family (see paceline info MODEL)",
         )
     return llm.model.target
 
 
-KINDS: dict[str, Callable[[LLM, Wish], Recipe]] = {
-    "eagle3": eagle3,
-    "medusa": medusa,
-    "early-exit": early_exit,
-    "block": block,
+KINDS: dict[str, Callable[[LLM, DrafterOptions], Recipe]] = {
+    "eagle3": _eagle3,
+    "medusa": _medusa,
+    "early-exit": _early_exit,
+    "block": _block,
 }
+"""Name as in --kind -> the recipe for a target."""

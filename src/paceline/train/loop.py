@@ -1,4 +1,4 @@
-"""The loop that trains any recipe: batches in order, one optimiser, held-out acceptance, checkpoints, resumption."""
+"""Training loop for any recipe: batches in order, one optimizer, held-out acceptance, checkpoints, resumption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, memory_named
 from paceline.train.jsonl import replace_with
 from paceline.train.optimizer import Optimizer
-from paceline.train.recipe import Guesses, Recipe, walk
+from paceline.train.recipe import Guesses, Recipe, simulate_rounds
 from paceline.train.states import DocumentBatch, States
 
 CHECKPOINT = "checkpoint.pt"
@@ -22,9 +22,11 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """How to train. `epochs`: passes over the documents, a part of one too. `batch`: documents per step. `rate`: see
-    `Optimizer`; full after `warmup` and before `cooldown` (shares of the whole). `every`: seconds between checkpoints.
-    `evaluate`: seconds between looks at held-out documents, of which `held` are used.
+    """Settings of a training run.
+
+    `epochs`: passes over the documents, may be fractional. `batch`: documents per step. `rate`: learning rate (see
+    `Optimizer`), full after `warmup` and before `cooldown` (shares of the run). `clip`: norm of the gradient at most.
+    `every`: seconds between checkpoints. `evaluate`: seconds between evaluations on `held` held-out documents.
     """
 
     epochs: float = 1.0
@@ -41,9 +43,12 @@ class TrainPlan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a run stands. `documents` of `total` seen; `tokens` guessed from in this run, in `seconds`. `loss` per
-    guess and `accuracy` per step, running means in training. `acceptance`: tokens per round of greedy chains on
-    held-out documents, the bonus token included, once measured, if there are any; `held`: their accuracy per step."""
+    """Progress of a run.
+
+    `documents` of `total` seen; `tokens` drafted from, in `seconds` of training. `loss` per answer token and `accuracy`
+    per step are running means. `acceptance`: tokens per round of greedy chains on held-out documents, bonus token
+    included; None until measured, or where there are none. `held`: accuracy per step on them.
+    """
 
     documents: int
     total: int
@@ -57,7 +62,7 @@ class Report:
 
 @dataclass(slots=True)
 class _TrainState:
-    """What a checkpoint holds besides weights: how far the run is, and what it has seen."""
+    """Progress of a run, as checkpoints store it beside the weights."""
 
     documents: int = 0
     seconds: float = 0.0
@@ -69,7 +74,7 @@ class _TrainState:
     held: list[float] = field(default_factory=list)
 
     def count(self, loss: float, counts: Tensor, documents: int) -> None:
-        """A step over so many documents. `counts` as in `Guesses`."""
+        """Add one step over this many documents. `counts`: see `Guesses.counts`."""
         accuracy = _shares(counts)
         keep = 0.98 if self.loss is not None else 0.0
         self.loss = keep * (self.loss or 0.0) + (1 - keep) * loss
@@ -79,7 +84,7 @@ class _TrainState:
 
 
 class Trainer:
-    """Trains `recipe` on `states` and looks at `held`; what it needs to go on after a kill lies in `folder`."""
+    """Trains `recipe` on `states` and evaluates on `held`; the checkpoint in `folder` lets a killed run continue."""
 
     def __init__(
         self,
@@ -91,8 +96,8 @@ class Trainer:
         identity: str,
         report: Callable[[Report], object] = lambda report: None,
     ) -> None:
-        """`identity`: names the data and the recipe; a checkpoint of another one, or of another plan, is refused. Only
-        the epochs may change: an interrupted run can be made longer or shorter, and its rate follows the new plan."""
+        """`identity`: names the data and the recipe; a checkpoint of another one, or of another plan, is refused.
+        Epochs may change: an interrupted run can be made longer or shorter, and its rate follows the new plan."""
         self._recipe, self._states, self._held, self._plan = recipe, states, held, plan
         self._path = folder / CHECKPOINT
         self._identity = f"{identity} {replace(plan, epochs=0, every=0, evaluate=0, held=0)}"
@@ -106,12 +111,13 @@ class Trainer:
         self._resume()
 
     def run(self) -> Report:
-        """Train to the end of the plan. Raises `TrainingFailed` where the loss is no number, `OutOfMemory` where not
-        even one document fits. Whatever ends it (an error, Ctrl-C), the checkpoint of a moment ago is there to go on
-        from."""
+        """Train to the end of the plan; a run that any error or Ctrl-C ends continues from its last checkpoint.
+
+        Raises `TrainingFailed` where the loss is not finite, `OutOfMemory` where not even one document fits.
+        """
         with memory_named(
-            f"{self._device} has no memory for a step of training, not even over one document",
-            "Train a smaller drafter (--vocabulary, --ffn, --steps) or on another --device; finished work is kept",
+            f"{self._device} has not enough memory for a training step over one document",
+            "Train a smaller drafter (--vocabulary, --ffn, --steps) or use another --device; finished work is kept",
         ):
             self._train()
         return self.report()
@@ -133,6 +139,7 @@ class Trainer:
         self._save()
 
     def report(self) -> Report:
+        """Return the run's progress."""
         p = self._progress
         return Report(
             p.documents, self._total, p.tokens, p.seconds, p.loss or 0.0, tuple(p.accuracy), p.acceptance, tuple(p.held)
@@ -140,16 +147,16 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry per look at the held-out documents."""
+        """One entry per evaluation on held-out documents."""
         return self._progress.history
 
     def _remaining(self) -> Iterator[DocumentBatch]:
-        """The batches that are still to be trained on, in the order of the plan."""
+        """Yield the batches that are still to be trained on, in the order of the plan."""
         seen, epoch = 0, 0
         while seen < self._total:
             for shard in range(self._states.shards):
                 size = self._states.size(shard)
-                if seen + size <= self._progress.documents:  # finished before: its states are not even computed
+                if seen + size <= self._progress.documents:  # trained on before: its states are not computed
                     seen += size
                     continue
                 for batch in self._states.batches(shard, self._plan.batch, f"{self._plan.seed}/{epoch}"):
@@ -167,13 +174,14 @@ class Trainer:
         if not torch.isfinite(norm) or not loss == loss:
             raise TrainingFailed(
                 f"the loss became {loss}, its gradient {norm.item()}, after {self._progress.documents} documents",
-                f"Use a lower --rate, and go on from the last checkpoint in {self._path.parent}",
+                f"Use a lower --rate, and continue from the last checkpoint in {self._path.parent}",
             )
         self._optimizer.step(self._schedule())
         self._progress.count(loss, counts, len(batch))
 
     def _accumulate(self, batch: DocumentBatch) -> tuple[float, Tensor]:
-        """Gradients of the mean loss of a batch, in as many parts as memory asks for."""
+        """Accumulate gradients of the mean loss of a batch, in as many parts as memory requires; return loss and
+        counts."""
         while True:
             self._optimizer.zero_grad()
             try:
@@ -189,7 +197,7 @@ class Trainer:
         answers = max(1, int((batch.lengths - batch.prompts).sum()))
         total, counts = 0.0, torch.zeros(2, self._recipe.steps)
         for part in batch.split(self._micro):
-            # What a recipe draws depends on how far the run is, not on where it was resumed or how it was split.
+            # Random draws depend on the progress of the run, not on where it was resumed or how a batch was split.
             torch.manual_seed(self._plan.seed + self._progress.documents)
             guesses = self._guess(part)
             loss = guesses.loss / answers
@@ -203,7 +211,7 @@ class Trainer:
             return self._recipe.guess(batch)
 
     def _schedule(self) -> float:
-        """Share of the full rate: up, level, and down to nothing."""
+        """Return the share of the full rate: warm-up, constant, cool-down to 0."""
         done = self._progress.documents / self._total
         up = (done + 1e-3) / self._plan.warmup if self._plan.warmup else 1.0
         down = (1 - done) / self._plan.cooldown if self._plan.cooldown else 1.0
@@ -211,19 +219,19 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Tokens per round on held-out documents, as greedy decoding with chains would have it."""
+        """Measure tokens per round of greedy chains on held-out documents."""
         if not len(self._held):
             return
         self._recipe.module.eval()
-        looks = [self._guess(part) for batch in self._looks() for part in batch.split(self._micro)]
-        self._recipe.measured(looks)
-        tokens, rounds = (sum(part) for part in zip((0, 0), *map(walk, looks), strict=True))
-        counts = sum((look.counts for look in looks), torch.zeros(2, self._recipe.steps))
+        guesses = [self._guess(part) for batch in self._held_batches() for part in batch.split(self._micro)]
+        self._recipe.evaluated(guesses)
+        tokens, rounds = (sum(part) for part in zip((0, 0), *map(simulate_rounds, guesses), strict=True))
+        counts = sum((part.counts for part in guesses), torch.zeros(2, self._recipe.steps))
         p = self._progress
         p.acceptance, p.held = tokens / max(rounds, 1), _shares(counts)
         p.history.append({"documents": p.documents, "tokens_per_round": p.acceptance, "accuracy": p.held})
 
-    def _looks(self) -> Iterator[DocumentBatch]:
+    def _held_batches(self) -> Iterator[DocumentBatch]:
         left = self._plan.held
         for shard in range(self._held.shards):
             for batch in self._held.batches(shard, self._plan.batch, "held"):
@@ -244,7 +252,7 @@ class Trainer:
         except (OSError, RuntimeError) as error:
             raise TrainingFailed(
                 f"the checkpoint {self._path} could not be written ({error})",
-                "Make room on the disk, and run the same command again: it goes on from the checkpoint before",
+                "Free disk space and run the same command again: it continues from the previous checkpoint",
             ) from error
 
     def _resume(self) -> None:
@@ -257,12 +265,12 @@ class Trainer:
             reason = (str(error).splitlines() or [""])[0]
             raise TrainingFailed(
                 f"the checkpoint {self._path} cannot be read ({type(error).__name__}: {reason:.60})",
-                "Delete it to begin anew; answers and hidden states are kept",
+                "Delete it to start over; answers and hidden states are kept",
             ) from error
         if identity != self._identity or len(progress.accuracy) not in (0, self._recipe.steps):
             raise InvalidOption(
                 f"{self._path} was made with other options or other data",
-                "Repeat the command that made it, or give another --out",
+                "Repeat the command that made it, or choose another --out",
             )
         self._progress = progress
         self._recipe.module.load_state_dict(kept["module"])

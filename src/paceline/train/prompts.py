@@ -1,4 +1,4 @@
-"""The prompts that a drafter is trained on, from a JSONL file of any size."""
+"""Training prompts from a JSONL file of any size."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidData
 from paceline.text.prompt_rows import parse_row
-from paceline.train.jsonl import JsonLines
+from paceline.train.jsonl import JsonlFile
 
 HELD_OUT = 50
-"""One prompt in so many is never trained on."""
+"""One prompt in this many is held out of training."""
 
 Text = str | Sequence[Mapping[str, Any]]
-"""A prompt: text, or chat messages of which the user's is the last."""
+"""Text, or chat messages of which the last is the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the target is asked, under an id of its own in its file."""
+    """A prompt and its id, which is unique in its file."""
 
     id: str | int
     prompt: Text
 
 
 class Prompts:
-    """Rows {"prompt": text} or {"turns": [text, ...]} or {"messages": [...]}, with an "id" or known by their line's
-    number; read from disk at each access. Of turns the first is the prompt; of messages all up to the user's last.
+    """Rows {"prompt": text}, {"turns": [text, ...]} or {"messages": [...]}, read from disk at each access.
 
-    `held`: bool per row, whether it is held out (`is_held`). `digest`: names the file's content. Every row is checked
-    once, when the file is opened; 25 bytes are kept of each.
+    The id is the row's "id", else its line number. The prompt is the first turn, or the messages up to the user's last.
+    `held`: bool per row, whether it is held out (`is_held`). `digest`: hash of the file's content. Every row is checked
+    once, when the file is opened; 25 bytes per row stay in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,8 +51,8 @@ class Prompts:
             keys.append(_key(row.id))
             held.append(is_held(row.prompt))
 
-        self._lines = JsonLines(path, visit)
-        self.digest = self._lines.digest
+        self._jsonl = JsonlFile(path, visit)
+        self.digest = self._jsonl.digest
         self.held: NDArray[np.bool_] = np.frombuffer(held, dtype=np.bool_)
         known = np.frombuffer(keys, dtype=np.uint64)
         self._by_key = known.argsort(kind="stable")
@@ -60,20 +60,20 @@ class Prompts:
         self._check(path)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._jsonl)
 
     def __getitem__(self, index: int) -> Prompt:
-        """The row of this number, in the file's order."""
+        """Return a row by its number, in the file's order."""
         index = range(len(self))[index]
-        return parse_prompt(self._lines[index], self._lines.number(index))
+        return parse_prompt(self._jsonl[index], self._jsonl.number(index))
 
     def order(self, seed: int) -> NDArray[np.int64]:
-        """All row numbers, shuffled."""
+        """Return all row numbers, shuffled."""
         shuffled: NDArray[np.int64] = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).numpy()
         return shuffled
 
     def find(self, name: str | int) -> int | None:
-        """The number of the row with this id."""
+        """Return the number of the row with this id, or None."""
         key = np.uint64(_key(name))
         at = int(self._keys.searchsorted(key))
         return int(self._by_key[at]) if at < len(self) and self._keys[at] == key else None
@@ -84,28 +84,28 @@ class Prompts:
         if len(same := np.flatnonzero(self._keys[1:] == self._keys[:-1])):
             first, again = (int(self._by_key[same[0] + i]) for i in (0, 1))
             raise InvalidData(
-                f"{path}, line {self._lines.number(again)}: the id {self[again].id!r} was used on line "
-                f"{self._lines.number(first)} already",
-                "Give each prompt an id of its own, or leave all ids out",
+                f"{path}, line {self._jsonl.number(again)}: the id {self[again].id!r} was used on line "
+                f"{self._jsonl.number(first)} already",
+                "Give each prompt its own id, or leave all ids out",
             )
 
 
 def is_held(prompt: Text) -> bool:
-    """Whether a prompt is held out. Its text alone decides, so that all answers to it, and the same prompt under
-    another id, lie on one side."""
+    """Whether a prompt is held out. Only its text decides, so that all answers to it, and the same prompt under another
+    id, lie on the same side."""
     text = prompt if isinstance(prompt, str) else json.dumps(list(prompt), ensure_ascii=False)
     return zlib.crc32(text.encode()) % HELD_OUT == 0
 
 
 def parse_prompt(line: bytes, number: int) -> Prompt:
-    """The prompt on this line of its file, `number` counted from 1. Raises `ValueError`."""
+    """Parse the prompt on a line of its file, `number` counted from 1. Raises `ValueError`."""
     row = parse_row(line, number)
     assert row.id is not None
-    return Prompt(row.id, row.prompt if isinstance(row.prompt, str) else _asked(row.prompt))
+    return Prompt(row.id, row.prompt if isinstance(row.prompt, str) else _up_to_user(row.prompt))
 
 
-def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to the user's last message: in a recorded chat, what follows is somebody's answer."""
+def _up_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop what follows the user's last message: in a recorded chat, that is another model's answer."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
@@ -114,5 +114,5 @@ def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _key(name: str | int) -> int:
-    """64 bits that stand for an id: among ten million, two agree by chance in 3 of a million files."""
+    """Return a 64-bit hash of an id: among ten million ids, two collide in 3 of a million files."""
     return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little")

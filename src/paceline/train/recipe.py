@@ -1,4 +1,8 @@
-"""What a kind of drafter must say to be trained: everything else is `loop.py`'s."""
+"""Recipes: what each kind of drafter supplies for its training. `loop.py` does the rest.
+
+The loss is the cross-entropy of every guess against the target's distribution over the tokens that the drafter knows;
+later steps of a draft count less, since a draft is accepted up to its first wrong token.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
 UNKNOWN = 1 << 30
-"""The rank of a token that is not in the drafter's vocabulary."""
+"""Rank of a token that is not in the drafter's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What a module says of a batch: S steps of the drafts that begin at P places of B documents.
+    """Results of a module on a batch: S steps of the drafts that begin at P places of B documents.
 
-    `loss`: summed over all. `right` [S, B, P]: whether a step's best guess is the target's own choice. `real`
+    `loss`: summed over all guesses. `right` [S, B, P]: whether a step's best guess is the target's own choice. `real`
     [S, B, P]: where there was something to guess; elsewhere `right` is False. `ranks` [S, B, P]: in evaluation, how
-    many tokens the step thought likelier than the target's choice; `UNKNOWN` where it does not know that one.
+    many tokens the step ranked above the target's choice; `UNKNOWN` where it does not know that token.
     """
 
     loss: Tensor
@@ -36,122 +40,55 @@ class Guesses:
 
     @property
     def counts(self) -> Tensor:
-        """[2, S]: right guesses and all guesses of each step."""
+        """Right guesses and all guesses of each step, [2, S]."""
         return torch.stack([self.right.flatten(1).sum(1), self.real.flatten(1).sum(1)]).cpu()
 
 
-class Recipe(ABC):
-    """A drafter in training. `module` holds float32 parameters under the names of `models/heads.py`."""
-
-    taps: tuple[Tap, ...]
-    """What `guess` needs of the target besides "final"."""
-
-    module: nn.Module
-    steps: int
-    """Tokens of the drafts that it is trained for."""
-
-    @property
-    @abstractmethod
-    def config(self) -> HeadConfig: ...
-
-    @abstractmethod
-    def guess(self, batch: DocumentBatch) -> Guesses:
-        """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
-
-    def measured(self, looks: Sequence[Guesses]) -> None:  # noqa: B027
-        """What a look at the held-out documents found, for a recipe that can use it."""
-
-    @torch.no_grad()
-    def begin_from(self, head: HeadFile) -> None:
-        """Begin with the weights of a trained drafter. Raises `InvalidOption` for one of another kind or shape."""
-        ours, theirs = self.config, head.config
-        if type(ours) is not type(theirs):
-            raise InvalidOption(f"{head.path} is no drafter of the kind to be trained", "Name one of the same kind")
-        for name in (f.name for f in fields(ours) if f.name not in _MAY_DIFFER):
-            if getattr(ours, name) != getattr(theirs, name):
-                raise _unlike(head, f"{name} {getattr(theirs, name)!r}, not {getattr(ours, name)!r}")
-        for name, parameter in self.module.named_parameters():
-            given = head.tensors.get(name)
-            if given is None or given.shape != parameter.shape:
-                has = "no" if given is None else f"a {list(given.shape)} instead of a {list(parameter.shape)}"
-                raise _unlike(head, f"{has} {name}")
-            parameter.copy_(given)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is written, under the names of `models/heads.py`, in bfloat16 where it is a weight."""
-        return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
-
-
-_MAY_DIFFER = ("layer", "draft_vocab", "paths")
-"""Of a config: what tensors tell better, or what training decides."""
-
-
-def _unlike(head: HeadFile, difference: str) -> InvalidOption:
-    return InvalidOption(
-        f"training cannot begin from {head.path}: it has {difference}",
-        "Repeat the options that it was made with (its README.md has them), or begin without --from",
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """Where the answers of a batch lie, so that recipes agree on what is a guess.
+class DraftPlaces:
+    """Places in the answers of a batch at which drafts begin.
 
-    A draft begins after each pending token, the last prompt token and every answer token but the last: place p of
-    document b pends at `pending[b, p]`, and step s of its draft guesses the token at `pending + 1 + s`.
+    A draft begins after each pending token: the last prompt token and every answer token but the last. Place p of
+    document b has its pending token at `pending[b, p]`, and step s of its draft guesses the token at `pending + 1 + s`.
     """
 
     pending: Tensor
-    """int64 [B, P], within the documents"""
+    """int64 [B, P], positions within the documents"""
     real: Tensor
-    """bool [S, B, P]: step s of place p guesses a token of the document"""
+    """bool [S, B, P]: whether step s of place p guesses a token of the document"""
     columns: Tensor
     """int64 [P]: how many places after the document's first each one is"""
 
-    def every(self, stride: int, first: int) -> Answered:
-        """One place in `stride`, from the place `first` on: neighbouring drafts teach much the same."""
+    def every(self, stride: int, first: int) -> DraftPlaces:
+        """Return one place in `stride`, from the place `first` on."""
         chosen = slice(first, None, stride)
-        return Answered(self.pending[:, chosen], self.real[:, :, chosen], self.columns[chosen])
+        return DraftPlaces(self.pending[:, chosen], self.real[:, :, chosen], self.columns[chosen])
 
     @staticmethod
-    def of(batch: DocumentBatch, steps: int) -> Answered:
+    def of(batch: DocumentBatch, steps: int) -> DraftPlaces:
+        """Return all places of a batch, for drafts of `steps` tokens."""
         first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state of the token before its pending one
         places = max(1, int((batch.lengths - 1 - first).max()))  # one that is not real where nothing is answered
         device = batch.tokens.device
         pending = first[:, None] + torch.arange(places, device=device)
         reach = torch.arange(1, steps + 1, device=device)[:, None, None]
         real = pending + reach < batch.lengths[:, None]
-        return Answered(pending.clamp(max=batch.tokens.shape[1] - 1), real, torch.arange(places, device=device))
+        return DraftPlaces(pending.clamp(max=batch.tokens.shape[1] - 1), real, torch.arange(places, device=device))
 
 
-def take(states: Tensor, places: Tensor) -> Tensor:
-    """states [B, T, ...] at places [B, P], those past the end clamped to it: [B, P, ...]."""
+def gather(states: Tensor, places: Tensor) -> Tensor:
+    """Return states [B, T, ...] at places [B, P], those past the end clamped to it: [B, P, ...]."""
     rows = torch.arange(states.shape[0], device=states.device)[:, None]
     return states[rows, places.clamp(0, states.shape[1] - 1)]
 
 
-def walk(guesses: Guesses) -> tuple[int, int]:
-    """(tokens, rounds) of greedy decoding with chains of these guesses.
-
-    A round that accepts a guesses goes on a + 1 places further.
-    """
-    accepted = guesses.right.long().cumprod(0).sum(0)
-    tokens = rounds = 0
-    for line, real in zip(accepted.tolist(), guesses.real[0].sum(1).tolist(), strict=True):
-        place = 0
-        while place < real:
-            step = min(line[place] + 1, real - place)
-            tokens, rounds, place = tokens + step, rounds + 1, place + step
-    return tokens, rounds
-
-
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """What the target thinks of the tokens after each pending one, in columns from the document's first place on, which
-    the steps share.
+class TeacherScores:
+    """The target's view of the tokens after each pending one, in columns counted from the document's first place; a
+    place's steps share columns with the places after it.
 
-    `scores` float32 [B, C, K]: its logits over the K tokens that the drafter knows. `choice` int64 [B, C]: the one it
-    would choose, of all tokens in evaluation, of the known ones in training, where that is cheaper.
+    `scores` float32 [B, C, K]: its logits over the K tokens that the drafter knows. `choice` int64 [B, C]: the token
+    it would choose, of all tokens in evaluation, of the known ones in training, where that is cheaper.
     """
 
     scores: Tensor
@@ -159,67 +96,160 @@ class Taught:
 
 
 class Teacher:
-    """The target's head, over the tokens that a drafter knows."""
+    """The target's output head, over the tokens that a drafter knows."""
 
     def __init__(self, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
-        """`vocabulary` [K]: ascending ids. `kept` float32 [K, H]: their rows of the target's head, on its device."""
+        """`vocabulary` [K]: ascending ids. `rows` float32 [K, H]: their rows of the target's head, on its device."""
         self._target = target
-        self.kept = target.head()[vocabulary].float()
-        self.vocabulary = vocabulary.to(self.kept.device)
+        self.rows = target.head()[vocabulary].float()
+        self.vocabulary = vocabulary.to(self.rows.device)
 
     @torch.no_grad()
-    def of(self, batch: DocumentBatch, answered: Answered, *, exact: bool) -> Taught:
-        """`exact`: choose of all tokens."""
-        steps, columns = len(answered.real), answered.columns
+    def score(self, batch: DocumentBatch, places: DraftPlaces, *, exact: bool) -> TeacherScores:
+        """Return the target's scores at these places. `exact`: choose among all tokens."""
+        steps, columns = len(places.real), places.columns
         reach = torch.arange(int(columns[-1]) + steps, device=columns.device)
-        states = take(batch.states["final"], answered.pending[:, :1] - columns[0] + reach)
-        scores = F.linear(states.float(), self.kept).float()
+        states = gather(batch.states["final"], places.pending[:, :1] - columns[0] + reach)
+        scores = F.linear(states.float(), self.rows).float()
         if not exact:
-            return Taught(scores, self.vocabulary[scores.argmax(-1)])
+            return TeacherScores(scores, self.vocabulary[scores.argmax(-1)])
         with torch.autocast(states.device.type, enabled=False):  # in the target's own precision
-            return Taught(scores, torch.stack([self._target.logits(line).argmax(-1) for line in states]))
+            return TeacherScores(scores, torch.stack([self._target.logits(row).argmax(-1) for row in states]))
 
-    def rank(self, said: Tensor, choice: Tensor) -> Tensor:
-        """How many of a row's tokens [N, K] are likelier than the chosen one, an id [N]; `UNKNOWN` without that one."""
+    def rank(self, scores: Tensor, choice: Tensor) -> Tensor:
+        """Return how many tokens of scores [N, K] rank above the chosen id, int64 [N]; `UNKNOWN` for unknown ids."""
         column = torch.searchsorted(self.vocabulary, choice).clamp(max=len(self.vocabulary) - 1)
-        ranks = (said > said.gather(1, column[:, None])).sum(-1)
+        ranks = (scores > scores.gather(1, column[:, None])).sum(-1)
         return ranks.where(self.vocabulary[column] == choice, UNKNOWN)
+
+
+def simulate_rounds(guesses: Guesses) -> tuple[int, int]:
+    """Return (tokens, rounds) of greedy decoding with chains of these guesses: a round that accepts `a` of them commits
+    a + 1 tokens."""
+    accepted = guesses.right.long().cumprod(0).sum(0)
+    tokens = rounds = 0
+    for lengths, real in zip(accepted.tolist(), guesses.real[0].sum(1).tolist(), strict=True):
+        place = 0
+        while place < real:
+            step = min(lengths[place] + 1, real - place)
+            tokens, rounds, place = tokens + step, rounds + 1, place + step
+    return tokens, rounds
 
 
 class GuessTally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
 
-    def __init__(self, teacher: Teacher, taught: Taught, answered: Answered, decay: float) -> None:
-        """`decay`: the weight of a step's loss over that of the step before."""
-        self._teacher, self._taught, self._answered, self._decay = teacher, taught, answered, decay
+    def __init__(self, teacher: Teacher, taught: TeacherScores, places: DraftPlaces, decay: float) -> None:
+        """`decay`: the weight of a step's loss relative to the step before."""
+        self._teacher, self._taught, self._places, self._decay = teacher, taught, places, decay
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
         self._ranks: list[Tensor] = []
 
-    def once(self, logits: Tensor) -> None:
-        """`logits` [N, K]: of a drafter without steps, at the real places of the first: what it says after each
-        pending token. The later steps of a draft are then the first ones of the places after it."""
-        self.add(logits)
-        first = F.pad(self._right[0], (0, len(self._answered.real) - 1))
-        places = self._answered.pending.shape[1]
-        for step in range(1, len(self._answered.real)):
-            self._right.append(first[:, step : step + places] & self._answered.real[step])
-
     def add(self, logits: Tensor) -> None:
-        """`logits` [N, K]: the next step's, at its real places in order. The loss is the cross-entropy against the
-        target's distribution over the same tokens."""
+        """Add the next step: `logits` [N, K] at its real places in order."""
         step = len(self._losses)
-        real, columns = self._answered.real[step], self._answered.columns + step
+        real, columns = self._places.real[step], self._places.columns + step
         wanted = self._taught.scores[:, columns][real]
-        said = logits.float().log_softmax(-1)
-        self._losses.append(-(wanted.softmax(-1) * said).sum() * self._decay**step)
+        scores = logits.float().log_softmax(-1)
+        self._losses.append(-(wanted.softmax(-1) * scores).sum() * self._decay**step)
         choice = self._taught.choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
-        self._right[-1][real] = self._teacher.vocabulary[said.detach().argmax(-1)] == choice
+        self._right[-1][real] = self._teacher.vocabulary[scores.detach().argmax(-1)] == choice
         if not torch.is_grad_enabled():
             self._ranks.append(torch.full_like(real, UNKNOWN, dtype=torch.int64))
-            self._ranks[-1][real] = self._teacher.rank(said, choice)
+            self._ranks[-1][real] = self._teacher.rank(scores, choice)
+
+    def add_single_step(self, logits: Tensor) -> None:
+        """Add all steps of a drafter that has one: `logits` [N, K] after each pending token, at the real places of the
+        first step. The later steps of a draft are the first ones of the places after it."""
+        self.add(logits)
+        first = F.pad(self._right[0], (0, len(self._places.real) - 1))
+        places = self._places.pending.shape[1]
+        for step in range(1, len(self._places.real)):
+            self._right.append(first[:, step : step + places] & self._places.real[step])
 
     def guesses(self) -> Guesses:
+        """Return what was added."""
         ranks = torch.stack(self._ranks) if self._ranks else None
-        return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._answered.real, ranks)
+        return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._places.real, ranks)
+
+
+class Recipe(ABC):
+    """A drafter in training. `module` holds float32 parameters under the names of `models/heads.py`."""
+
+    config: HeadConfig
+    module: nn.Module
+    decay = 0.8
+    """Weight of a step's loss relative to the step before."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        module: nn.Module,
+        target: EmbeddingAndHead,
+        vocabulary: Tensor,
+        taps: Sequence[Tap],
+        steps: int,
+    ) -> None:
+        """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `taps`: states of the target
+        that `draft` needs besides "final". `steps`: tokens of the drafts that it is trained for."""
+        self.config, self.module, self.target = config, module, target
+        self.taps, self.steps = tuple(taps), steps
+        self.teacher = Teacher(target, vocabulary)
+
+    def guess(self, batch: DocumentBatch) -> Guesses:
+        """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
+        places = self.places(batch)
+        taught = self.teacher.score(batch, places, exact=not self.module.training)
+        tally = GuessTally(self.teacher, taught, places, self.decay)
+        self.draft(batch, places, tally)
+        return tally.guesses()
+
+    def places(self, batch: DocumentBatch) -> DraftPlaces:
+        """Return where drafts begin."""
+        return DraftPlaces.of(batch, self.steps)
+
+    @abstractmethod
+    def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
+        """Run the module and add its logits at each step to `tally`."""
+
+    def evaluated(self, guesses: Sequence[Guesses]) -> None:  # noqa: B027
+        """Take note of the guesses on held-out documents, in a recipe that can use them."""
+
+    @torch.no_grad()
+    def start_at_unit_logits(self, norm: nn.RMSNorm) -> None:
+        """Scale the final norm so that logits begin with a standard deviation of 1: at the target's own scale, those of
+        an untrained head are confident nonsense, and much of the training would go into unlearning them."""
+        norm.weight.fill_(1 / (self.teacher.rows.std() * norm.weight.numel() ** 0.5))
+
+    @torch.no_grad()
+    def begin_from(self, head: HeadFile) -> None:
+        """Begin with the weights of a trained drafter. Raises `InvalidOption` for one of another kind or shape."""
+        ours, theirs = self.config, head.config
+        if type(ours) is not type(theirs):
+            raise InvalidOption(f"{head.path} holds a drafter of another kind", "Name one of the kind to be trained")
+        for name in (f.name for f in fields(ours) if f.name not in _MAY_DIFFER):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise _mismatch(head, f"{name} {getattr(theirs, name)!r}, not {getattr(ours, name)!r}")
+        for name, parameter in self.module.named_parameters():
+            given = head.tensors.get(name)
+            if given is None or given.shape != parameter.shape:
+                has = "no" if given is None else f"a {list(given.shape)} instead of a {list(parameter.shape)}"
+                raise _mismatch(head, f"{has} {name}")
+            parameter.copy_(given)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is written, under the names of `models/heads.py`: weights in bfloat16."""
+        return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
+
+
+_MAY_DIFFER = ("layer", "draft_vocab", "paths")
+"""Fields of a config that tensors tell better, or that training decides."""
+
+
+def _mismatch(head: HeadFile, difference: str) -> InvalidOption:
+    return InvalidOption(
+        f"training cannot begin from {head.path}: it has {difference}",
+        "Repeat the options it was made with (see its README.md), or leave out --from",
+    )

@@ -1,4 +1,4 @@
-"""From an order to a trained drafter on disk: prompts, answers, documents, vocabulary, training, writing."""
+"""From a training job to a drafter on disk: prompts, answers, documents, vocabulary, training, writing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,16 +14,14 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fingerprint, fits
-from paceline.checkpoints.head_write import LAYOUTS, check_folder, write_head
+from paceline.checkpoints.head_write import check_folder, write_head
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile
-from paceline.train import answers as writing
 from paceline.train import loop
-from paceline.train.card import card
+from paceline.train.answers import AnswerPlan
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, Wish, check_taps, native
-from paceline.train.medusa import shares, with_heads
+from paceline.train.kinds import KINDS, DrafterOptions, check_taps, native
 from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
@@ -41,11 +40,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What to train. `target`: what the user called it. `prompts`: None lets the target make `own_prompts` of its own.
-    `answers`: the target's to these prompts; None lets it write them. `documents`: use so many at most. `cache`: GiB
-    of hidden states that may lie on disk between epochs. `start`: begin with the weights of this trained drafter, of
-    the same kind and shape, as for a fine-tune of its target or for more data. `layout`: see `head_write.LAYOUTS`;
-    None is the kind's own. `command`: for the model card.
+    """Settings of a run: what to train, on what, and where to write it.
+
+    `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
+    its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
+    many at most. `cache`: GiB of hidden states to keep on disk between epochs. `start`: begin with the weights of this
+    trained drafter, of the same kind and shape. `command`: for the model card. Others: see `DrafterOptions`.
     """
 
     target: str
@@ -64,79 +64,75 @@ class TrainJob:
     steps: int = 5
     cache: float = 8.0
     start: Path | None = None
-    layout: str | None = None
-    command: str = "paceline.train.run.train(llm, order)"
-    mix: writing.AnswerPlan = field(default_factory=writing.AnswerPlan)
+    command: str = "paceline.train.run.train(llm, job)"
+    mix: AnswerPlan = field(default_factory=AnswerPlan)
     plan: loop.TrainPlan = field(default_factory=loop.TrainPlan)
 
     @property
     def work(self) -> Path:
-        """Where answers, hidden states and checkpoints lie, beside what is ordered."""
+        """Folder for answers, hidden states and checkpoints, beside `out`."""
         return self.out.with_name(self.out.name + ".work")
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whom a run tells how far it is. `stage`: a new part begins, by its name."""
+    """Callbacks that follow a run. `stage`: a new stage begins, by its name."""
 
     stage: Callable[[str], object] = lambda name: None
     writing: Callable[[Progress], object] = lambda progress: None
     training: Callable[[loop.Report], object] = lambda report: None
 
 
-def train(llm: LLM, order: TrainJob, listener: Listener | None = None) -> loop.Report:
-    """Train what is ordered and write it to `order.out`, with a model card. Whatever interrupts it (Ctrl-C, a kill, a
-    full disk), the same call goes on from finished answers, kept hidden states and the last checkpoint.
+def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Report:
+    """Train a drafter and write it to `job.out`, with a model card. After an interruption (Ctrl-C, a kill, a full disk)
+    the same call continues from finished answers, kept hidden states and the last checkpoint.
 
     Raises `PacelineError`.
     """
-    check(order)
-    choose(torch.zeros(llm.model.target.vocab_size), order.vocabulary or llm.model.target.vocab_size, llm.model.eos)
-    check_taps(order.taps or (), native(llm).config.layers)
-    start = None if order.start is None else fits(open_head(order.start), llm.model)
+    check(job)
+    choose(torch.zeros(llm.model.target.vocab_size), job.vocabulary or llm.model.target.vocab_size, llm.model.eos)
+    check_taps(job.taps or (), native(llm).config.layers)
+    start = None if job.start is None else fits(open_head(job.start), llm.model)
     listener = listener or Listener()
-    order.work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(order.plan.seed)
-    documents = _documents(llm, order, listener)
-    vocabulary, covered = _vocabulary(llm, order, documents, listener)
-    recipe = KINDS[order.kind](llm, Wish(vocabulary, order.steps, order.taps, order.ffn, order.layers, order.rank))
+    job.work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(job.plan.seed)
+    documents = _documents(llm, job, listener)
+    vocabulary, covered = _vocabulary(llm, job, documents, listener)
+    options = DrafterOptions(vocabulary, job.steps, job.taps, job.ffn, job.layers, job.rank)
+    recipe = KINDS[job.kind](llm, options)
     if start is not None:
         recipe.begin_from(start)
-    listener.stage(f"training {order.kind}")
-    limit, name = int(order.cache * GIB), f"{documents.digest[:12]}-{_voice(llm)}"
-    states = States(llm.model.target, documents.train, recipe.taps, order.work / f"states-{name}", limit)
-    held = States(llm.model.target, documents.held, recipe.taps, order.work / f"held-{name}", limit)
-    begun = "" if start is None else f" from {_weights(recipe)}"
-    identity = f"{order.kind} {name} {recipe.config} {len(states)}{begun}"
-    trainer = loop.Trainer(recipe, states, held, order.plan, order.work, identity, listener.training)
-    report = trainer.run()
+    listener.stage(f"training {job.kind}")
+    limit, name = int(job.cache * GIB), f"{documents.digest[:12]}-{_target_digest(llm)}"
+    states = States(llm.model.target, documents.train, recipe.taps, job.work / f"states-{name}", limit)
+    held = States(llm.model.target, documents.held, recipe.taps, job.work / f"held-{name}", limit)
+    begun = "" if start is None else f" from {_weights_digest(recipe)}"
+    identity = f"{job.kind} {name} {recipe.config} {len(states)}{begun}"
+    report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()
     extra = {
         "fingerprint": fingerprint(llm.model),
         "coverage": round(covered, 4),
         "held_out": {"tokens_per_round": report.acceptance, "accuracy": report.held},
     }
-    head = HeadFile(order.out, "", recipe.config, recipe.tensors(), order.target, native(llm).layers, extra)
-    if shares(head) and order.layout not in (None, "paceline"):
-        head = with_heads(head, native(llm))
-    write_head(order.out, head, order.layout or ("paceline" if shares(head) else None))
-    (order.out / "README.md").write_text(card(order, report, len(states), len(held), covered), encoding="utf-8")
-    for kept in (*order.work.glob("states-*"), *order.work.glob("held-*")):
+    head = HeadFile(job.out, "", recipe.config, recipe.tensors(), job.target, native(llm).layers, extra)
+    write_head(job.out, head)
+    (job.out / "README.md").write_text(model_card(job, report, len(states), len(held), covered), encoding="utf-8")
+    for kept in (*job.work.glob("states-*"), *job.work.glob("held-*")):
         shutil.rmtree(kept, ignore_errors=True)
     return report
 
 
-def _voice(llm: LLM) -> str:
-    """Names the target by what it says after a fixed row of tokens, which another model, be it a fine-tune, would not
-    say: hidden states that are kept belong to one model."""
+def _target_digest(llm: LLM) -> str:
+    """Name the target by its predictions after a fixed row of tokens, which any other model, even a fine-tune of it,
+    would not share: hidden states that are kept belong to one model."""
     target = llm.model.target
     cache, tokens = target.new_cache(), list(range(min(32, target.vocab_size)))
     rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
-    said = target.forward(rows, cache, Want("all")).logits[0].topk(8).indices
-    return _digest(said.tolist())
+    return _digest(target.forward(rows, cache, Want("all")).logits[0].topk(8).indices.tolist())
 
 
-def _weights(recipe: Recipe) -> str:
-    """Names the weights that training begins with."""
+def _weights_digest(recipe: Recipe) -> str:
+    """Name the weights that training begins with."""
     return _digest([float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()])
 
 
@@ -144,54 +140,82 @@ def _digest(numbers: list[int] | list[float]) -> str:
     return hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
 
 
-def check(order: TrainJob) -> None:
-    """Raises `InvalidOption` for what can be seen to be wrong before anything is loaded."""
-    if order.kind not in KINDS:
-        raise InvalidOption(f"no drafter of kind {order.kind!r} can be trained", f"There are {', '.join(KINDS)}")
-    if not order.out.name:
-        raise InvalidOption(f"--out {order.out} is no name for a new folder", "Give a path that ends in one")
-    check_folder(order.out)
-    layouts = LAYOUTS[{"early-exit": "exit"}.get(order.kind, order.kind)]
-    if order.layout is not None and order.layout not in layouts:
-        raise InvalidOption(f"{order.kind} has no layout {order.layout!r}", f"There are {', '.join(layouts)}")
-    if order.answers is not None and order.prompts is None:
-        raise InvalidOption("--answers without --prompts are answers to nothing", "Name the prompts' file too")
-    if not (0 < order.plan.epochs < 1e6 and 0 < order.plan.rate < 1):
+def check(job: TrainJob) -> None:
+    """Raise `InvalidOption` for a job that can be refused before anything is loaded."""
+    if job.kind not in KINDS:
+        raise InvalidOption(f"no drafter of kind {job.kind!r} can be trained", f"Choose {', '.join(KINDS)}")
+    if not job.out.name:
+        raise InvalidOption(f"--out must name a new folder, got {job.out}", "Give a path that ends in a name")
+    check_folder(job.out)
+    if job.answers is not None and job.prompts is None:
+        raise InvalidOption("--answers needs --prompts", "Give the file of the prompts they answer too")
+    if not (0 < job.plan.epochs < 1e6 and 0 < job.plan.rate < 1):
         raise InvalidOption(
-            f"{order.plan.epochs:g} epochs at a rate of {order.plan.rate:g} are not possible",
-            "Give epochs above 0 and a rate between 0 and 1",
+            f"epochs must be > 0 and the rate between 0 and 1, got {job.plan.epochs:g} and {job.plan.rate:g}",
+            "Correct --epochs or --rate",
         )
 
 
-def _documents(llm: LLM, order: TrainJob, listener: Listener) -> Documents:
-    path = order.prompts or order.work / "prompts.jsonl"
-    if order.prompts is None:
-        listener.stage("prompts of the target's own")
-        write_prompts(llm, path, order.own_prompts, seed=order.plan.seed, on_progress=listener.writing)
-    prompts = Prompts(path)
-    said = order.answers or order.work / "answers.jsonl"
-    if order.answers is None:
+def _documents(llm: LLM, job: TrainJob, listener: Listener) -> Documents:
+    prompts_file = job.prompts or job.work / "prompts.jsonl"
+    if job.prompts is None:
+        listener.stage("the target writes prompts")
+        write_prompts(llm, prompts_file, job.own_prompts, seed=job.plan.seed, on_progress=listener.writing)
+    prompts = Prompts(prompts_file)
+    answers = job.answers or job.work / "answers.jsonl"
+    if job.answers is None:
         listener.stage("the target answers")
-        write_answers(llm, prompts, said, order.mix, listener.writing)
+        write_answers(llm, prompts, answers, job.mix, listener.writing)
     documents = Documents(
         llm,
         prompts,
-        said,
-        answer_tokens=order.mix.answer_tokens,
-        max_length=min(order.max_length, llm.model.target.context_length),
-        seed=order.plan.seed,
-        limit=order.documents,
+        answers,
+        answer_tokens=job.mix.answer_tokens,
+        max_length=min(job.max_length, llm.model.target.context_length),
+        seed=job.plan.seed,
+        limit=job.documents,
     )
     if not len(documents.train):
-        raise InvalidData(f"{said} answers held-out prompts only: nothing is left to train on", "Give more prompts")
+        raise InvalidData(f"{answers} answers held-out prompts only: nothing is left to train on", "Give more prompts")
     return documents
 
 
-def _vocabulary(llm: LLM, order: TrainJob, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
-    """The tokens to draft from, and the share of the answers' tokens that they cover; all, unless a size is wished."""
+def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
+    """Return the tokens to draft from (all, unless a size was given), and their share of the answers' tokens."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size
-    learnt = documents.train.first(COUNTED)
-    counts = count((learnt[i].answer for i in range(len(learnt))), size)
-    chosen = choose(counts, order.vocabulary or size, llm.model.eos)
+    counted = documents.train.first(COUNTED)
+    counts = count((counted[i].answer for i in range(len(counted))), size)
+    chosen = choose(counts, job.vocabulary or size, llm.model.eos)
     return chosen, coverage(counts, chosen)
+
+
+def model_card(job: TrainJob, report: loop.Report, trained: int, held: int, covered: float) -> str:
+    """Return a model card in Markdown: how the drafter was made, and how well it drafts.
+
+    `trained`, `held`: documents; `covered`: share of the answers' tokens in the draft vocabulary.
+    """
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    if report.acceptance is None:
+        measured = "Not measured: none of so few prompts were held out."
+    else:
+        steps = ", ".join(f"{share:.3f}" for share in report.held)
+        measured = f"""\
+On {min(job.plan.held, held)} held-out answers a greedy chain of {len(report.held)} would give \
+{report.acceptance:.2f} tokens per round,
+  bonus token included. Accuracy of each step, whether or not those before it were right: {steps}."""
+    return f"""\
+# {job.kind} drafter for {job.target}
+
+Made by Paceline {version("paceline")} with torch {torch.__version__}:
+
+    {job.command}
+
+- Data: {trained} of the target's own answers to {job.prompts.name if job.prompts else "prompts that it wrote itself"},
+  {job.plan.epochs:g} epochs, {report.tokens:,} places to draft from. {held} answers were held out (one prompt in 50).
+- Seed {job.plan.seed}; {report.seconds / 60:.0f} minutes of training on {hardware}.
+- Draft vocabulary: {job.vocabulary or "all"} tokens, {100 * covered:.1f} % of those that the target wrote.
+- {measured}
+
+It drafts for this target only. A drafter never changes the text.
+"""

@@ -1,4 +1,4 @@
-"""The target's hidden states over documents: one prefill pass each, streamed, and kept on disk as far as allowed."""
+"""The target's hidden states over documents: one prefill pass each, cached on disk up to a limit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paceline.train.jsonl import replace_with
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64
-"""Documents that are computed, kept and read together."""
+"""Documents that are computed, stored and read together."""
 
 _HEADER = 4096
-"""Bytes of a shard's file besides its tensors, at most."""
+"""Upper bound of a shard file's header, in bytes."""
 
 _PASS = 4096
-"""Tokens of one target pass at most: more are no faster, and logits are never asked for. Halved where memory ends."""
+"""Tokens per target pass at most: more are no faster. Halved when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Studied:
-    """A document [T] and what the target thought at each of its tokens: tap -> [T, H]. `prompt`: tokens before the
+class DocumentStates:
+    """A document's tokens [T] and the target's hidden states at each: tap -> [T, H]. `prompt`: tokens before the
     answer."""
 
     tokens: Tensor
@@ -51,7 +51,7 @@ class DocumentBatch:
         return len(self.tokens)
 
     def split(self, size: int) -> list[DocumentBatch]:
-        """Parts of at most `size` documents."""
+        """Return parts of at most `size` documents."""
         return [self._rows(slice(i, i + size)) for i in range(0, len(self), size)] if size < len(self) else [self]
 
     def _rows(self, rows: slice) -> DocumentBatch:
@@ -59,7 +59,9 @@ class DocumentBatch:
         return DocumentBatch(self.tokens[rows], states, self.prompts[rows], self.lengths[rows])
 
     @staticmethod
-    def of(documents: Sequence[Studied], device: torch.device) -> DocumentBatch:
+    def of(documents: Sequence[DocumentStates], device: torch.device) -> DocumentBatch:
+        """Pad documents into a batch on `device`."""
+
         def padded(parts: Sequence[Tensor]) -> Tensor:
             return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to(device)
 
@@ -72,10 +74,10 @@ class DocumentBatch:
 
 
 class States:
-    """Documents in shards of `SHARD`, each with the target's states at `taps` ("final" is always among them).
+    """Documents in shards of `SHARD`, each with the target's hidden states at `taps` and "final".
 
-    `folder`: where shards are kept for the next epoch, until they fill `limit` bytes; None keeps nothing. A shard that
-    cannot be read (a run was killed, a disk was full) is computed again.
+    `folder`: where shards are stored for the next epoch, up to `limit` bytes; None stores nothing. A shard that cannot
+    be read (the run was killed, the disk was full) is computed again.
     """
 
     def __init__(
@@ -90,72 +92,73 @@ class States:
         self._taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
         self._folder = folder
         self._room = limit
-        self._pass = _PASS
+        self._pass_tokens = _PASS
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._room -= sum(file.stat().st_size for file in folder.iterdir())
 
     @property
     def device(self) -> torch.device:
-        """The target's, where batches are."""
+        """Device of the target and of the batches."""
         return self._target.device
 
     def __len__(self) -> int:
-        """Documents in all."""
+        """Number of documents."""
         return len(self._documents)
 
     @property
     def shards(self) -> int:
+        """Number of shards."""
         return -(-len(self) // SHARD)
 
     def size(self, number: int) -> int:
-        """Documents of a shard."""
+        """Return the number of documents of a shard."""
         return min(SHARD, len(self) - number * SHARD)
 
-    def shard(self, number: int) -> list[Studied]:
-        """The documents from `number * SHARD` on, at most `SHARD`, in their order."""
+    def shard(self, number: int) -> list[DocumentStates]:
+        """Return the documents of shard `number` in their order: from `number * SHARD` on, at most `SHARD`."""
         kept = self._folder / f"{number:06}.safetensors" if self._folder is not None else None
-        studied = _read(kept, self._taps) if kept is not None else None
-        if studied is None:
-            studied = self._study(number)
+        states = _read(kept, self._taps) if kept is not None else None
+        if states is None:
+            states = self._compute(number)
             if kept is not None:
-                self._room -= _write(kept, studied, self._room)
-        return studied
+                self._room -= _write(kept, states, self._room)
+        return states
 
     def batches(self, number: int, size: int, seed: str) -> Iterator[DocumentBatch]:
-        """The shard in batches of `size` documents of like length, in an order that `seed` decides."""
-        studied = self.shard(number)
-        ordered = sorted(range(len(studied)), key=lambda i: len(studied[i].tokens))
+        """Yield the shard in batches of `size` documents of similar length, in an order that depends on `seed`."""
+        documents = self.shard(number)
+        ordered = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
         groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
         random.Random(f"{seed}/{number}").shuffle(groups)
         for group in groups:
-            yield DocumentBatch.of([studied[i] for i in group], self._target.device)
+            yield DocumentBatch.of([documents[i] for i in group], self._target.device)
 
-    def _study(self, number: int) -> list[Studied]:
+    def _compute(self, number: int) -> list[DocumentStates]:
         start = number * SHARD
         documents = [self._documents[i] for i in range(start, start + self.size(number))]
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
-        studied: dict[int, Studied] = {}
+        computed: dict[int, DocumentStates] = {}
         while order:
-            count = max(1, self._pass // len(documents[order[0]]))
+            count = max(1, self._pass_tokens // len(documents[order[0]]))
             group, rest = order[:count], order[count:]
             try:
-                found = self._together([documents[i] for i in group])
+                found = self._pass([documents[i] for i in group])
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or len(group) == 1:
                     raise
-                self._pass //= 2
+                self._pass_tokens //= 2
                 continue
-            studied |= zip(group, found, strict=True)
+            computed |= zip(group, found, strict=True)
             order = rest
-        return [studied[i] for i in range(len(documents))]
+        return [computed[i] for i in range(len(documents))]
 
-    def _together(self, documents: Sequence[Document]) -> list[Studied]:
-        """One pass over documents of like length."""
+    def _pass(self, documents: Sequence[Document]) -> list[DocumentStates]:
+        """Run the target over documents of similar length, in one pass."""
         longest, device = max(map(len, documents)), self._target.device
         tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
-        for line, document in zip(tokens, documents, strict=True):
-            line[: len(document)] = torch.tensor([*document.prompt, *document.answer])
+        for row, document in zip(tokens, documents, strict=True):
+            row[: len(document)] = torch.tensor([*document.prompt, *document.answer])
         cache = self._target.new_cache()
         rows = Rows(
             tokens=tokens.to(device),
@@ -168,17 +171,17 @@ class States:
         )
         taps = self._target.forward(rows, cache, Want("none", taps=self._taps)).taps
         return [
-            Studied(line[: len(d)], {tap: taps[tap][i, : len(d)].cpu() for tap in self._taps}, len(d.prompt))
-            for i, (line, d) in enumerate(zip(tokens, documents, strict=True))
+            DocumentStates(row[: len(d)], {tap: taps[tap][i, : len(d)].cpu() for tap in self._taps}, len(d.prompt))
+            for i, (row, d) in enumerate(zip(tokens, documents, strict=True))
         ]
 
 
-def _write(path: Path, studied: Sequence[Studied], room: int) -> int:
-    """Keep a shard if there is room. Returns the bytes it takes; a disk that is full takes none."""
-    tensors = {str(tap): torch.cat([s.states[tap] for s in studied]) for tap in studied[0].states}
-    tensors["tokens"] = torch.cat([s.tokens for s in studied]).to(torch.int32)
-    tensors["lengths"] = torch.tensor([len(s.tokens) for s in studied])
-    tensors["prompts"] = torch.tensor([s.prompt for s in studied])
+def _write(path: Path, documents: Sequence[DocumentStates], room: int) -> int:
+    """Store a shard if there is room, and return the bytes it takes: 0 where there is none, or the disk is full."""
+    tensors = {str(tap): torch.cat([s.states[tap] for s in documents]) for tap in documents[0].states}
+    tensors["tokens"] = torch.cat([s.tokens for s in documents]).to(torch.int32)
+    tensors["lengths"] = torch.tensor([len(s.tokens) for s in documents])
+    tensors["prompts"] = torch.tensor([s.prompt for s in documents])
     if sum(t.nbytes for t in tensors.values()) + _HEADER > room:
         return 0
     try:
@@ -188,7 +191,8 @@ def _write(path: Path, studied: Sequence[Studied], room: int) -> int:
     return path.stat().st_size
 
 
-def _read(path: Path, taps: Sequence[Tap]) -> list[Studied] | None:
+def _read(path: Path, taps: Sequence[Tap]) -> list[DocumentStates] | None:
+    """Return a stored shard, or None where it cannot be read."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError):
@@ -197,4 +201,4 @@ def _read(path: Path, taps: Sequence[Tap]) -> list[Studied] | None:
     tokens = tensors["tokens"].long().split(lengths)
     states = {tap: tensors[str(tap)].split(lengths) for tap in taps}
     prompts = tensors["prompts"].tolist()
-    return [Studied(line, {tap: states[tap][i] for tap in taps}, prompts[i]) for i, line in enumerate(tokens)]
+    return [DocumentStates(row, {tap: states[tap][i] for tap in taps}, prompts[i]) for i, row in enumerate(tokens)]

@@ -1,7 +1,7 @@
-"""A vocabulary for the drafter: the tokens that the target writes, by measured coverage.
+"""Draft vocabulary: the tokens that the target writes most often.
 
-A head over the whole vocabulary costs more than all else of a small drafter, and a few thousand tokens make nearly all
-of what is written (FR-Spec, arXiv 2502.14856; EAGLE-3's `d2t`).
+An output head over the whole vocabulary costs more than the rest of a small drafter, and a few thousand tokens make up
+nearly all text (FR-Spec, arXiv 2502.14856; EAGLE-3's `d2t`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.errors import InvalidOption
 
 
 def count(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """How often each token comes in the texts (token ids), int64 [V]; they are read one after the other.
+    """Return how often each token occurs in the texts (token ids), int64 [V].
 
     Raises `InvalidOption` for a token that is not below `vocab_size`.
     """
@@ -25,46 +25,30 @@ def count(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     while some := list(islice(tokens, 1 << 16)):
         part = torch.bincount(torch.tensor(some), minlength=vocab_size)
         if len(part) > vocab_size:
-            raise InvalidOption(f"token {max(some)} is not in a vocabulary of {vocab_size}", "Give the target's own")
+            raise InvalidOption(
+                f"token ids must be below the vocabulary size {vocab_size}, got {max(some)}", "Use the target's tokens"
+            )
         counts += part
     return counts
 
 
 def choose(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """The `size` tokens to draft from, int64 [size], ascending: those of `always` (EOS), then the most frequent, of
-    equally frequent ones the lowest, since merges that came early are the common ones. `counts` [V].
+    """Return the `size` tokens to draft from, int64 [size], ascending: `always` (EOS), then the most frequent of
+    `counts` [V]; ties go to the lowest id, since early merges are the common ones.
 
-    Raises `InvalidOption` for a size that has no room for `always`, or above V.
+    Raises `InvalidOption` for a size below that of `always` or above V.
     """
-    wanted = _ranked(counts, always)
     if not len(set(always)) <= size <= len(counts) or size < 1:
         raise InvalidOption(
-            f"a draft vocabulary of {size} tokens is not possible",
-            f"Give from {max(1, len(set(always)))} to {len(counts)}",
+            f"the draft vocabulary must have {max(1, len(set(always)))} to {len(counts)} tokens, got {size}",
+            "Correct --vocabulary",
         )
-    return wanted[:size].sort().values
+    rank = counts.clone()
+    rank[list(always)] = counts.sum() + 1
+    return rank.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
-    """The share of the counted tokens that is among `ids`; 1 where nothing was counted."""
+    """Return the share of the counted tokens that is among `ids`; 1 where nothing was counted."""
     total = int(counts.sum())
     return int(counts[ids.unique()].sum()) / total if total else 1.0
-
-
-def size_for(counts: Tensor, share: float, always: Sequence[int] = ()) -> int:
-    """The smallest size for which what `choose` takes covers at least `share` (0 to 1) of the counted tokens."""
-    if not 0.0 <= share <= 1.0:
-        raise InvalidOption(f"a coverage of {share} is not possible", "Give a share from 0 to 1")
-    covered = counts[_ranked(counts, always)].cumsum(0)
-    total = int(covered[-1])
-    enough = next(
-        (n for n, tokens in enumerate(covered.tolist(), 1) if not total or tokens / total >= share), len(counts)
-    )
-    return max(enough, len(set(always)), 1)
-
-
-def _ranked(counts: Tensor, always: Sequence[int]) -> Tensor:
-    """All tokens, those to be chosen first at the front."""
-    rank = counts.clone()
-    rank[list(always)] = counts.sum() + 1
-    return rank.argsort(descending=True, stable=True)
