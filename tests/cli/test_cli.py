@@ -267,7 +267,7 @@ def test_the_drafter_is_named(shop: Shop) -> None:
 
 
 def test_the_server_names_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    sys.modules["paceline.cli.serve"]._ready("m", "suffix", 1, False, "http://127.0.0.1:1")
+    sys.modules["paceline.cli.serve"]._announce("m", "suffix", True, False, "http://127.0.0.1:1")
     assert capsys.readouterr().err.startswith("m (drafter: suffix) at http://127.0.0.1:1/v1 ")
 
 
@@ -419,21 +419,21 @@ def test_threads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
         (["x", "--typical-p", "2"], "typical_p=2.0"),
         (["x", "--no-repeat-ngram-size", "-1"], "no_repeat_ngram_size=-1"),
         (["x", "--min-new-tokens", "99"], "min_new_tokens=99"),
-        (["x", "--logit-bias", "a=1"], "--logit-bias 'a=1' is not possible"),
+        (["x", "--logit-bias", "a=1"], "--logit-bias must be ID=NUMBER, got 'a=1'"),
         (["x", "--logit-bias", "3=nan"], "logit_bias[3]=nan"),
         (["x", "--bad-word", ""], "bad_words holds an empty word"),
         (["x", "--regex", "("], "the regular expression cannot be used"),
-        (["x", "--regex", "a", "--grammar", "start: /a/"], "one form"),
-        (["x", "--json-schema", "no-such-file"], "neither a file nor a text of that kind"),
+        (["x", "--regex", "a", "--grammar", "start: /a/"], "only one grammar"),
+        (["x", "--json-schema", "no-such-file"], "neither a file nor a JSON schema"),
         (["x", "--json-schema", "{'a'}"], "the JSON schema is no JSON"),
         (["x", "--grammar", "missing.lark"], "neither a file"),
         (["x", "--json-schema", "{}", "--ignore-eos"], "ignore_eos"),
         (["x", "--logprobs", "1"], "Give --json too"),
         (["x", "--json", "--logprobs", "-1"], "logprobs=-1"),
-        (["x", "--draft", "5x5"], "--draft '5x5' is not possible"),
-        (["x", "--draft", "-3"], "--draft '-3' is not possible"),
+        (["x", "--draft", "5x5"], "NODESxDEPTHxBRANCH, got '5x5'"),
+        (["x", "--draft", "-3"], "NODESxDEPTHxBRANCH, got '-3'"),
         (["x", "--draft", "8x4x0"], "branch 0"),
-        (["x", "--prompts", "y.jsonl"], "a prompt and a file of prompts"),
+        (["x", "--prompts", "y.jsonl"], "both a prompt and --prompts"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--prompts", "."], ".: Is a directory"),
         (["x", "--output", "no/such/folder/out.txt"], "no/such/folder/out.txt: No such file or directory"),
@@ -587,7 +587,7 @@ def test_rows_as_text_are_told_apart(shop: Shop, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "the content of message 1 is not text"),
         ({"messages": [{"role": "user", "content": ""}]}, "all messages are empty"),
         ({"prompt": "a", "turns": ["b"]}, "only one of them"),
-        ({"id": "first", "prompt": "a"}, "the id 'first' was used on line 1"),
+        ({"id": "first", "prompt": "a"}, "the id 'first' was already used on line 1"),
         ({"id": [1], "prompt": "a"}, "the id is [1]"),
         ({"id": True, "prompt": "a"}, "the id is true"),
     ],
@@ -607,7 +607,7 @@ def test_a_row_in_another_encoding(shop: Shop, tmp_path: Path) -> None:
 
 
 def test_a_file_without_rows(shop: Shop, tmp_path: Path) -> None:
-    assert "holds no prompts" in failure(generate("--prompts", lines(tmp_path / "p.jsonl", "", "")))
+    assert "contains no prompts" in failure(generate("--prompts", lines(tmp_path / "p.jsonl", "", "")))
 
 
 @pytest.mark.parametrize("form", [("--json",), ()])
@@ -798,7 +798,7 @@ def test_pasted_lines_are_one_message() -> None:
 
     if "GNU" not in (readline.__doc__ or ""):
         pytest.skip("libedit takes pasted lines one by one")
-    code = "from paceline.cli.chat import _ask, _edit_lines; _edit_lines(); print(repr(_ask().text))"
+    code = "from paceline.cli.chat import _edit_lines, _read_message as read; _edit_lines(); print(repr(read().text))"
     main, terminal = pty.openpty()
     with os.fdopen(main, "rb", buffering=0) as screen:
         command = [sys.executable, "-c", code]
@@ -1074,7 +1074,7 @@ def test_compile_says_where_the_kernels_lie_or_why_not(monkeypatch: pytest.Monke
         assert facts["built_for"] == built_for(library())
         assert Path(facts["path"]).is_file()
         assert not facts["compiled"]
-        assert "was there already" in run("compile").stdout
+        assert "compiled before" in run("compile").stdout
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
     assert "Name another compiler in CXX" in failure(run("compile"))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import paceline.llm
 from paceline.cli import app
-from paceline.cli.grammar_options import parse_grammar
+from paceline.cli.options import parse_grammar
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar

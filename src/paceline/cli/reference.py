@@ -68,8 +68,9 @@ def _names(param: Any) -> str:
 def _default(param: Any, context: typer.Context) -> str:
     if param.required:
         return "required"
-    default = param.show_default if isinstance(param.show_default, str) else param.get_default(context)
+    default = param.get_default(context)
     text = "" if default in (None, False, "") else f"`{default}`"
+    text = _escaped(param.show_default) if isinstance(param.show_default, str) else text
     return f"{text} `${param.envvar}`".strip() if param.envvar else text
 
 
