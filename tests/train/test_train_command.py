@@ -56,11 +56,11 @@ def test_quiet_says_nothing(prompts: Path) -> None:
     ("more", "said"),
     [
         (["--kind", "eagle9"], "no drafter of kind 'eagle9' can be trained. There are eagle3, medusa"),
-        (["--temperatures", "hot"], "--temperatures 'hot' is no list of numbers"),
+        (["--temperatures", "hot"], "--temperatures must be numbers separated by commas, got 'hot'"),
         (["--vocabulary", "99"], "a draft vocabulary of 99 tokens is not possible"),
         (["--epochs", "0"], "0 epochs"),
         (["--layout", "gguf"], "no layout 'gguf'"),
-        (["--taps", "early,late"], "--taps 'early,late' are no layers"),
+        (["--taps", "early,late"], "--taps must be numbers separated by commas, got 'early,late'"),
         (["--taps", "1,4"], "this target has no layer 4 to listen to. Give 0 to 3"),
     ],
 )

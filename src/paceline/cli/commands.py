@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
@@ -28,6 +28,7 @@ EVERYDAY = {
 
 _METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}
 _ALL = "paceline.help_all"
+_OPTION = "option"
 
 
 class Declaration(NamedTuple):
@@ -54,6 +55,15 @@ def option(help: str, *names: str, panel: str | None = None, **settings: Any) ->
     return Declaration(help, names, settings | {"rich_help_panel": panel})
 
 
+def options_of(panel: str) -> Callable[..., Any]:
+    """Return a function that declares an option as a field of a dataclass, under `panel` in --help-all."""
+
+    def declare(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+        return field(default=default, metadata={_OPTION: option(help, *names, panel=panel, **settings)})
+
+    return declare
+
+
 class Command(TyperCommand):
     """Command whose --help shows its everyday options, and whose --help-all shows them all."""
 
@@ -65,7 +75,8 @@ class Command(TyperCommand):
             options = {name: short for param in self.params for name, short in _short_help(param)}
             shown.params = [param for param in self.params if param.param_type_name == "argument"]
             shown.params += [options[name] for name in names]
-            shown.epilog = f"More options: {ctx.command_path} --help-all"
+            if len(shown.params) < len(self.params) - 1:
+                shown.epilog = f"More options: {ctx.command_path} --help-all"
         super(Command, shown).format_help(ctx, formatter)
 
 
@@ -100,7 +111,9 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_parameter(parameter.name, hints[parameter.name], parameter.default))
         else:
             of_group = get_type_hints(group, include_extras=True)
-            parameters += [_parameter(field.name, of_group[field.name], field.default) for field in fields(group)]
+            parameters += [
+                _parameter(x.name, of_group[x.name], x.default, x.metadata.get(_OPTION)) for x in fields(group)
+            ]
     help_all = option("Show every option, by subject, and exit.", is_eager=True, callback=_show_all)
     parameters.append(_parameter("help_all", Annotated[bool, help_all], False))
 
@@ -116,10 +129,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(name: str, hint: Any, default: Any) -> Parameter:
-    for declared in getattr(hint, "__metadata__", ()):
-        if isinstance(declared, Declaration):
-            missing = default in (MISSING, Parameter.empty)
-            default = declared.info(name, hint.__origin__, ... if missing else default)
-            hint = hint.__origin__
+def _parameter(name: str, hint: Any, default: Any, declared: Declaration | None = None) -> Parameter:
+    """Return the parameter for typer. `declared`: the option of a field; others are declared inside `Annotated`."""
+    for part in getattr(hint, "__metadata__", ()):
+        if isinstance(part, Declaration):
+            declared, hint = part, hint.__origin__
+    if declared is not None:
+        missing = default is MISSING or default is Parameter.empty
+        default = declared.info(name, hint, ... if missing else default)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

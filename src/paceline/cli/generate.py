@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from paceline.cli.commands import option
+from paceline.cli.commands import options_of
 from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
@@ -24,39 +23,33 @@ from paceline.text.prompt_rows import PromptRow
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-_io = partial(option, panel="Input and output")
+_io = options_of("Input and output")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """Prompts, number of replies, and where they go."""
 
-    raw: Annotated[bool, _io("Give the text to the model as it is, without the chat template.")] = False
-    prompts: Annotated[
-        Path | None,
-        _io(
-            'JSONL file of prompts, one {"prompt": ...} per line; - is stdin.\n\nA row has an optional "id" and one of '
-            '"prompt", "turns" (the first is used) and "messages".',
-            metavar="FILE",
-        ),
-    ] = None
-    as_json: Annotated[
-        bool,
-        _io(
-            "Print each reply as one line of JSON.\n\nIts keys are token_ids, text, finish_reason and stats, and id or "
-            "sample if there are several.",
-            "--json",
-        ),
-    ] = False
-    logprobs: Annotated[
-        int | None,
-        _io("With --json: log-probabilities before any sampling option, of each token and of the N likeliest."),
-    ] = None
-    samples: Annotated[int, _io("Replies per prompt; they share its prefill.", metavar="N", min=1)] = 1
-    batch: Annotated[
-        int, _io("Prompts of --prompts to answer at once. Each gets the reply that it gets alone.", min=1)
-    ] = 1
-    output: Annotated[Path | None, _io("Write to this file instead of stdout.", "-o", metavar="FILE")] = None
+    raw: bool = _io("Give the text to the model as it is, without the chat template.", default=False)
+    prompts: Path | None = _io(
+        'JSONL file of prompts, one {"prompt": ...} per line; - is stdin.\n\nA row has an optional "id" and one of '
+        '"prompt", "turns" (the first is used) and "messages".',
+        metavar="FILE",
+    )
+    as_json: bool = _io(
+        "Print each reply as one line of JSON.\n\nIts keys are token_ids, text, finish_reason and stats, and id or "
+        "sample if there are several.",
+        "--json",
+        default=False,
+    )
+    logprobs: int | None = _io(
+        "With --json: log-probabilities before any sampling option, of each token and of the N likeliest."
+    )
+    samples: int = _io("Replies per prompt; they share its prefill.", metavar="N", min=1, default=1)
+    batch: int = _io(
+        "Prompts of --prompts to answer at once. Each gets the reply that it gets alone.", min=1, default=1
+    )
+    output: Path | None = _io("Write to this file instead of stdout.", "-o", metavar="FILE")
 
 
 def generate(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from paceline.cli.commands import option
+from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
 from paceline.errors import InvalidOption
 
@@ -29,11 +29,11 @@ _LOG = logging.getLogger("paceline")
 """Logger of the library, whose warnings go to stderr. --quiet raises its level."""
 
 _model = partial(option, panel="Model and memory")
-_speculation = partial(option, panel="Speculation")
-_length = partial(option, panel="Length and stopping")
-_sampling = partial(option, panel="Sampling")
-_penalty = partial(option, panel="Penalties and bans")
-_structure = partial(option, panel="Structured output")
+_speculation = options_of("Speculation")
+_length = options_of("Length and stopping")
+_sampling = options_of("Sampling")
+_penalty = options_of("Penalties and bans")
+_structure = options_of("Structured output")
 
 
 def _set_log_level(quiet: bool) -> bool:
@@ -71,7 +71,7 @@ Quantize = Annotated[
     ),
 ]
 DraftQuantize = Annotated[
-    str | None, _speculation("Hold the drafter's weights as integers: int8 or int4.", metavar="MODE")
+    str | None, option("Hold the drafter's weights as integers: int8 or int4.", panel="Speculation", metavar="MODE")
 ]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
@@ -113,8 +113,7 @@ class ModelOptions:
 
     model: ModelName = DEMO
     adapter: Annotated[
-        str | None,
-        _model("LoRA adapter to merge into the model: a folder in PEFT's layout or a hub id.", metavar="ADAPTER"),
+        str | None, _model("LoRA adapter to merge into the model: a PEFT folder or a hub id.", metavar="ADAPTER")
     ] = None
     dtype: DataType = "auto"
     device: Device = "auto"
@@ -142,26 +141,22 @@ class LoadOptions(ModelOptions):
     """Model, where it runs, and its drafter."""
 
     quantize: Quantize = None
-    drafter: Annotated[
-        str,
-        _speculation(
-            "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
-            "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
-            "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
-            "them) or early-exit:LAYERS. eagle3 and medusa alone are the heads that come with Paceline. Join several "
-            "with '+': the first that has a proposal drafts. The text stays the same with --rule match.",
-            "-d",
-            metavar="DRAFTER",
-        ),
-    ] = "auto"
-    draft: Annotated[
-        str,
-        _speculation(
-            "Tokens drafted per round: auto, a number, or a tree such as 16x4x2.\n\nA tree is written "
-            "NODESxDEPTHxBRANCH. auto chooses what is fastest here, which may be no draft at all.",
-            metavar="SIZE",
-        ),
-    ] = "auto"
+    drafter: str = _speculation(
+        "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
+        "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
+        "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
+        "them) or early-exit:LAYERS. eagle3 and medusa alone are the heads that come with Paceline. Join several "
+        "with '+': the first that has a proposal drafts. The text stays the same with --rule match.",
+        "-d",
+        metavar="DRAFTER",
+        default="auto",
+    )
+    draft: str = _speculation(
+        "Tokens drafted per round: auto, a number, or a tree such as 16x4x2.\n\nA tree is written "
+        "NODESxDEPTHxBRANCH. auto chooses what is fastest here, which may be no draft at all.",
+        metavar="SIZE",
+        default="auto",
+    )
     draft_quantize: DraftQuantize = None
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
@@ -204,77 +199,49 @@ def parse_bias(text: str) -> tuple[int, float]:
 class SamplingOptions:
     """Choice of tokens and end of a reply. None: not given."""
 
-    max_new_tokens: Annotated[
-        int | None,
-        _length("Maximum length of a reply, in tokens.", "--max-new-tokens", "--max-tokens", "-n", show_default="512"),
-    ] = None
-    min_new_tokens: Annotated[
-        int | None, _length("Minimum length, in tokens: no end-of-sequence or stop token before it.")
-    ] = None
-    stop: Annotated[list[str] | None, _length("End the reply before this text. Repeatable.")] = None
-    stop_token_id: Annotated[list[int] | None, _length("End the reply at this token id. Repeatable.", metavar="ID")] = (
-        None
+    max_new_tokens: int | None = _length(
+        "Maximum length of a reply, in tokens.", "--max-new-tokens", "--max-tokens", "-n", show_default="512"
     )
-    ignore_eos: Annotated[bool, _length("Continue past the model's end-of-sequence tokens.")] = False
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            "Randomness; 0 is greedy.\n\nEvery sampling option that is "
-            "not given comes from the model's generation_config.",
-            "-t",
-            show_default="from the model, else 0",
-        ),
-    ] = None
-    top_k: Annotated[int | None, _sampling("Sample from the N likeliest tokens; 0: from all.")] = None
-    top_p: Annotated[
-        float | None, _sampling("Sample from the likeliest tokens whose probabilities add up to X; 1: from all.")
-    ] = None
-    min_p: Annotated[float | None, _sampling("Drop tokens that are less than X times as likely as the likeliest.")] = (
-        None
+    min_new_tokens: int | None = _length("Minimum length, in tokens: no end-of-sequence or stop token before it.")
+    stop: list[str] | None = _length("End the reply before this text. Repeatable.")
+    stop_token_id: list[int] | None = _length("End the reply at this token id. Repeatable.", metavar="ID")
+    ignore_eos: bool = _length("Continue past the model's end-of-sequence tokens.", default=False)
+    temperature: float | None = _sampling(
+        "Randomness; 0 is greedy.\n\nEvery sampling option that is not given comes from the model's generation_config.",
+        "-t",
+        show_default="from the model, else 0",
     )
-    typical_p: Annotated[
-        float | None, _sampling("Sample from the most typical tokens whose probabilities add up to X; 1: from all.")
-    ] = None
-    seed: Annotated[int | None, _sampling("The same seed gives the same text.", "-s", show_default="random")] = None
-    repetition_penalty: Annotated[
-        float | None, _penalty("Above 1, tokens of the prompt and the reply become less likely.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _penalty("Subtract X from a token's logit for each time it is in the reply (-2 to 2).")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _penalty("Subtract X from a token's logit once it is in the reply (-2 to 2).")
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        _penalty("Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"),
-    ] = None
-    bad_word: Annotated[list[str] | None, _penalty("Never write this text. Repeatable.")] = None
-    no_repeat_ngram_size: Annotated[
-        int | None, _penalty("Never repeat N tokens in a row, those of the prompt included; 0: off.")
-    ] = None
-    rule: Annotated[
-        str | None,
-        _speculation(
-            "Acceptance rule: match, rejection, block or typical.\n\nmatch: the text does not depend on the drafter. "
-            "rejection and block: its distribution does not. typical: lossy.",
-            metavar="RULE",
-            show_default="match",
-        ),
-    ] = None
-    json_schema: Annotated[
-        str | None, _structure("Reply with JSON of this schema: a file, or the schema itself.", metavar="SCHEMA")
-    ] = None
-    regex: Annotated[
-        str | None, _structure("Reply with text that matches this regular expression.", metavar="REGEX")
-    ] = None
-    grammar: Annotated[
-        str | None,
-        _structure(
-            "Reply with text of this grammar: a file, or the grammar itself, in llguidance's dialect of Lark.",
-            metavar="GRAMMAR",
-        ),
-    ] = None
+    top_k: int | None = _sampling("Sample from the N likeliest tokens; 0: from all.")
+    top_p: float | None = _sampling("Sample from the likeliest tokens whose probabilities add up to X; 1: from all.")
+    min_p: float | None = _sampling("Drop tokens that are less than X times as likely as the likeliest.")
+    typical_p: float | None = _sampling(
+        "Sample from the most typical tokens whose probabilities add up to X; 1: from all."
+    )
+    seed: int | None = _sampling("The same seed gives the same text.", "-s", show_default="random")
+    repetition_penalty: float | None = _penalty("Above 1, tokens of the prompt and the reply become less likely.")
+    frequency_penalty: float | None = _penalty(
+        "Subtract X from a token's logit for each time it is in the reply (-2 to 2)."
+    )
+    presence_penalty: float | None = _penalty("Subtract X from a token's logit once it is in the reply (-2 to 2).")
+    logit_bias: list[str] | None = _penalty(
+        "Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"
+    )
+    bad_word: list[str] | None = _penalty("Never write this text. Repeatable.")
+    no_repeat_ngram_size: int | None = _penalty("Never repeat N tokens in a row, those of the prompt included; 0: off.")
+    rule: str | None = _speculation(
+        "Acceptance rule: match, rejection, block or typical.\n\nmatch: the text does not depend on the drafter. "
+        "rejection and block: its distribution does not. typical: lossy.",
+        metavar="RULE",
+        show_default="match",
+    )
+    json_schema: str | None = _structure(
+        "Reply with JSON of this schema: a file, or the schema itself.", metavar="SCHEMA"
+    )
+    regex: str | None = _structure("Reply with text that matches this regular expression.", metavar="REGEX")
+    grammar: str | None = _structure(
+        "Reply with text of this grammar: a file, or the grammar itself, in llguidance's dialect of Lark.",
+        metavar="GRAMMAR",
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, under the names of `Sampling`. Raises `InvalidOption`."""

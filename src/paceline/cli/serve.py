@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from paceline.cli.commands import option
+from paceline.cli.commands import option, options_of
 from paceline.cli.options import LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.errors import InvalidOption, install_line
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_server = partial(option, panel="Server")
-_limit = partial(option, panel="Limits")
+_server = options_of("Server")
+_limit = options_of("Limits")
 _WEIGHTLESS = ("suffix", "ngram")
 """Drafters that requests can always name: they have no weights."""
 
@@ -33,41 +33,27 @@ _WEIGHTLESS = ("suffix", "ngram")
 class ServerOptions:
     """Address of the server, and who may use it."""
 
-    host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.", metavar="HOST")] = "127.0.0.1"
-    port: Annotated[int, _server("Port to listen on; 0: any free one.", "-p", min=0, max=65535)] = 8000
-    served_model_name: Annotated[
-        list[str] | None,
-        _server(
-            "Name of the model in the API. Repeatable.\n\nClients may ask for any of the names; replies have the "
-            "first.",
-            metavar="NAME",
-        ),
-    ] = None
-    api_key: Annotated[
-        list[str] | None,
-        _server(
-            "Key that clients must send. Repeatable.\n\nThe environment is safer than the command line.",
-            metavar="KEY",
-            envvar="PACELINE_API_KEY",
-            show_default=False,
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        _server(
-            "Further host name that requests may be addressed to. Repeatable.\n\nIt is needed only if the server "
-            "listens on the loopback interface without a key.",
-            metavar="NAME",
-        ),
-    ] = None
-    cors: Annotated[
-        list[str] | None, _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
-    ] = None
-    grace: Annotated[float, _server("Seconds that active replies have to finish after SIGTERM.", min=0)] = 20.0
-    log_prompts: Annotated[bool, _server("Log requests with their prompts.")] = False
-    traces: Annotated[str | None, _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")] = (
-        None
+    host: str = _server("Address to listen on; 0.0.0.0 is every interface.", metavar="HOST", default="127.0.0.1")
+    port: int = _server("Port to listen on; 0: any free one.", "-p", min=0, max=65535, default=8000)
+    served_model_name: list[str] | None = _server(
+        "Name of the model in the API. Repeatable.\n\nClients may ask for any of the names; replies have the first.",
+        metavar="NAME",
     )
+    api_key: list[str] | None = _server(
+        "Key that clients must send. Repeatable.\n\nThe environment is safer than the command line.",
+        metavar="KEY",
+        envvar="PACELINE_API_KEY",
+        show_default=False,
+    )
+    allowed_host: list[str] | None = _server(
+        "Further host name that requests may be addressed to. Repeatable.\n\nIt is needed only if the server "
+        "listens on the loopback interface without a key.",
+        metavar="NAME",
+    )
+    cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
+    grace: float = _server("Seconds that active replies have to finish after SIGTERM.", min=0, default=20.0)
+    log_prompts: bool = _server("Log requests with their prompts.", default=False)
+    traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
     @property
     def hosts(self) -> list[str]:
@@ -82,27 +68,22 @@ class ServerOptions:
 class LimitOptions:
     """Bounds of memory, requests and time."""
 
-    slots: Annotated[int, _limit("Replies generated at the same time.", min=1)] = 32
-    queue: Annotated[int, _limit("Replies that may wait; further requests get status 429.", min=0)] = 128
-    prefill: Annotated[
-        int,
-        _limit(
-            "Prompt tokens to prefill between two rounds.\n\nMore favours new requests, less favours active ones.",
-            min=1,
-        ),
-    ] = 128
-    cache_memory: Annotated[
-        float | None, _limit("GiB for keys and values.", min=0.001, show_default="a quarter of the free memory")
-    ] = None
-    prefix_memory: Annotated[float, _limit("GiB for the prefix cache; 0: off.", min=0)] = 1.0
-    max_prompt: Annotated[
-        int | None, _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
-    ] = None
-    max_body: Annotated[int, _limit("Maximum size of a request, in bytes.", min=1)] = 4 << 20
-    timeout: Annotated[
-        float | None,
-        _limit("Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"),
-    ] = None
+    slots: int = _limit("Replies generated at the same time.", min=1, default=32)
+    queue: int = _limit("Replies that may wait; further requests get status 429.", min=0, default=128)
+    prefill: int = _limit(
+        "Prompt tokens to prefill between two rounds.\n\nMore favours new requests, less favours active ones.",
+        min=1,
+        default=128,
+    )
+    cache_memory: float | None = _limit(
+        "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
+    )
+    prefix_memory: float = _limit("GiB for the prefix cache; 0: off.", min=0, default=1.0)
+    max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
+    max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
+    timeout: float | None = _limit(
+        "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
+    )
 
     def worker_limits(self, llm: LLM) -> WorkerLimits:
         """Return the limits of a worker that runs this model."""

@@ -6,13 +6,12 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from paceline.cli.commands import option
+from paceline.cli.commands import option, options_of
 from paceline.cli.options import Device, Quiet, Threads, progress_wanted, set_threads
 from paceline.errors import InvalidOption
 
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
-_data = partial(option, panel="Data")
-_drafter = partial(option, panel="Drafter")
-_training = partial(option, panel="Training")
+_data = options_of("Data")
+_drafter = options_of("Drafter")
+_training = options_of("Training")
 
 _JOB_FIELDS = (
     *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
@@ -38,38 +37,26 @@ _JOB_FIELDS = (
 class TrainOptions:
     """Data, shape of the drafter, and training."""
 
-    prompts: Annotated[
-        Path | None, _data("JSONL file of prompts.", metavar="FILE", show_default="the target writes its own")
-    ] = None
-    own_prompts: Annotated[int, _data("Prompts that the target writes if no --prompts are given.", min=1)] = 5000
-    answers: Annotated[
-        Path | None, _data("JSONL file of the target's answers.", metavar="FILE", show_default="it writes them")
-    ] = None
-    answer_tokens: Annotated[int, _data("Maximum length of an answer, in tokens.", min=1)] = 192
-    temperatures: Annotated[str, _data("Temperatures; each prompt gets an answer at each.", metavar="X,X")] = "0,0.8"
-    documents: Annotated[int | None, _data("Use at most N answers.", min=1, show_default="all")] = None
-    max_length: Annotated[int, _data("Maximum length of a document (prompt and answer), in tokens.", min=16)] = 2048
-    cache: Annotated[float, _data("GiB of hidden states to keep on disk between epochs.", min=0)] = 8.0
-    start: Annotated[
-        Path | None, _drafter("Start from the weights of this drafter of the same shape.", "--from", metavar="DIR")
-    ] = None
-    taps: Annotated[
-        str | None, _drafter("Target layers whose hidden states the drafter reads, such as 2,15,27.", metavar="N,N")
-    ] = None
-    vocabulary: Annotated[int | None, _drafter("Tokens that the drafter can draft.", min=1, show_default="all")] = None
-    ffn: Annotated[int | None, _drafter("Feed-forward width.", min=1, show_default="the target's")] = None
-    layers: Annotated[
-        int | None, _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
-    ] = None
-    rank: Annotated[int, _drafter("Rank of an early exit's adapter.", min=1)] = 256
-    layout: Annotated[
-        str | None, _drafter("Checkpoint layout: speculators, sglang, reference or vllm.", metavar="LAYOUT")
-    ] = None
-    steps: Annotated[int, _training("Draft length to train for, in tokens.", min=1)] = 5
-    epochs: Annotated[float, _training("Passes over the data.")] = 1.0
-    batch: Annotated[int, _training("Documents per step.", min=1)] = 4
-    rate: Annotated[float, _training("Learning rate.")] = 2e-3
-    seed: Annotated[int, _training("Seed of the data, its order and the weights.", min=0, max=2**63 - 1)] = 0
+    prompts: Path | None = _data("JSONL file of prompts.", metavar="FILE", show_default="the target writes its own")
+    own_prompts: int = _data("Prompts that the target writes if no --prompts are given.", min=1, default=5000)
+    answers: Path | None = _data("JSONL file of the target's answers.", metavar="FILE", show_default="it writes them")
+    answer_tokens: int = _data("Maximum length of an answer, in tokens.", min=1, default=192)
+    temperatures: str = _data("Temperatures; each prompt gets an answer at each.", metavar="X,X", default="0,0.8")
+    documents: int | None = _data("Use at most N answers.", min=1, show_default="all")
+    max_length: int = _data("Maximum length of a document (prompt and answer), in tokens.", min=16, default=2048)
+    cache: float = _data("GiB of hidden states to keep on disk between epochs.", min=0, default=8.0)
+    start: Path | None = _drafter("Start from the weights of this drafter of the same shape.", "--from", metavar="DIR")
+    taps: str | None = _drafter("Target layers whose hidden states the drafter reads, such as 2,15,27.", metavar="N,N")
+    vocabulary: int | None = _drafter("Tokens that the drafter can draft.", min=1, show_default="all")
+    ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
+    layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
+    rank: int = _drafter("Rank of an early exit's adapter.", min=1, default=256)
+    layout: str | None = _drafter("Checkpoint layout: speculators, sglang, reference or vllm.", metavar="LAYOUT")
+    steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
+    epochs: float = _training("Passes over the data.", default=1.0)
+    batch: int = _training("Documents per step.", min=1, default=4)
+    rate: float = _training("Learning rate.", default=2e-3)
+    seed: int = _training("Seed of the data, its order and the weights.", min=0, max=2**63 - 1, default=0)
 
     def job(self, target: str, kind: str, out: Path) -> TrainJob:
         """Return what to train. Raises `InvalidOption`."""
