@@ -62,3 +62,4 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_a_long_text_is_no_file_name() -> None:
     assert parse_grammar(grammar="start: " + "|".join(["/a/"] * 3000)).kind == "lark"
     assert parse_grammar(json_schema="{}") == Grammar.json_schema({})
+    assert parse_grammar(json_schema=json.dumps(SCHEMA | {"description": "x" * 300})).kind == "json_schema"

@@ -87,8 +87,7 @@ def generate(
         raise InvalidOption("--logprobs needs JSON output", "Give --json too")
     sampling.check(logprobs=out.logprobs)
     rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))] if out.prompts is None else read_rows(out.prompts)
-    _check_output(out.prompts, out.output)
-    with _destination(out.output) as file:
+    with _destination(out.output, out.prompts) as file:
         llm = _load(load, model, out.raw, quiet)
         if out.output is not None:
             # Pipes and terminals can be written to, but not truncated.
@@ -136,18 +135,13 @@ def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
     return llm
 
 
-def _check_output(prompts: Path | None, output: Path | None) -> None:
-    if prompts is None or output is None or str(prompts) == STDIN or not output.exists():
-        return
-    if os.path.samefile(prompts, output):
-        raise InvalidOption(f"--output {output} would overwrite the prompts", "Give it another name")
-
-
 @contextlib.contextmanager
-def _destination(output: Path | None) -> Iterator[TextIO]:
+def _destination(output: Path | None, prompts: Path | None) -> Iterator[TextIO]:
     """Open the output for appending: a model that fails to load must not erase what the file held."""
     if output is None:
         yield sys.stdout
         return
+    if prompts is not None and str(prompts) != STDIN and output.exists() and os.path.samefile(prompts, output):
+        raise InvalidOption(f"--output {output} would overwrite the prompts", "Give it another name")
     with output.open("a", encoding="utf-8", newline="") as file:
         yield file

@@ -147,10 +147,8 @@ def _gguf_codes(header: GGUFFile | None) -> dict[str, float]:
     from paceline.checkpoints.gguf_codes import BITS
 
     matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
-    sizes = [(BITS.get(x.kind), math.prod(x.shape)) for x in matrices]
-    total = sum(size for _, size in sizes)
-    held = {bits: sum(size for b, size in sizes if b == bits) / total for bits in sorted({*BITS.values()}) if total}
-    return {str(bits): share for bits, share in held.items() if share}
+    sizes = _dtypes((str(BITS.get(x.kind, "")), math.prod(x.shape)) for x in matrices)
+    return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
 
 
 def _tokenizer_kind(checkpoint: Checkpoint, header: GGUFFile | None) -> str:

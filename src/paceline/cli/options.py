@@ -273,26 +273,24 @@ class SamplingOptions:
         return sampling
 
 
-def parse_grammar(json_schema: str | None = None, regex: str | None = None, grammar: str | None = None) -> Grammar:
-    """Return the grammar of --json-schema, --regex or --grammar. Raises `InvalidOption`."""
+def parse_grammar(**options: str) -> Grammar:
+    """Return the grammar of `json_schema`, `regex` or `grammar`. Raises `InvalidOption`."""
     from paceline.sampling.grammar import Grammar
 
-    given = [text for text in (json_schema, regex, grammar) if text is not None]
-    if len(given) != 1:
+    if len(options) != 1:
         raise InvalidOption("a reply can follow only one grammar", "Give one of --json-schema, --regex and --grammar")
-    if json_schema is not None:
-        return Grammar.json_schema(_file_or_text("--json-schema", json_schema, "{"))
-    return Grammar.regex(given[0]) if grammar is None else Grammar.lark(_file_or_text("--grammar", grammar, ":"))
-
-
-def _file_or_text(name: str, value: str, mark: str) -> str:
-    """Return the content of the file that `value` names, else `value` itself if it contains `mark`."""
+    ((name, text),) = options.items()
+    if name == "regex":
+        return Grammar.regex(text)
+    is_schema = name == "json_schema"
+    option_name, kind, mark = ("--json-schema", "JSON schema", "{") if is_schema else ("--grammar", "grammar", ":")
     try:
-        if len(value) < 4096 and "\n" not in value and Path(value).is_file():
-            return Path(value).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InvalidOption(f"{name} {value!r} cannot be read: {error}", "Give a UTF-8 file, or the text") from error
-    if mark not in value:
-        what = "JSON schema" if mark == "{" else "grammar"
-        raise InvalidOption(f"{name} {value!r} is neither a file nor a {what}", "Give one of them")
-    return value
+        if os.path.isfile(text):  # False for what cannot be a path
+            text = Path(text).read_text(encoding="utf-8")
+        elif mark not in text:
+            raise InvalidOption(f"{option_name} {text!r} is neither a file nor a {kind}", "Give one of them")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(
+            f"{option_name} {text!r} cannot be read: {error}", "Give a UTF-8 file, or the text"
+        ) from error
+    return Grammar.json_schema(text) if is_schema else Grammar.lark(text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -25,12 +25,6 @@ Number = TypeVar("Number", int, float)
 _data = options_of("Data")
 _drafter = options_of("Drafter")
 _training = options_of("Training")
-
-_JOB_FIELDS = (
-    *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
-    *("start", "vocabulary", "ffn", "layers", "rank", "steps", "layout"),
-)
-"""Options that `TrainJob` has under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +56,17 @@ class TrainOptions:
         """Return what to train. Raises `InvalidOption`."""
         from paceline.train import answers, loop, run
 
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _JOB_FIELDS}
+        fields = asdict(self)
+        taps, temperatures = fields.pop("taps"), _numbers("--temperatures", fields.pop("temperatures"), float, "0,0.8")
         return run.TrainJob(
             target,
             kind,
             out,
-            **fields,
-            taps=None if self.taps is None else _numbers("--taps", self.taps, int, "2,15,27"),
-            mix=answers.AnswerPlan(
-                _numbers("--temperatures", self.temperatures, float, "0,0.8"), self.answer_tokens, self.seed
-            ),
-            plan=loop.TrainPlan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
+            taps=None if taps is None else _numbers("--taps", taps, int, "2,15,27"),
+            mix=answers.AnswerPlan(temperatures, fields.pop("answer_tokens"), self.seed),
+            plan=loop.TrainPlan(**{name: fields.pop(name) for name in ("epochs", "batch", "rate", "seed")}),
             command=shlex.join(["paceline", *sys.argv[1:]]),
+            **fields,
         )
 
 
