@@ -121,18 +121,18 @@ def _edit_lines() -> None:
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-class _Message(NamedTuple):
+class _ChatInput(NamedTuple):
     """Message or command. `fenced`: it stood between fences, where nothing is a command."""
 
     text: str
     fenced: bool = False
 
 
-def _read_message() -> _Message | None:
+def _read_message() -> _ChatInput | None:
     """Return the next message: None at the end of the input, an empty one after Ctrl-C."""
     try:
         line = _read_line("> ").strip()
-        return _read_fenced(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _Message(line)
+        return _read_fenced(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _ChatInput(line)
     except EOFError:
         typer.echo()
         return None
@@ -140,19 +140,19 @@ def _read_message() -> _Message | None:
         typer.echo("\n(Ctrl-D or /quit leaves)", err=True)
     except UnicodeDecodeError:
         print_error("the line is not text in the terminal's encoding; type it again")
-    return _Message("")
+    return _ChatInput("")
 
 
 def _read_line(prompt: str) -> str:
     return input(prompt if sys.stdin.isatty() else "")
 
 
-def _read_fenced(text: str) -> _Message:
+def _read_fenced(text: str) -> _ChatInput:
     """Read up to the closing fence, or to the end of the input. `text`: the first line."""
     with contextlib.suppress(EOFError):
         while not text.endswith(_FENCE):
             text += "\n" + _read_line("... ")
-    return _Message(text.removesuffix(_FENCE).strip("\n"), fenced=True)
+    return _ChatInput(text.removesuffix(_FENCE).strip("\n"), fenced=True)
 
 
 def _details(reply: Completion, sampling: Sampling) -> str:
