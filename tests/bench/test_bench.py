@@ -408,9 +408,9 @@ def test_the_command_shows_a_table_and_writes_files(
     [
         (["--drafters", "magic"], "no drafter is called 'magic'"),
         (["--against", "vllm"], "no program to compare with"),
-        (["--out", "/nowhere/x.json"], "/nowhere is no folder"),
-        (["--report", "x.pdf"], "x.pdf is of no known kind"),
-        (["--temperature", "warm"], "--temperature 'warm'"),
+        (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),
+        (["--report", "x.pdf"], "must end in .md or .html, got x.pdf"),
+        (["--temperature", "warm"], "--temperature must be numbers, got 'warm'"),
         (["--rule", "mine"], "mine"),
         (["--quantize", "int4+int3"], "int3"),
     ],

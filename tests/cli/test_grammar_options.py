@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import paceline.llm
 from paceline.cli import app
-from paceline.cli.grammar_options import parse_grammar
+from paceline.cli.options import parse_grammar
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
@@ -62,3 +62,4 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_a_long_text_is_no_file_name() -> None:
     assert parse_grammar(grammar="start: " + "|".join(["/a/"] * 3000)).kind == "lark"
     assert parse_grammar(json_schema="{}") == Grammar.json_schema({})
+    assert parse_grammar(json_schema=json.dumps(SCHEMA | {"description": "x" * 300})).kind == "json_schema"

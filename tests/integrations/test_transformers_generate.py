@@ -112,7 +112,7 @@ def test_drafts_are_accepted_all_the_same() -> None:
 
 
 class StopsAt(transformers.StoppingCriteria):  # type: ignore[misc, name-defined]
-    """EmbeddingAndHead each sequence at a length of its own."""
+    """End each sequence at a length of its own."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from paceline.cli.serve import AddressOptions, _aside
+from paceline.cli.serve import ServerOptions, _in_own_thread
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
@@ -68,7 +68,7 @@ def test_keys() -> None:
 
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:1", "[::1]:8000", "[::1]"])
 def test_hosts_that_a_server_is_addressed_as(host: str) -> None:
-    check_host(AddressOptions().hosts, host)
+    check_host(ServerOptions().hosts, host)
 
 
 @pytest.mark.parametrize(
@@ -76,33 +76,33 @@ def test_hosts_that_a_server_is_addressed_as(host: str) -> None:
 )
 def test_a_page_cannot_reach_the_loopback_under_its_own_name(host: str) -> None:
     with pytest.raises(ApiError) as caught:
-        check_host(AddressOptions().hosts, host)
+        check_host(ServerOptions().hosts, host)
     assert caught.value.status == 403
 
 
 def test_hosts_are_anybodys_business_elsewhere() -> None:
-    for options in (AddressOptions(host="0.0.0.0"), AddressOptions(api_key=["k"])):
+    for options in (ServerOptions(host="0.0.0.0"), ServerOptions(api_key=["k"])):
         assert not options.hosts
         check_host(options.hosts, "example.org")
-    check_host(AddressOptions(allowed_host=["Example.org"]).hosts, "example.org:443")
+    check_host(ServerOptions(allowed_host=["Example.org"]).hosts, "example.org:443")
 
 
 def test_only_requests_to_known_hosts_are_answered() -> None:
     with serving(toy_llm(), hosts=["127.0.0.1"]) as it:
         assert it.get("/v1/models").status_code == 200
         for path in ("/v1/models", "/metrics"):
-            answer = it.get(path, headers={"TargetWithHead": "evil.example:8000"})
+            answer = it.get(path, headers={"Host": "evil.example:8000"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
-        assert it.get("/health", headers={"TargetWithHead": "evil.example"}).status_code == 200
+        assert it.get("/health", headers={"Host": "evil.example"}).status_code == 200
 
 
 def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
     """Its pool of OpenMP threads ends with it."""
-    thread = _aside(threading.current_thread)
+    thread = _in_own_thread(threading.current_thread)
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
     with pytest.raises(ValueError, match="no number"):
-        _aside(lambda: int("no number"))
+        _in_own_thread(lambda: int("no number"))
 
 
 def test_a_key_may_be_any_text() -> None:
@@ -329,7 +329,7 @@ def connect(it: Serving, receive: int | None = None) -> socket.socket:
 
 
 def request(body: bytes) -> bytes:
-    head = ("POST /v1/chat/completions HTTP/1.1", "TargetWithHead: x", "Content-Type: application/json")
+    head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
     return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
 
 

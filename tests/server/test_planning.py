@@ -284,7 +284,7 @@ def test_the_description_is_for_those_who_may_ask() -> None:
         assert it.get("/openapi.json").status_code == 401
         assert it.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()["info"]["title"] == "Paceline"
     with serving(toy_llm(), hosts=["127.0.0.1"]) as it:
-        assert it.get("/openapi.json", headers={"TargetWithHead": "evil.example"}).status_code == 403
+        assert it.get("/openapi.json", headers={"Host": "evil.example"}).status_code == 403
         assert it.get("/openapi.json").status_code == 200
 
 

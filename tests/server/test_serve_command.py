@@ -27,8 +27,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
     monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: None)
     command = import_module("paceline.cli.serve")
-    monkeypatch.setattr(command, "_load", lambda *_: toy_llm())
-    monkeypatch.setattr(command, "_log", lambda _quiet: None)
+    monkeypatch.setattr(command.LoadOptions, "load", lambda *_, **__: toy_llm())
+    monkeypatch.setattr(command, "_set_up_logging", lambda _quiet: None)
     return found
 
 

@@ -50,7 +50,7 @@ class Child:
         return MeasuredReply(said["token_ids"], said["first"])
 
     def close(self) -> None:
-        """EmbeddingAndHead it."""
+        """End it."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):  # what it never read

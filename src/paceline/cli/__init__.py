@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `serve`, `demo`, `info`, `doctor`, `bench`, `train`, and two more."""
+"""The `paceline` command: `generate`, `chat`, `serve`, `demo`, `info`, `doctor`, `bench` and others."""
 
 from __future__ import annotations
 
@@ -12,33 +12,29 @@ import typer
 from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
+from paceline.cli.commands import add_command
 from paceline.cli.compile import compile_kernels
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
-from paceline.cli.errors import Guarded
+from paceline.cli.errors import PacelineGroup
 from paceline.cli.generate import generate
-from paceline.cli.groups import with_options
 from paceline.cli.info import info
 from paceline.cli.perplexity import perplexity
 from paceline.cli.serve import serve
 from paceline.cli.train import train
 
 app = typer.Typer(
-    cls=Guarded,
-    help="Speculative decoding of local language models: the same text, sooner.",
+    cls=PacelineGroup,
+    help="Run language models locally, faster: speculative decoding that writes the same text.",
+    epilog="Options of a command: paceline COMMAND --help",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Words after the prompt are kept for an error that says to quote it.
-app.command(context_settings={"allow_extra_args": True})(with_options(generate))
-for _command in (chat, serve, info, demo, doctor, bench, train, perplexity):
-    app.command()(with_options(_command))
-app.command("compile")(compile_kernels)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"paceline {__version__}")
         raise typer.Exit
 
@@ -47,10 +43,19 @@ def _print_version(asked: bool) -> None:
 def _global(
     version: Annotated[
         bool,
-        typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version and exit."),
+        typer.Option(
+            "--version", "-V", metavar="", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
+
+
+# Arguments after the prompt are kept for an error that says to quote it.
+add_command(app, generate, allow_extra_args=True)
+for _command in (chat, serve, demo, info, doctor, bench, perplexity, train):
+    add_command(app, _command)
+add_command(app, compile_kernels, "compile")
 
 
 def main() -> None:
@@ -59,7 +64,7 @@ def main() -> None:
     # second. About 10 us of spinning costs nothing (LOG.md). Read when torch is imported, so it is set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
-        # A pipe on Windows is not UTF-8, and no model's text fits the code page that it is instead.
+        # A pipe on Windows has a code page instead of UTF-8, which lacks most of what models write.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     app(prog_name="paceline")

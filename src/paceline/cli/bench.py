@@ -1,91 +1,70 @@
-"""`paceline bench`: how fast is it here, on your prompts, beside other programs?"""
+"""`paceline bench`: speed on this machine, on your prompts, beside other programs."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Quiet, progress_wanted, set_threads
+from paceline.cli.commands import options_of
+from paceline.cli.options import DEMO, DataType, Device, ModelName, Quiet, Threads, progress_wanted, set_threads
 from paceline.errors import CannotWrite, InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from paceline.bench.questions import Question
     from paceline.bench.systems import Comparison
     from paceline.llm import LLM
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """The model that writes."""
-
-    model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = "demo"
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto"
-    quantize: Annotated[
-        str,
-        typer.Option(
-            "--quantize",
-            help="Precisions to measure, separated by commas: none, int8 or int4 as for generate; with +int8 or +int4 "
-            "after it the drafters are quantised too, such as int4+int8.",
-        ),
-    ] = "none"
-
-    def precisions(self) -> list[str]:
-        """Each once, "" for none. Raises `InvalidOption`."""
-        from paceline.bench.systems import split_precision
-
-        found = ["" if name == "none" else name for name in _names(self.quantize)] or [""]
-        for name in found:
-            split_precision(name)
-        return list(dict.fromkeys(found))
-
-    def load(self, *, progress: bool) -> dict[str, LLM]:
-        """The model at each precision; weights that are held alike are held once. Raises `PacelineError`."""
-        import paceline.llm
-        from paceline.bench.systems import split_precision
-
-        modes = {name: split_precision(name)[0] for name in self.precisions()}
-        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
-        held = {
-            mode: paceline.llm.load(self.model, drafter=None, quantize=mode, **where) for mode in set(modes.values())
-        }
-        return {name: held[mode] for name, mode in modes.items()}
+_systems = options_of("Systems")
+_workload = options_of("Workload")
+_output = options_of("Output")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is compared."""
+    """Systems to compare, their workload, and where the results go."""
 
-    drafters: Annotated[
-        str,
-        typer.Option(
-            "--drafters",
-            help="Drafters, separated by commas, each with a draft size of its own if it ends in @LENGTH or "
-            "@NODESxDEPTHxBRANCH, such as eagle3@24x6x4. Plain decoding is always measured.",
-        ),
-    ] = "suffix"
-    against: Annotated[
-        str, typer.Option("--against", help="Other programs: transformers, llama.cpp, openvino (if installed).")
-    ] = ""
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens per reply, at most.")] = 96
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Times that every prompt is asked.")] = 1
-    temperature: Annotated[
-        str, typer.Option("--temperature", help="Temperatures to measure, separated by commas; 0 is greedy.")
-    ] = "0"
-    rule: Annotated[str, typer.Option("--rule", help="match, rejection, block or typical, where T is above 0.")] = (
-        "match"
+    prompts: Path = _workload(
+        'JSONL file of {"category", "prompt"}, or of Spec-Bench questions.', metavar="FILE", default=MISSING
     )
-    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of every system.")] = None
+    count: int = _workload("Prompts to measure, spread evenly over the categories.", min=1, default=13)
+    context: int | None = _workload("Lengthen every prompt to N tokens with the text of others before it.", min=1)
+    tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
+    repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
+    temperature: str = _workload("Temperatures, separated by commas; 0 is greedy.", metavar="X,X", default="0")
+    seed: int = _workload("Seed of sampled replies.", default=0)
+    drafters: str = _systems(
+        "Drafters, separated by commas. Plain decoding is always measured.\n\nA drafter gets its own draft size "
+        "with @LENGTH or @NODESxDEPTHxBRANCH after it, such as eagle3@24x6x4.",
+        metavar="DRAFTERS",
+        default="suffix",
+    )
+    rule: str = _systems(
+        "Acceptance rule above temperature 0: match, rejection, block or typical.", metavar="RULE", default="match"
+    )
+    quantize: str = _systems(
+        "Precisions to measure, separated by commas: none, int8, int4.\n\nWith +int8 or +int4 after it the "
+        "drafters are quantised too, such as int4+int8.",
+        metavar="MODES",
+        default="none",
+    )
+    against: str = _systems(
+        "Other programs, if installed: transformers, llama.cpp, openvino.", metavar="PROGRAMS", default=""
+    )
+    model: ModelName = DEMO
+    dtype: DataType = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    out: Path | None = _output("Write all results to this file, as JSON.", "-o", metavar="FILE")
+    report: list[Path] | None = _output("Write tables (.md) or a page with plots (.html). Repeatable.", metavar="FILE")
 
-    def order(self) -> Comparison:
-        """In the library's terms. Raises `InvalidOption`."""
+    def comparison(self) -> Comparison:
+        """Return what to compare. Raises `InvalidOption`."""
         import torch
 
         from paceline.bench.systems import Comparison
@@ -95,84 +74,77 @@ class BenchOptions:
             _names(self.drafters),
             _names(self.against),
             _temperatures(self.temperature),
-            self.rule,  # type: ignore[arg-type]  # Sampling refuses what is no rule
+            self.rule,  # type: ignore[arg-type]  # Sampling checks it
             self.tokens,
             self.repeats,
             self.seed,
             torch.get_num_threads(),
         )
 
+    def precisions(self) -> dict[str, Any]:
+        """Return the precisions, "" for none, each with its --quantize for the target. Raises `InvalidOption`."""
+        from paceline.bench.systems import split_precision
 
-def bench(
-    *,
-    prompts: Annotated[
-        Path, typer.Option("--prompts", help='JSONL of {"category", "prompt"}, or of Spec-Bench questions.')
-    ],
-    target: TargetOptions,
-    options: BenchOptions,
-    count: Annotated[int, typer.Option("--count", min=1, help="Prompts, picked evenly over the categories.")] = 13,
-    context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Tokens of a prompt: others' text stands before it.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write everything there as JSON.")] = None,
-    report: Annotated[
-        list[Path] | None,
-        typer.Option("--report", help="Write tables there (.md), or a page with plots (.html). May be repeated."),
-    ] = None,
-    quiet: Quiet = False,
-) -> None:
-    """Measure drafters, and other programs, side by side on your prompts: interleaved, text to text."""
-    order = options.order()
-    target.precisions()
-    _check_places(out, report or [])
-    from paceline.bench.questions import pick, read_questions
+        names = ["" if name == "none" else name for name in _names(self.quantize)] or [""]
+        return {name: split_precision(name)[0] for name in names}
 
-    everything = read_questions(prompts)
-    targets = target.load(progress=progress_wanted(quiet))
-    questions = pick(everything, count)
-    if context is not None:
-        questions = _lengthened(questions, everything, context, next(iter(targets.values())))
-    result = _run(targets, order, questions, quiet, prompts=str(prompts), context=context)
-    _show(result)
-    if out is not None:
-        _write(out, json.dumps(result, indent=1) + "\n")
-    for path in report or []:
-        _write(path, _report(path, result))
+    def load(self, *, progress: bool) -> dict[str, LLM]:
+        """Load the model at each precision; precisions with the same weights share them. Raises `PacelineError`."""
+        import paceline.llm
+
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
+        modes = self.precisions()
+        loaded = {
+            mode: paceline.llm.load(self.model, drafter=None, quantize=mode, **where) for mode in set(modes.values())
+        }
+        return {name: loaded[mode] for name, mode in modes.items()}
+
+    def check_outputs(self) -> None:
+        """Raises `InvalidOption` before hours are spent on results that cannot be written."""
+        reports = self.report or []
+        for path in [*([self.out] if self.out else []), *reports]:
+            if not path.absolute().parent.is_dir():
+                raise InvalidOption(f"{path.absolute().parent} is not a folder", "Name a file in an existing folder")
+        for path in reports:
+            if path.suffix not in (".md", ".html"):
+                raise InvalidOption(f"--report must end in .md or .html, got {path}", "Name such a file")
 
 
-def _run(
-    targets: Mapping[str, LLM], order: Comparison, questions: Sequence[Question], quiet: bool, **settings: Any
-) -> dict[str, Any]:
+def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
+    """Compare drafters, and other programs, on your prompts.
+
+    The systems take turns on every prompt and are timed from text to text.
+    """
+    comparison = options.comparison()
+    options.precisions()
+    options.check_outputs()
     from rich.console import Console
     from rich.progress import Progress
 
+    from paceline.bench.questions import lengthen, pick, read_questions
     from paceline.bench.run import run
 
+    everything = read_questions(options.prompts)
+    targets = options.load(progress=progress_wanted(quiet))
+    questions = pick(everything, options.count)
+    if options.context is not None:
+        tokenizer = next(iter(targets.values())).tokenizer
+        questions = [lengthen(question, everything, options.context, tokenizer) for question in questions]
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
         task = bar.add_task("getting ready", total=None)
-        return run(
+        result = run(
             targets,
-            order,
+            comparison,
             questions,
             lambda sample, total: bar.update(task, total=total, advance=1, description=sample.question.category),
-            **settings,
+            prompts=str(options.prompts),
+            context=options.context,
         )
-
-
-def _lengthened(questions: Sequence[Question], others: Sequence[Question], context: int, llm: LLM) -> list[Question]:
-    from paceline.bench.questions import lengthen
-
-    return [lengthen(question, others, context, llm.tokenizer) for question in questions]
-
-
-def _check_places(out: Path | None, reports: Sequence[Path]) -> None:
-    """Raises `InvalidOption` before an hour is spent on what cannot be written."""
-    for path in [*([out] if out else []), *reports]:
-        if not path.absolute().parent.is_dir():
-            raise InvalidOption(f"{path.absolute().parent} is no folder", "Name a file in a folder that is there")
-    for path in reports:
-        if path.suffix not in (".md", ".html"):
-            raise InvalidOption(f"--report {path} is of no known kind", "Name a file that ends in .md or .html")
+    _show(result)
+    if options.out is not None:
+        _write(options.out, json.dumps(result, indent=1) + "\n")
+    for path in options.report or []:
+        _write(path, _report(path, result))
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -207,11 +179,11 @@ def _temperatures(text: str) -> tuple[float, ...]:
     try:
         return tuple(dict.fromkeys(map(float, _names(text)))) or (0.0,)
     except ValueError:
-        raise InvalidOption(f"--temperature {text!r} is not possible", "Give numbers such as 0,0.7") from None
+        raise InvalidOption(f"--temperature must be numbers, got {text!r}", "Write, for example, 0,0.7") from None
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CannotWrite(f"{path} could not be written ({error})", "Give another place") from error
+        raise CannotWrite(f"{path} could not be written ({error})", "Name another file") from error

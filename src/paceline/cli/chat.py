@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from paceline.cli.errors import complain
-from paceline.cli.options import LoadOptions, NamedModel, Quiet, SamplingOptions, progress_wanted
-from paceline.cli.show import Display, in_colour, summary
+from paceline.cli.commands import option
+from paceline.cli.errors import print_error
+from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.show import Display, has_colour, summary
 from paceline.errors import PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -22,36 +23,37 @@ if TYPE_CHECKING:
 _FENCE = '"""'
 
 _HELP = f"""\
-/help    this text
-/reset   forget the conversation
-/stats   what the last reply cost, and what speculation gave
+/help    show this text
+/reset   start a new conversation
+/stats   show the time that the last reply took, and the gain from speculation
 /quit    leave; Ctrl-D does too
-A message of several lines: paste it, or put {_FENCE} before and after it.
-Ctrl-C stops a reply; what was written of it stays in the conversation."""
+To send several lines, paste them, or put {_FENCE} before and after them.
+Ctrl-C stops a reply; the part that was written stays in the conversation."""
 
 
 def chat(
-    named: NamedModel = None,
+    argument: ModelArgument = None,
     *,
     load: LoadOptions,
     sampling: SamplingOptions,
-    system: Annotated[str | None, typer.Option("--system", help="The system message, first in the chat.")] = None,
+    system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with the model. It sees the whole conversation; /help lists the commands.
+    """Chat with a model in the terminal.
 
-    On a terminal, tokens that were drafted and accepted are green.
+    The model sees the whole conversation; /help lists the commands. On a terminal, drafted tokens that the model
+    accepted are green.
     """
-    load = load.named(named)
+    load = load.with_model(argument)
     sampling.check()
     llm = load.load(progress=progress_wanted(quiet))
     if llm.tokenizer.chat_template is None:
         raise UnsupportedModel(f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model")
-    how = sampling.of(llm)
+    parameters = sampling.resolve(llm)
     if not quiet:
-        legend = "Green: drafted tokens that the model accepted. " if in_colour(sys.stdout) else ""
+        legend = "Green: drafted tokens that the model accepted. " if has_colour(sys.stdout) else ""
         typer.echo(f"{legend}/help lists the commands, Ctrl-D leaves.", err=True)
-    _Chat(llm, how, system, quiet).run()
+    _Chat(llm, parameters, system, quiet).run()
 
 
 class _Chat:
@@ -62,37 +64,37 @@ class _Chat:
         self._last: Completion | None = None
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
+        """Read and answer messages until /quit or the end of the input."""
         _edit_lines()
-        while (said := _ask()) is not None:
-            if said.text == "/quit" and not said.block:
+        while (message := _read_message()) is not None:
+            if message.text == "/quit" and not message.fenced:
                 break
-            if re.fullmatch(r"/\w*", said.text) and not said.block:
-                self._command(said.text)
-            elif said.text:
-                self._answer(said.text)
+            if re.fullmatch(r"/\w*", message.text) and not message.fenced:
+                self._command(message.text)
+            elif message.text:
+                self._answer(message.text)
 
     def _command(self, line: str) -> None:
         if line == "/help":
             typer.echo(_HELP)
         elif line == "/reset":
             self._messages = list(self._opening)
-            typer.echo("The conversation is forgotten.")
+            typer.echo("This is a new conversation.")
         elif line == "/stats":
             typer.echo(_details(self._last, self._sampling) if self._last else "There is no reply yet.")
         else:
-            typer.echo(f"There is no command {line}; /help lists them.")
+            typer.echo(f"There is no command {line}; /help lists the commands.")
 
     def _answer(self, line: str) -> None:
-        asked = [*self._messages, {"role": "user", "content": line}]
+        messages = [*self._messages, {"role": "user", "content": line}]
         try:
-            text = self._reply(asked)
+            text = self._reply(messages)
         except PacelineError as error:
-            complain(f"{error}. The question was dropped; /reset starts afresh")
+            print_error(f"{error}. The message was dropped; /reset starts a new conversation")
             return
         # A reply stopped before its first word leaves no trace: an empty turn would only confuse the model.
         if text:
-            self._messages = [*asked, {"role": "assistant", "content": text}]
+            self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def _reply(self, messages: list[dict[str, str]]) -> str:
         display = Display(sys.stdout)
@@ -111,50 +113,50 @@ class _Chat:
 
 
 def _edit_lines() -> None:
-    """Line editing, history and pasting for input(). Windows has no such module and needs none."""
+    """Give input() line editing, history and multi-line paste. Windows has its own and no such module."""
     with contextlib.suppress(ImportError):
         import readline
 
-        # Python turns this off. With it the newlines of pasted text do not end the line.
+        # Python turns this off. With it, line breaks in pasted text do not end the line.
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-class _Said(NamedTuple):
-    """A message or a command. `block`: it stood between fences, where nothing is a command."""
+class _ChatInput(NamedTuple):
+    """Message or command. `fenced`: it stood between fences, where nothing is a command."""
 
     text: str
-    block: bool = False
+    fenced: bool = False
 
 
-def _ask() -> _Said | None:
-    """The next message; None at the end of the input, an empty one where Ctrl-C abandoned it."""
+def _read_message() -> _ChatInput | None:
+    """Return the next message: None at the end of the input, an empty one after Ctrl-C."""
     try:
-        line = _line("> ").strip()
-        return _block(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _Said(line)
+        line = _read_line("> ").strip()
+        return _read_fenced(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _ChatInput(line)
     except EOFError:
         typer.echo()
         return None
     except KeyboardInterrupt:
         typer.echo("\n(Ctrl-D or /quit leaves)", err=True)
     except UnicodeDecodeError:
-        complain("the line is not text in the terminal's encoding; type it again")
-    return _Said("")
+        print_error("the line is not text in the terminal's encoding; type it again")
+    return _ChatInput("")
 
 
-def _line(prompt: str) -> str:
+def _read_line(prompt: str) -> str:
     return input(prompt if sys.stdin.isatty() else "")
 
 
-def _block(text: str) -> _Said:
-    """Read up to the closing fence, or to the end of the input. `text`: the block's first line."""
+def _read_fenced(text: str) -> _ChatInput:
+    """Read up to the closing fence, or to the end of the input. `text`: the first line."""
     with contextlib.suppress(EOFError):
         while not text.endswith(_FENCE):
-            text += "\n" + _line("... ")
-    return _Said(text.removesuffix(_FENCE).strip("\n"), block=True)
+            text += "\n" + _read_line("... ")
+    return _ChatInput(text.removesuffix(_FENCE).strip("\n"), fenced=True)
 
 
 def _details(reply: Completion, sampling: Sampling) -> str:
     stats = reply.stats
     parts = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in stats.seconds.items())
     depths = ", ".join(map(str, stats.accepted_at)) or "none"
-    return f"{summary(reply, sampling)}\n{parts}\nrounds that accepted 1, 2, ... draft tokens: {depths}"
+    return f"{summary(reply, sampling)}\n{parts}\nrounds that accepted at least 1, 2, ... draft tokens: {depths}"

@@ -10,11 +10,9 @@ import typer
 
 from paceline.cli.options import LoadOptions, SamplingOptions
 from paceline.cli.prompts import single_prompt
-from paceline.cli.show import Display, decode_speed, in_colour, percent, speed
+from paceline.cli.show import Display, decode_speed, figures_table, has_colour, percent, speed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.engine.results import Completion
     from paceline.engine.stats import Stats
     from paceline.llm import LLM
@@ -33,58 +31,48 @@ _WARM_UP = "Name three colours."
 
 def demo(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; without it, a text to correct.", show_default=False)
+        str | None,
+        typer.Argument(metavar="PROMPT", help="Prompt to answer. Without it: a text to correct.", show_default=False),
     ] = None,
     *,
     load: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Watch speculation work: an answer with it, the same again without, and how long both took.
+    """Answer a prompt with and without speculation, timed.
 
-    An answer has 192 tokens at most, unless -n gives another length.
-
-    EmbeddingAndHead with exit code 1 if the two texts differ on a machine that promises them equal bit for bit.
+    The answers have 192 tokens at most, unless -n sets another length. Exit code 1: the two texts differ although this
+    machine guarantees that they are identical to the bit.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     question = single_prompt(PROMPT if prompt is None else prompt)
     sampling.check()
-    _show_prompt(question)
+    console = Console()
+    console.print("[bold]Prompt[/bold]")
+    console.print(Text(question))
     fast = load.load(progress=True)
     from paceline.llm import LLM
 
     plain = LLM(fast.model, None)
-    wanted = sampling.of(fast, max_new_tokens=192)
-    _warm_up([fast, plain], wanted)
-    with_it = _write(f"With speculation, by {fast.drafter}", fast, question, wanted, _legend())
-    # The seed that the first one drew: the same noise, hence the same text.
-    without = _write("Without", plain, question, replace(wanted, seed=with_it.stats.seed), "")
-    _report(without, with_it)
-
-
-def _show_prompt(question: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    console.print("[bold]Prompt[/bold]")
-    console.print(Text(question))
+    parameters = sampling.resolve(fast, max_new_tokens=192)
+    # The first passes of a process are slower: memory is touched, kernels are chosen. Neither answer pays for it.
+    with Console(stderr=True).status("warming up"):
+        for llm in (fast, plain):
+            llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
+    drafted = _answer(f"With speculation, by {fast.drafter}", fast, question, parameters, _legend())
+    # The seed drawn for the first answer gives the second the same noise, hence the same text.
+    undrafted = _answer("Without", plain, question, replace(parameters, seed=drafted.stats.seed), "")
+    _report(undrafted, drafted)
 
 
 def _legend() -> str:
-    if not in_colour(sys.stdout):
-        return "accepted draft tokens are green on a terminal that takes colours"
-    return typer.style("green", fg="green") + ": drafted tokens that the model accepted; the others it added itself"
+    if not has_colour(sys.stdout):
+        return "a terminal with colours shows accepted draft tokens in green"
+    return typer.style("green", fg="green") + ": drafted tokens that the model accepted; it added the others itself"
 
 
-def _warm_up(models: list[LLM], sampling: Sampling) -> None:
-    """The first passes of a process are slower: memory is touched, kernels are chosen. Neither answer pays for it."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("warming up"):
-        for llm in models:
-            llm.generate(_WARM_UP, replace(sampling, max_new_tokens=8))
-
-
-def _write(title: str, llm: LLM, prompt: str, sampling: Sampling, legend: str) -> Completion:
+def _answer(title: str, llm: LLM, prompt: str, sampling: Sampling, legend: str) -> Completion:
     typer.echo("\n" + typer.style(title, bold=True) + (f" ({legend})" if legend else ""))
     display = Display(sys.stdout)
     try:
@@ -98,7 +86,9 @@ def _report(plain: Completion, fast: Completion) -> None:
 
     console = Console()
     console.print()
-    console.print(_table(plain.stats, fast.stats))
+    columns = ("", "tok/s", "decode tok/s", "speedup", "tokens/round", "acceptance")
+    rows = [_row("plain", plain.stats, plain.stats), _row(fast.stats.drafter or "plain", fast.stats, plain.stats)]
+    console.print(figures_table(columns, rows))
     differs = _first_difference(plain.token_ids, fast.token_ids)
     if differs is None:
         console.print(f"texts identical: [green]yes[/green], all {len(fast.token_ids)} tokens")
@@ -106,29 +96,22 @@ def _report(plain: Completion, fast: Completion) -> None:
     console.print(f"texts identical: [red]NO[/red], they differ from token {differs} on")
     if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
-    console.print("This machine promises equal texts up to rounding; try --dtype float32.")
+    console.print("This machine guarantees equal texts only up to rounding; try --dtype float32.")
 
 
-def _table(plain: Stats, fast: Stats) -> Table:
-    from rich.table import Table
-
-    table = Table("", "tok/s", "decode tok/s", "speedup", "tokens/round", "acceptance")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, stats in (("plain", plain), (fast.drafter or "plain", fast)):
-        table.add_row(
-            name,
-            f"{speed(stats):.1f}",
-            f"{decode_speed(stats):.1f}",
-            f"{speed(stats) / speed(plain):.2f}x",
-            f"{stats.tokens_per_round:.2f}",
-            percent(stats.acceptance) if stats.drafted else "-",
-        )
-    return table
+def _row(name: str, stats: Stats, plain: Stats) -> tuple[str, ...]:
+    return (
+        name,
+        f"{speed(stats):.1f}",
+        f"{decode_speed(stats):.1f}",
+        f"{speed(stats) / speed(plain):.2f}x",
+        f"{stats.tokens_per_round:.2f}",
+        percent(stats.acceptance) if stats.drafted else "-",
+    )
 
 
 def _first_difference(one: list[int], other: list[int]) -> int | None:
-    """The position where two replies part, or None."""
+    """Return the first position where two replies differ, or None."""
     if one == other:
         return None
     pairs = zip(one, other, strict=False)

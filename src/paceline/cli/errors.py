@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr, and an exit code."""
+"""Errors of the command line: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 BROKEN_PIPE = 141
-"""128 + SIGPIPE: whoever read our output has left."""
+"""128 + SIGPIPE: the program that read the output has exited."""
 
 
-class Guarded(TyperGroup):
-    """The commands of `paceline`, with every failure that a user can cause or cure told in one line."""
+class PacelineGroup(TyperGroup):
+    """Commands of `paceline`, which report every error that a user can cause or fix in one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,29 +29,20 @@ class Guarded(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            _abandon_stdout()
+            # Python flushes stdout once more when it exits, which would fail with a message.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from None
         except PacelineError as error:
-            complain(error)
+            print_error(error)
             raise typer.Exit(1) from None
         except OSError as error:
-            complain(_os_message(error))
+            message = error.strerror or str(error) or type(error).__name__
+            print_error(f"{error.filename}: {message}" if error.strerror and error.filename is not None else message)
             raise typer.Exit(1) from None
         return result
 
 
-def complain(problem: object) -> None:
-    """One line on stderr."""
+def print_error(problem: object) -> None:
+    """Print one line on stderr."""
     typer.echo("error: " + " ".join(str(problem).split()), err=True)
-
-
-def _os_message(error: OSError) -> str:
-    if error.strerror is None:
-        return str(error) or type(error).__name__
-    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-
-
-def _abandon_stdout() -> None:
-    """Python flushes stdout once more when it ends, which would fail, and say so."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

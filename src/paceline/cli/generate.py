@@ -1,4 +1,4 @@
-"""`paceline generate`: one prompt, or a file of them."""
+"""`paceline generate`: one prompt, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -12,46 +12,44 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from paceline.cli.commands import options_of
 from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.show import summary
-from paceline.cli.writing import WritingOptions, write_one_by_one, write_together
+from paceline.cli.writing import ReplyWriter, write_batch, write_one_by_one
 from paceline.errors import InvalidOption, ModelNotFound
 from paceline.text.prompt_rows import PromptRow
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
+_io = options_of("Input and output")
+
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How many replies, how many at once, and where they go."""
+    """Prompts, number of replies, and where they go."""
 
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON object per reply: id, token_ids, text, finish_reason, stats."),
-    ] = False
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="N",
-            help="With --json: each token's log-probability before any sampling option, and the N likeliest tokens.",
-        ),
-    ] = None
-    samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Replies per prompt, which share its prefill.")
-    ] = 1
-    width: Annotated[
-        int,
-        typer.Option(
-            "--batch",
-            metavar="N",
-            min=1,
-            help="Answer this many prompts of --prompts at once; each reply is the one that its prompt gets alone.",
-        ),
-    ] = 1
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None
+    raw: bool = _io("Give the text to the model as it is, without the chat template.", default=False)
+    prompts: Path | None = _io(
+        'JSONL file of prompts, one {"prompt": ...} per line; - is stdin.\n\nA row has an optional "id" and one of '
+        '"prompt", "turns" (the first is used) and "messages".',
+        metavar="FILE",
+    )
+    as_json: bool = _io(
+        "Print each reply as one line of JSON.\n\nIts keys are token_ids, text, finish_reason and stats, and id or "
+        "sample if there are several.",
+        "--json",
+        default=False,
+    )
+    logprobs: int | None = _io(
+        "With --json: log-probabilities before any sampling option, of each token and of the N likeliest."
+    )
+    samples: int = _io("Replies per prompt; they share its prefill.", metavar="N", min=1, default=1)
+    batch: int = _io(
+        "Prompts of --prompts to answer at once. Each gets the reply that it gets alone.", min=1, default=1
+    )
+    output: Path | None = _io("Write to this file instead of stdout.", "-o", metavar="FILE")
 
 
 def generate(
@@ -59,85 +57,73 @@ def generate(
     first: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="The model; same as --model. A single argument is the prompt.", show_default=False
+            metavar="MODEL", help="Model; the same as --model. A single argument is the prompt.", show_default=False
         ),
     ] = None,
     second: Annotated[
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="What to answer. Text on stdin is added to it (in a shell loop, keep it out with </dev/null); without "
-            "a prompt, or with '-', stdin is the prompt.",
+            help="Prompt to answer. Piped text follows it (</dev/null keeps stdin out); - or no prompt: stdin.",
             show_default=False,
         ),
     ] = None,
     *,
     load: LoadOptions,
     sampling: SamplingOptions,
-    raw: Annotated[bool, typer.Option("--raw", help="Give text to the model as it is, without the chat template.")] = (
-        False
-    ),
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='Answer every row of a JSONL file (\'-\': stdin): {"id", "prompt" | "turns" | "messages"}; '
-            "of turns, the first.",
-        ),
-    ] = None,
     out: OutputOptions,
     quiet: Quiet = False,
 ) -> None:
-    """Write the model's reply to PROMPT, as it comes.
+    """Answer a prompt, or a file of prompts.
 
-    On a terminal, tokens that were drafted and accepted are green. Statistics go to stderr.
+    The reply appears as it is written; on a terminal, drafted tokens that the model accepted are green. Statistics go
+    to stderr.
     """
     model, prompt = _model_and_prompt(first, second, ctx.args, load.model)
-    load = load.named(model)
-    if prompt is not None and prompts is not None:
-        raise InvalidOption("there is a prompt and a file of prompts", "Give only one of them")
+    load = load.with_model(model)
+    if prompt is not None and out.prompts is not None:
+        raise InvalidOption("both a prompt and --prompts were given", "Give only one of them")
     if out.logprobs is not None and not out.as_json:
-        raise InvalidOption("--logprobs has nowhere to go in a text", "Give --json too")
+        raise InvalidOption("--logprobs needs JSON output", "Give --json too")
     sampling.check(logprobs=out.logprobs)
-    rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))] if prompts is None else read_rows(prompts)
-    _keep_apart(prompts, out.output)
-    with _destination(out.output) as file:
-        llm = _load(load, model, raw, quiet)
-        _clear(file, out.output)
-        job = WritingOptions(llm, sampling.of(llm, logprobs=out.logprobs), raw, out.as_json, file)
-        if out.samples > 1 or (out.width > 1 and prompts is not None):
-            failed = write_together(job, rows, out.samples, max(out.width, out.samples), quiet)
-        elif prompts is None:
-            _one(job, rows[0], quiet)
-            return
+    rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))] if out.prompts is None else read_rows(out.prompts)
+    with _destination(out.output, out.prompts) as file:
+        llm = _load(load, model, out.raw, quiet)
+        if out.output is not None:
+            # Pipes and terminals can be written to, but not truncated.
+            with contextlib.suppress(OSError):
+                file.truncate(0)
+        writer = ReplyWriter(llm, sampling.resolve(llm, logprobs=out.logprobs), out.raw, out.as_json, file)
+        if out.samples > 1 or (out.batch > 1 and out.prompts is not None):
+            failed = write_batch(writer, rows, out.samples, max(out.batch, out.samples), quiet)
+        elif out.prompts is None:
+            completion, failed = writer.write(rows[0]), 0
+            if not quiet:
+                typer.echo(summary(completion, writer.sampling), err=True)
         else:
-            failed = write_one_by_one(job, rows, quiet)
+            failed = write_one_by_one(writer, rows, quiet)
         if failed:
             raise typer.Exit(1)
 
 
 def _model_and_prompt(
-    first: str | None, second: str | None, more: list[str], option: str
+    first: str | None, second: str | None, more: list[str], option_value: str
 ) -> tuple[str | None, str | None]:
-    """Return (model, prompt). `more`: arguments after the second. `option`: --model. Raises `InvalidOption`."""
+    """Return (model, prompt). `more`: arguments after the second; `option_value`: --model. Raises `InvalidOption`."""
     if more:
         raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(more)})", "Quote the prompt")
     if second is not None:
         return first, second
-    if first and option == DEMO and _names_model(first):
+    if first and option_value == DEMO and (os.path.isdir(first) or (first.endswith(".gguf") and os.path.isfile(first))):
         raise InvalidOption(
-            f"{first} is a path, and the prompt is missing",
+            f"{first} is a model, and the prompt is missing",
             f'Write `paceline generate {first} "PROMPT"`, or -m {first} if the prompts come from stdin or a file',
         )
     return None, first
 
 
-def _names_model(word: str) -> bool:
-    return os.path.isdir(word) or (word.endswith(".gguf") and os.path.isfile(word))
-
-
 def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
-    """The model. `model`: the argument, which may be the first of two words of a prompt without quotes."""
+    """Load the model. `model`: the MODEL argument, which may be the first word of a prompt without quotes."""
     try:
         llm = load.load(progress=progress_wanted(quiet))
     except ModelNotFound as error:
@@ -149,31 +135,13 @@ def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
     return llm
 
 
-def _one(job: WritingOptions, row: PromptRow, quiet: bool) -> None:
-    completion = job.write(row)
-    if not quiet:
-        typer.echo(summary(completion, job.sampling), err=True)
-
-
-def _keep_apart(prompts: Path | None, output: Path | None) -> None:
-    if prompts is None or output is None or str(prompts) == STDIN or not output.exists():
-        return
-    if os.path.samefile(prompts, output):
-        raise InvalidOption(f"--output {output} would overwrite the prompts", "Give it another name")
-
-
 @contextlib.contextmanager
-def _destination(output: Path | None) -> Iterator[TextIO]:
-    """Open for appending: a model that fails to load must not cost the file's old content."""
+def _destination(output: Path | None, prompts: Path | None) -> Iterator[TextIO]:
+    """Open the output for appending: a model that fails to load must not erase what the file held."""
     if output is None:
         yield sys.stdout
         return
+    if prompts is not None and str(prompts) != STDIN and output.exists() and os.path.samefile(prompts, output):
+        raise InvalidOption(f"--output {output} would overwrite the prompts", "Give it another name")
     with output.open("a", encoding="utf-8", newline="") as file:
         yield file
-
-
-def _clear(file: TextIO, output: Path | None) -> None:
-    if output is not None:
-        # Not everything that can be written to can be cut (a pipe, a terminal).
-        with contextlib.suppress(OSError):
-            file.truncate(0)

@@ -1,4 +1,4 @@
-"""`paceline info`: what a model is made of, read from its headers."""
+"""`paceline info`: facts about a model or a learned drafter, read from its files."""
 
 from __future__ import annotations
 
@@ -7,109 +7,122 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.info_head import head_facts, head_lines
 from paceline.cli.options import (
     DEMO,
     AllowPickle,
+    AsJson,
+    ModelArgument,
     ModelName,
-    NamedModel,
     Revision,
     Token,
-    one_model,
+    model_name,
     progress_wanted,
 )
-from paceline.cli.show import amount, percent
+from paceline.cli.show import amount, facts_table, percent
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.checkpoints.checkpoint import Checkpoint
     from paceline.checkpoints.gguf_file import GGUFFile
-    from paceline.models.config import ModelConfig, RopeConfig
+    from paceline.models.config import ModelConfig
+    from paceline.models.heads import HeadFile
+
+_HEADS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE (1 or 2)",
+    "medusa": "Medusa",
+    "block": "DFlash (block)",
+    "exit": "early exit",
+}
+_COVERAGE = "coverage"
+"""Share of the training text that the draft vocabulary holds, as training stores it."""
 
 
 def info(
-    named: NamedModel = None,
+    argument: ModelArgument = None,
     *,
     model: ModelName = DEMO,
     revision: Revision = None,
     token: Token = None,
     allow_pickle: AllowPickle = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what MODEL (a model, or a learned drafter) is made of, without running it. A hub model is fetched first."""
-    facts = _facts(one_model(named, model), revision, token, allow_pickle)
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
+    """Describe a model or drafter without running it.
+
+    A model on the hub is downloaded first.
+    """
     from rich.console import Console
 
-    Console().print(_table(head_lines(facts) if "head" in facts else _lines(facts)))
-
-
-def _facts(model: str, revision: str | None, token: str | None, allow_pickle: bool) -> dict[str, Any]:
-    from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
-    from paceline.checkpoints.gguf_file import read_gguf
     from paceline.checkpoints.head_files import holds_head
-    from paceline.checkpoints.loader import native
     from paceline.files.locate import resolve
 
-    path = resolve(model, revision=revision, token=token, quiet=not progress_wanted(False), allow_pickle=allow_pickle)
-    if path.is_dir() and holds_head(path):
-        return head_facts(path, allow_pickle)
+    name, quiet = model_name(argument, model), not progress_wanted(False)
+    path = resolve(name, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    is_head = path.is_dir() and holds_head(path)
+    facts = _head_facts(path, allow_pickle) if is_head else _model_facts(path, allow_pickle)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        Console().print(facts_table(_head_rows(facts) if is_head else _model_rows(facts)))
+
+
+def _dtypes(tensors: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sum (dtype, elements) of each tensor up by dtype, most elements first."""
+    sizes: dict[str, int] = {}
+    for dtype, size in tensors:
+        dtype = dtype.removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + size
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
+    from paceline.checkpoints.gguf_file import read_gguf
+    from paceline.checkpoints.loader import native
+
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
     config = native(checkpoint)
     header = read_gguf(path) if path.is_file() else None
-    eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
+    family, tokenizer = checkpoint.config["model_type"], checkpoint.tokenizer
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation, tokenizer)
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    form, dtypes = _weights(checkpoint, header)
     return {
         "path": str(path),
-        "file_bytes": _file_bytes(path),
-        **_name(checkpoint.config),
+        "file_bytes": sum(file.stat().st_size for file in files),
+        "architecture": (checkpoint.config.get("architectures") or [family])[0],
+        "family": family,
         "runs": "natively" if config else "through transformers",
         "runner": _runner(config) if config else "torch",
         **(_architecture(config) if config else {}),
-        **_weights(checkpoint, header),
-        "own_codes": _own_codes(header),
-        "vocab_size": checkpoint.config.get("vocab_size") or checkpoint.tokenizer.vocab_size,
-        "tokens": checkpoint.tokenizer.vocab_size,
+        "format": form,
+        "parameters": sum(dtypes.values()),
+        "dtypes": dtypes,
+        "own_codes": _gguf_codes(header),
+        "vocab_size": checkpoint.config.get("vocab_size") or tokenizer.vocab_size,
+        "tokens": tokenizer.vocab_size,
         "tokenizer": _tokenizer_kind(checkpoint, header),
-        "eos": [{"id": i, "token": checkpoint.tokenizer.decode([i], skip_special=False)} for i in eos],
-        "chat_template": checkpoint.tokenizer.chat_template is not None,
+        "eos": [{"id": i, "token": tokenizer.decode([i], skip_special=False)} for i in eos],
+        "chat_template": tokenizer.chat_template is not None,
         "generation": checkpoint.generation,
     }
 
 
-def _file_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
-    return sum(file.stat().st_size for file in files)
-
-
-def _name(raw: dict[str, Any]) -> dict[str, Any]:
-    family = raw["model_type"]
-    return {"architecture": (raw.get("architectures") or [family])[0], "family": family}
-
-
 def _architecture(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "layers": config.layers,
-        "hidden": config.hidden,
-        "ffn": config.ffn,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "context_length": config.context_length,
-        "rope": _rope(config.rope),
-        "tied_head": config.tied,
-        "cache_bytes": config.cache_bytes(config.context_length),
-    }
+    rope = asdict(config.rope) | {"scaling": dict(config.rope.scaling), "factors": list(config.rope.factors)}
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
+    facts = {name: getattr(config, name) for name in names}
+    return facts | {"rope": rope, "tied_head": config.tied, "cache_bytes": config.cache_bytes(config.context_length)}
 
 
 def _runner(config: ModelConfig) -> str:
-    """The runner of the layers with default options, and how to get a faster one."""
+    """Return what runs the layers with default options, and how to get a faster runner."""
     from paceline.checkpoints.loader import pick_device, pick_dtype
     from paceline.models.runner_choice import runner_of
 
@@ -118,48 +131,24 @@ def _runner(config: ModelConfig) -> str:
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
-def _rope(rope: RopeConfig) -> dict[str, Any]:
-    facts = asdict(rope) | {"scaling": dict(rope.scaling)}
-    return facts | {"factors": list(rope.factors)}
+def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> tuple[str, dict[str, int]]:
+    """Return (file format, elements by dtype)."""
+    if header:
+        # From the header: the checkpoint would dequantise every tensor. Rotary factors are no parameters.
+        tensors = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
+        return "GGUF", _dtypes((tensor.kind, math.prod(tensor.shape)) for tensor in tensors)
+    form = "safetensors" if any(checkpoint.path.glob("*.safetensors")) else "pickle"
+    loaded = (checkpoint.tensors[name] for name in checkpoint.tensors)
+    return form, _dtypes((str(tensor.dtype), tensor.numel()) for tensor in loaded)
 
 
-def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> dict[str, Any]:
-    """Format, parameters in all, and how many of them each dtype holds, most first."""
-    form, tensors = _gguf_tensors(header) if header else _folder_tensors(checkpoint)
-    held: dict[str, int] = {}
-    for kind, size in tensors:
-        held[kind] = held.get(kind, 0) + size
-    ordered = dict(sorted(held.items(), key=lambda item: -item[1]))
-    return {"format": form, "parameters": sum(held.values()), "dtypes": ordered}
-
-
-Tensors = Iterable[tuple[str, int]]
-"""(dtype, elements) of each tensor."""
-
-
-def _gguf_tensors(header: GGUFFile) -> tuple[str, Tensors]:
-    """From the header: asking the checkpoint for its tensors would dequantise every one of them."""
-    # Rotary factors are stored as a tensor and are none of the model's parameters.
-    tensors = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
-    return "GGUF", [(tensor.kind, math.prod(tensor.shape)) for tensor in tensors]
-
-
-def _own_codes(header: GGUFFile | None) -> dict[str, float]:
-    """What `--quantize` packs as it stands: bits -> the share of the file's matrices that they hold."""
+def _gguf_codes(header: GGUFFile | None) -> dict[str, float]:
+    """Return the codes that --quantize keeps: bits -> share of the elements of the file's matrices."""
     from paceline.checkpoints.gguf_codes import BITS
 
     matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
-    sizes = [(BITS.get(x.kind), math.prod(x.shape)) for x in matrices]
-    total = sum(size for _, size in sizes)
-    held = {bits: sum(size for b, size in sizes if b == bits) / total for bits in sorted({*BITS.values()}) if total}
-    return {str(bits): share for bits, share in held.items() if share}
-
-
-def _folder_tensors(checkpoint: Checkpoint) -> tuple[str, Tensors]:
-    safe = any(checkpoint.path.glob("*.safetensors"))
-    tensors = [checkpoint.tensors[name] for name in checkpoint.tensors]
-    sizes = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
-    return ("safetensors" if safe else "pickle"), sizes
+    sizes = _dtypes((str(BITS.get(x.kind, "")), math.prod(x.shape)) for x in matrices)
+    return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
 
 
 def _tokenizer_kind(checkpoint: Checkpoint, header: GGUFFile | None) -> str:
@@ -169,76 +158,127 @@ def _tokenizer_kind(checkpoint: Checkpoint, header: GGUFFile | None) -> str:
     return checkpoint.tokenizer.kind
 
 
-def _table(lines: list[tuple[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in lines:
-        table.add_row(name, Text(value))
-    return table
-
-
-def _lines(f: dict[str, Any]) -> list[tuple[str, str]]:
+def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     from paceline.drafters.factory import AUTO
+    from paceline.sampling.parameters import recommended
 
     shares = ", ".join(f"{kind} {percent(size / f['parameters'])}" for kind, size in f["dtypes"].items())
     name = f["architecture"] if f["architecture"] == f["family"] else f"{f['architecture']} ({f['family']})"
+    native = f["runs"] == "natively"
+    sampling = ", ".join(f"{name} {value}" for name, value in recommended(f["generation"]).items())
+    unused = f["vocab_size"] - f["tokens"]
+    padding = f", and {unused:,} unused rows" if unused > 0 else ""
     return [
         ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
         ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
-        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if f["runs"] == "natively" else "")),
-        *([("--quantize", _quantise_line(f["own_codes"]))] if f["runs"] == "natively" else []),
+        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if native else "")),
+        *([("--quantize", _quantize_text(f["own_codes"]))] if native else []),
         ("default drafter", AUTO),
-        ("default sampling", _sampling_line(f["generation"])),
-        ("chat template", _yes(f["chat_template"])),
-        *(_architecture_lines(f) if "layers" in f else []),
-        ("vocabulary", _vocabulary_line(f)),
+        (
+            "default sampling",
+            f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends nothing)",
+        ),
+        ("chat template", "yes" if f["chat_template"] else "no"),
+        *(_architecture_rows(f) if native else []),
+        ("vocabulary", f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"),
         ("end of sequence", ", ".join(f"{eos['token']!r} (id {eos['id']})" for eos in f["eos"]) or "none"),
     ]
 
 
-def _vocabulary_line(f: dict[str, Any]) -> str:
-    unused = f["vocab_size"] - f["tokens"]
-    padding = f", and {unused:,} unused rows" if unused > 0 else ""
-    return f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"
-
-
-def _sampling_line(generation: dict[str, Any]) -> str:
-    from paceline.sampling.parameters import recommended
-
-    found = ", ".join(f"{name} {value}" for name, value in recommended(generation).items())
-    return f"{found} (recommended by the model)" if found else "greedy (the model recommends nothing)"
-
-
-def _architecture_lines(f: dict[str, Any]) -> list[tuple[str, str]]:
-    """What only the native decoder reads from a config."""
-    cache = f["cache_bytes"]
+def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    cache, rope = f["cache_bytes"], f["rope"]
+    scaling = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
+    scaling += "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
+    factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
         ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
-        ("output head", "the embedding matrix" if f["tied_head"] else "a matrix of its own"),
-        ("rotary positions", _rope_line(f["rope"])),
+        ("output head", "shared with the embedding" if f["tied_head"] else "separate from the embedding"),
+        ("rotary positions", f"base {rope['theta']:,.0f}, {scaling}{factors}"),
     ]
 
 
-def _rope_line(rope: dict[str, Any]) -> str:
-    scaling = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
-    factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
-    kind = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
-    return f"base {rope['theta']:,.0f}, {kind}{scaling}{factors}"
-
-
-def _quantise_line(own: dict[str, float]) -> str:
-    if not own:
+def _quantize_text(codes: dict[str, float]) -> str:
+    if not codes:
         return "int8 or int4"
-    held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in own.items())
-    return f"int8 keeps the file's own codes, {held}" + ("" if sum(own.values()) > 0.995 else ", and rounds the rest")
+    held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in codes.items())
+    return f"int8 keeps the file's own codes, {held}" + ("" if sum(codes.values()) > 0.995 else ", and rounds the rest")
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+# --- learned drafters -------------------------------------------------------------------------------------------------
+
+
+def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    from paceline.checkpoints.head_files import open_head
+    from paceline.models.heads import kind_of, taps_of
+
+    head = open_head(path, allow_pickle=allow_pickle)
+    tensors = head.tensors.values()
+    return {
+        "path": str(head.path),
+        "head": kind_of(head.config),
+        "layout": head.layout,
+        "target": head.target,
+        "target_layers": head.target_layers,
+        "taps": list(taps_of(head.config)) or None,
+        **_head_sizes(head),
+        "parameters": sum(x.numel() for x in tensors if x.is_floating_point()),
+        "bytes": sum(x.numel() * x.element_size() for x in tensors),
+        "dtypes": _dtypes((str(x.dtype), x.numel()) for x in tensors),
+        "extra": dict(head.extra),
+    }
+
+
+def _head_sizes(head: HeadFile) -> dict[str, Any]:
+    from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
+
+    c = head.config
+    if isinstance(c, EagleConfig):
+        return {"hidden": c.target_hidden, "vocab_size": c.layer.vocab_size, "draft_vocab": c.draft_vocab}
+    if isinstance(c, MedusaConfig):
+        sizes = {"hidden": c.hidden, "vocab_size": c.vocab_size, "draft_vocab": c.draft_vocab}
+        return sizes | {"heads": c.heads, "layers": c.layers, "shared_head": c.shared}
+    if isinstance(c, BlockConfig):
+        vocab, layers = c.layer.vocab_size, c.layer.layers
+        sizes = {"hidden": c.layer.hidden, "vocab_size": vocab, "draft_vocab": c.draft_vocab or vocab}
+        return sizes | {"layers": layers, "block_size": c.size, "mask_token": c.mask_token}
+    return {"hidden": c.hidden, "layers": c.layers, "rank": c.rank}
+
+
+def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    taps = ", ".join(map(str, f["taps"])) if f["taps"] else "2, L // 2, L - 3 (EAGLE-3's default)"
+    layers = f", of {f['target_layers']} layers" if f["target_layers"] else ""
+    rows = [
+        ("path", f["path"]),
+        ("head", f"{_HEADS[f['head']]}, {f['layout']} layout"),
+        ("target", (f["target"] or "not stated") + layers),
+        ("hidden size", f"{f['hidden']:,}"),
+        ("taps", taps),
+    ]
+    if "vocab_size" in f:
+        rows.append(("vocabulary", f"{f['vocab_size']:,}"))
+        if f["draft_vocab"] != f["vocab_size"]:
+            share = f["extra"].get(_COVERAGE)
+            held = f", {percent(share)} of the text it was trained on" if isinstance(share, (int, float)) else ""
+            rows.append(("draft vocabulary", f"{f['draft_vocab']:,}{held}"))
+    if f["head"] == "medusa":
+        end = "the target's output head" if f["shared_head"] else "their own output heads"
+        rows.append(("heads", f"{f['heads']} of {f['layers']} layers, with {end}"))
+    elif f["head"] == "block":
+        rows.append(("block", f"{f['block_size']} tokens, {f['layers']} layers, mask token {f['mask_token']}"))
+    elif f["head"] == "exit":
+        rows.append(("exit", f"after {f['layers']} layers, adapter of rank {f['rank']}"))
+    rows.append(
+        ("size", f"{amount(f['bytes'], 'bytes')}, {amount(f['parameters'])} parameters ({', '.join(f['dtypes'])})")
+    )
+    extra = [(key.replace("_", " "), _extra_text(value)) for key, value in f["extra"].items() if key != _COVERAGE]
+    return rows + extra
+
+
+def _extra_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_extra_text(item)}" for key, item in value.items())
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Options that several commands share, each written once, and what they mean to the library."""
+"""Options that several commands share, each declared once, and their meaning in the library."""
 
 from __future__ import annotations
 
@@ -7,92 +7,92 @@ import os
 import re
 import sys
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from paceline.cli.grammar_options import parse_grammar
-from paceline.cli.show import idle_line, sampling_line
+from paceline.cli.commands import option, options_of
+from paceline.cli.show import ignored_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
     from paceline.types import DraftBudget
 
-_MODEL, _DRAFT, _SAMPLING = "Model", "Speculation", "Sampling"
+DEMO = "demo"
 
 _LOG = logging.getLogger("paceline")
-"""Receives the library's warnings; without a handler they go to stderr. Its level also says whether to be quiet."""
+"""Logger of the library, whose warnings go to stderr. --quiet raises its level."""
+
+_model = partial(option, panel="Model and memory")
+_speculation = options_of("Speculation")
+_length = options_of("Length and stopping")
+_sampling = options_of("Sampling")
+_penalty = options_of("Penalties and bans")
+_structure = options_of("Structured output")
 
 
-def _hush(quiet: bool) -> bool:
+def _set_log_level(quiet: bool) -> bool:
     _LOG.setLevel(logging.ERROR if quiet else logging.WARNING)
     return quiet
 
 
 Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet", "-q", callback=_hush, help="Only errors on stderr: no progress, no statistics, no warnings."
-    ),
+    bool, option("Only errors on stderr: no progress, statistics or warnings.", "-q", callback=_set_log_level)
 ]
-NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="The model; same as --model.", show_default=False)
+AsJson = Annotated[bool, option("Print one JSON object instead of text.", "--json")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Model; the same as --model.", show_default=False)
 ]
-"""Commands whose first argument is a model take it as --model too, and the other way round."""
 ModelName = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="'demo', a folder in Hugging Face layout, a GGUF file, or a hub id such as owner/name.",
-        rich_help_panel=_MODEL,
-    ),
+    str, _model("demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).", "-m", metavar="MODEL")
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, help="CPU threads; without it, torch's choice.", rich_help_panel=_MODEL),
-]
-Revision = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL)
-]
+DataType = Annotated[str, _model("Precision: auto, float32, bfloat16 or float16.", metavar="DTYPE")]
+Device = Annotated[str, _model("Device: auto, cpu, cuda or mps.", metavar="DEVICE")]
+Threads = Annotated[int | None, _model("CPU threads.", min=1, show_default="torch's choice")]
+Revision = Annotated[str | None, _model("Branch, tag or commit of a hub model.", metavar="NAME")]
 Token = Annotated[
     str | None,
-    typer.Option(
-        "--token",
-        envvar="HF_TOKEN",
-        show_default=False,
-        help="Access token for a gated or private hub model.",
-        rich_help_panel=_MODEL,
-    ),
+    _model("Access token for a gated or private hub model.", metavar="TOKEN", envvar="HF_TOKEN", show_default=False),
 ]
 AllowPickle = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle",
-        help="Read pytorch_model.bin where there are no safetensors (tensors only, no code is run).",
-        rich_help_panel=_MODEL,
+    bool, _model("Read pytorch_model.bin where there are no safetensors (tensors only; no code is run).")
+]
+Quantize = Annotated[
+    str | None,
+    _model(
+        "Hold weights as integers: int8 or int4.\n\nA GGUF file keeps its own 4- to 8-bit codes with either. "
+        "`paceline perplexity` measures the loss in quality.",
+        metavar="MODE",
     ),
 ]
-
-
-DEMO = "demo"
+DraftQuantize = Annotated[
+    str | None, option("Hold the drafter's weights as integers: int8 or int4.", panel="Speculation", metavar="MODE")
+]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
 
 
 def note(text: str) -> None:
-    """One line on stderr, unless --quiet."""
+    """Print one line on stderr, unless --quiet was given."""
     if _LOG.isEnabledFor(logging.WARNING):
         typer.echo(text, err=True)
 
 
-def one_model(argument: str | None, option: str) -> str:
-    """The model that MODEL or --model names. Raises `InvalidOption` where they differ."""
-    if argument is not None and option not in (DEMO, argument):
-        raise InvalidOption(f"MODEL is {argument} and --model is {option}", "Name the model once")
-    return option if argument is None else argument
+def progress_wanted(quiet: bool) -> bool:
+    """Return whether progress bars belong on stderr."""
+    return not quiet and sys.stderr.isatty()
+
+
+def model_name(argument: str | None, option_value: str) -> str:
+    """Return the model that MODEL or --model names. Raises `InvalidOption` where they differ."""
+    if argument is not None and option_value not in (DEMO, argument):
+        raise InvalidOption(f"MODEL is {argument} but --model is {option_value}", "Name the model once")
+    return option_value if argument is None else argument
 
 
 def set_threads(threads: int | None) -> None:
@@ -103,95 +103,76 @@ def set_threads(threads: int | None) -> None:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or threads
     if threads > cores:
-        note(f"warning: --threads {threads} is more than the {cores} cores available, which makes every pass slower")
+        note(f"warning: --threads {threads} is more than the {cores} cores available, which slows every pass down")
     torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and where it runs."""
+    """Model and where it runs."""
 
     model: ModelName = DEMO
     adapter: Annotated[
-        str | None,
-        typer.Option(
-            "--adapter",
-            help="A LoRA adapter to merge into the model: a folder in PEFT's layout or a hub id.",
-            rich_help_panel=_MODEL,
-        ),
+        str | None, _model("LoRA adapter to merge into the model: a PEFT folder or a hub id.", metavar="ADAPTER")
     ] = None
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
-    ] = "auto"
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.", rich_help_panel=_MODEL)] = "auto"
+    dtype: DataType = "auto"
+    device: Device = "auto"
     revision: Revision = None
     token: Token = None
     allow_pickle: AllowPickle = False
     threads: Threads = None
 
-    def named(self: _Options, model: str | None) -> _Options:
-        """These options for a MODEL that may have been given as an argument. Raises `InvalidOption`."""
-        return replace(self, model=one_model(model, self.model))
+    def with_model(self: _Options, argument: str | None) -> _Options:
+        """Return these options with the model named by the MODEL argument, if given. Raises `InvalidOption`."""
+        return replace(self, model=model_name(argument, self.model))
 
     def open(self, *, progress: bool, **more: Any) -> LLM:
-        """The model, ready to write; `more`: what else `paceline.load` takes. Raises `PacelineError`."""
+        """Load the model. `more`: other arguments of `paceline.load`. Raises `PacelineError`."""
         import paceline.llm
 
         set_threads(self.threads)
         names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
-        own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return paceline.llm.load(self.model, progress=progress, **own, **more)
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return paceline.llm.load(self.model, progress=progress, **given, **more)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(ModelOptions):
-    """Which model, where, and what drafts for it."""
+    """Model, where it runs, and its drafter."""
 
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            "--quantize",
-            help="int8 or int4: hold the weights as integers; a GGUF keeps its own 4 to 8 bits with either. "
-            "`paceline perplexity` says what it costs.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    drafter: Annotated[
-        str,
-        typer.Option(
-            "--drafter",
-            "-d",
-            help="auto (suffix), none, ngram, suffix, model:REF (a small model, whatever its tokenizer; REF@ADAPTER "
-            "merges a LoRA adapter into it), a head trained for the model as eagle3:REF, medusa:REF, block:REF, "
-            "early-exit:REF or head:REF (any of them; eagle3 or medusa alone is the one that comes with Paceline), or "
-            "early-exit:LAYERS. Several joined by '+': the first with something to say drafts. The text is the same "
-            "with any of them.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = "auto"
-    draft_quantize: Annotated[
-        str | None,
-        typer.Option("--draft-quantize", help="int8 or int4: as --quantize, of the drafter.", rich_help_panel=_DRAFT),
-    ] = None
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            help="Tokens drafted per round: auto (what is fastest here, or none), a number, or a tree as "
-            "NODESxDEPTHxBRANCH, such as 16x4x2.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = "auto"
+    quantize: Quantize = None
+    drafter: str = _speculation(
+        "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
+        "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
+        "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
+        "them) or early-exit:LAYERS. eagle3 and medusa alone are the heads that come with Paceline. Join several "
+        "with '+': the first that has a proposal drafts. The text stays the same with --rule match.",
+        "-d",
+        metavar="DRAFTER",
+        default="auto",
+    )
+    draft: str = _speculation(
+        "Tokens drafted per round: auto, a number, or a tree such as 16x4x2.\n\nA tree is written "
+        "NODESxDEPTHxBRANCH. auto chooses what is fastest here, which may be no draft at all.",
+        metavar="SIZE",
+        default="auto",
+    )
+    draft_quantize: DraftQuantize = None
 
-    def load(self, *, progress: bool) -> LLM:
-        """The model, ready to write. Raises `PacelineError`; an impossible draft before anything is read."""
+    def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
+        """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
         draft = parse_draft(self.draft)
-        modes = {"quantize": self.quantize, "draft_quantize": self.draft_quantize}
-        return self.open(progress=progress, drafter=self.drafter, draft=draft, **modes)
+        return self.open(
+            progress=progress,
+            drafter=self.drafter if drafter is None else drafter,
+            draft=draft,
+            quantize=self.quantize,
+            draft_quantize=self.draft_quantize,
+        )
 
 
 def parse_draft(text: str) -> int | DraftBudget | Literal["auto"]:
-    """What --draft says. Raises `InvalidOption`."""
+    """Return the value of --draft. Raises `InvalidOption`."""
     if text == "auto":
         return "auto"
     if re.fullmatch(r"[0-9]{1,9}", text):
@@ -201,199 +182,115 @@ def parse_draft(text: str) -> int | DraftBudget | Literal["auto"]:
 
         return DraftBudget(*map(int, tree.groups()))
     raise InvalidOption(
-        f"--draft {text!r} is not possible", "Give auto, a length, or NODESxDEPTHxBRANCH such as 16x4x2"
+        f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write, for example, 5 or 16x4x2"
     )
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """What one --logit-bias says: (token id, number). Raises `InvalidOption`."""
+    """Return (token id, bias) of one --logit-bias. Raises `InvalidOption`."""
     token, _, number = text.partition("=")
     try:
         return int(token), float(number)
     except ValueError:
-        raise InvalidOption(f"--logit-bias {text!r} is not possible", "Give ID=NUMBER, such as 42=-1.5") from None
+        raise InvalidOption(f"--logit-bias must be ID=NUMBER, got {text!r}", "Write, for example, 42=-1.5") from None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How the reply is chosen and where it ends. None: not given."""
+    """Choice of tokens and end of a reply. None: not given."""
 
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-new-tokens",
-            "--max-tokens",
-            "-n",
-            help="Maximum length of a reply in tokens.",
-            show_default="512",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            "-t",
-            help="0 is greedy. Without it the model's generation_config applies, as for every sampling option; greedy "
-            "if it has none.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Keep the likeliest tokens up to mass p; 1: all.", rich_help_panel=_SAMPLING),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            "--min-p", help="Keep tokens at least p times as likely as the likeliest.", rich_help_panel=_SAMPLING
-        ),
-    ] = None
-    typical_p: Annotated[
-        float | None,
-        typer.Option(
-            "--typical-p",
-            help="Keep the tokens of the most typical surprise up to mass p; 1: all.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty",
-            help="Above 1: tokens of prompt and reply become less likely.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--frequency-penalty",
-            help="-2 to 2: taken off a token's logit for each time it is in the reply.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--presence-penalty",
-            help="-2 to 2: taken off a token's logit once it is in the reply.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            metavar="ID=NUMBER",
-            help="Add a number to this token's logit; -inf bans it. May be repeated.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    bad_word: Annotated[
-        list[str] | None,
-        typer.Option("--bad-word", help="Never write this text. May be repeated.", rich_help_panel=_SAMPLING),
-    ] = None
-    no_repeat_ngram_size: Annotated[
-        int | None,
-        typer.Option(
-            "--no-repeat-ngram-size",
-            help="No n tokens in a row come twice, the prompt's included; 0: off.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    min_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--min-new-tokens", help="No EOS or stop token before this many tokens.", rich_help_panel=_SAMPLING
-        ),
-    ] = None
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            "--rule",
-            help="How drafted tokens are accepted: match (the default: the text never depends on the drafter), "
-            "rejection or block (only its distribution does not), or typical (lossy).",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            "-s",
-            help="The same seed gives the same text; without it, one is drawn.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", help="End before this text. May be repeated.", rich_help_panel=_SAMPLING),
-    ] = None
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", help="End at this token. May be repeated.", rich_help_panel=_SAMPLING),
-    ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence tokens.", rich_help_panel=_SAMPLING),
-    ] = False
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            "--json-schema",
-            metavar="FILE|TEXT",
-            help='The reply is JSON of this schema; \'{"type": "object"}\' is any object.',
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option("--regex", help="The reply matches this regular expression.", rich_help_panel=_SAMPLING),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            "--grammar",
-            metavar="FILE|TEXT",
-            help="The reply is of this grammar, in llguidance's dialect of Lark.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
+    max_new_tokens: int | None = _length(
+        "Maximum length of a reply, in tokens.", "--max-new-tokens", "--max-tokens", "-n", show_default="512"
+    )
+    min_new_tokens: int | None = _length("Minimum length, in tokens: no end-of-sequence or stop token before it.")
+    stop: list[str] | None = _length("End the reply before this text. Repeatable.")
+    stop_token_id: list[int] | None = _length("End the reply at this token id. Repeatable.", metavar="ID")
+    ignore_eos: bool = _length("Continue past the model's end-of-sequence tokens.", default=False)
+    temperature: float | None = _sampling(
+        "Randomness; 0 is greedy.\n\nEvery sampling option that is not given comes from the model's generation_config.",
+        "-t",
+        show_default="from the model, else 0",
+    )
+    top_k: int | None = _sampling("Sample from the N likeliest tokens; 0: from all.")
+    top_p: float | None = _sampling("Sample from the likeliest tokens whose probabilities add up to X; 1: from all.")
+    min_p: float | None = _sampling("Drop tokens that are less than X times as likely as the likeliest.")
+    typical_p: float | None = _sampling(
+        "Sample from the most typical tokens whose probabilities add up to X; 1: from all."
+    )
+    seed: int | None = _sampling("The same seed gives the same text.", "-s", show_default="random")
+    repetition_penalty: float | None = _penalty("Above 1, tokens of the prompt and the reply become less likely.")
+    frequency_penalty: float | None = _penalty(
+        "Subtract X from a token's logit for each time it is in the reply (-2 to 2)."
+    )
+    presence_penalty: float | None = _penalty("Subtract X from a token's logit once it is in the reply (-2 to 2).")
+    logit_bias: list[str] | None = _penalty(
+        "Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"
+    )
+    bad_word: list[str] | None = _penalty("Never write this text. Repeatable.")
+    no_repeat_ngram_size: int | None = _penalty("Never repeat N tokens in a row, those of the prompt included; 0: off.")
+    rule: str | None = _speculation(
+        "Acceptance rule: match, rejection, block or typical.\n\nmatch: the text does not depend on the drafter. "
+        "rejection and block: its distribution does not. typical: lossy.",
+        metavar="RULE",
+        show_default="match",
+    )
+    json_schema: str | None = _structure(
+        "Reply with JSON of this schema: a file, or the schema itself.", metavar="SCHEMA"
+    )
+    regex: str | None = _structure("Reply with text that matches this regular expression.", metavar="REGEX")
+    grammar: str | None = _structure(
+        "Reply with text of this grammar: a file, or the grammar itself, in llguidance's dialect of Lark.",
+        metavar="GRAMMAR",
+    )
 
-    def changes(self) -> dict[str, Any]:
-        """What was given, by `Sampling`'s names."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in own.items() if value is not None and value != []}
-        for option, name in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
-            if option in given:
-                given[name] = given.pop(option)
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, under the names of `Sampling`. Raises `InvalidOption`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None and value != []}
+        for name, parameter in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
+            if name in given:
+                given[parameter] = given.pop(name)
         if "logit_bias" in given:
             given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
-        if forms := {name: given.pop(name) for name in ("json_schema", "regex", "grammar") if name in given}:
-            given["grammar"] = parse_grammar(**forms)
+        if grammar := {name: given.pop(name) for name in ("json_schema", "regex", "grammar") if name in given}:
+            given["grammar"] = parse_grammar(**grammar)
         return given
 
     def check(self, **defaults: Any) -> None:
-        """Raises `InvalidOption` for what no model could make possible."""
+        """Raises `InvalidOption` for values that no model could accept."""
         from paceline.sampling.parameters import Sampling
 
-        Sampling(**(defaults | self.changes()))
+        Sampling(**(defaults | self.given()))
 
-    def of(self, llm: LLM, **defaults: Any) -> Sampling:
-        """The sampling for this model: what was given here, else `defaults`, else what the model recommends."""
-        changes = self.changes()
-        sampling = llm.sampling(**(defaults | changes))
+    def resolve(self, llm: LLM, **defaults: Any) -> Sampling:
+        """Return the parameters for this model: the given options, else `defaults`, else what the model recommends."""
+        given = self.given()
+        sampling = llm.sampling(**(defaults | given))
         if sampling.temperature > 0:
-            note(f"sampling: {sampling_line(sampling, changes)} (-t 0 writes greedy text)")
-        elif idle := idle_line(changes):
-            note(idle)
+            note(f"sampling: {sampling_line(sampling, given)} (-t 0 writes greedy text)")
+        elif ignored := ignored_line(given):
+            note(ignored)
         return sampling
 
 
-def progress_wanted(quiet: bool) -> bool:
-    """Whether bars belong on stderr."""
-    return not quiet and sys.stderr.isatty()
+def parse_grammar(**options: str) -> Grammar:
+    """Return the grammar of `json_schema`, `regex` or `grammar`. Raises `InvalidOption`."""
+    from paceline.sampling.grammar import Grammar
+
+    if len(options) != 1:
+        raise InvalidOption("a reply can follow only one grammar", "Give one of --json-schema, --regex and --grammar")
+    ((name, text),) = options.items()
+    if name == "regex":
+        return Grammar.regex(text)
+    is_schema = name == "json_schema"
+    option_name, kind, mark = ("--json-schema", "JSON schema", "{") if is_schema else ("--grammar", "grammar", ":")
+    try:
+        if os.path.isfile(text):  # False for what cannot be a path
+            text = Path(text).read_text(encoding="utf-8")
+        elif mark not in text:
+            raise InvalidOption(f"{option_name} {text!r} is neither a file nor a {kind}", "Give one of them")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(
+            f"{option_name} {text!r} cannot be read: {error}", "Give a UTF-8 file, or the text"
+        ) from error
+    return Grammar.json_schema(text) if is_schema else Grammar.lark(text)

@@ -1,4 +1,4 @@
-"""`paceline perplexity`: what quantised weights cost, on a text of your own."""
+"""`paceline perplexity`: the cost of quantised weights, measured on a text."""
 
 from __future__ import annotations
 
@@ -8,55 +8,68 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import ModelOptions, Quiet, progress_wanted
+from paceline.cli.commands import option
+from paceline.cli.options import AsJson, ModelOptions, Quiet, progress_wanted
+from paceline.cli.show import figures_table
 from paceline.errors import InvalidPrompt
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.bench.perplexity import TextWindow, TokenScores
     from paceline.llm import LLM
 
-_MODES = ("int8", "int4")
-
 
 def perplexity(
-    file: Annotated[Path, typer.Argument(help="A text to predict, in UTF-8.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Text to predict, in UTF-8.")],
     *,
     model: ModelOptions,
     quantize: Annotated[
-        list[str] | None,
-        typer.Option("--quantize", help="int8 or int4; may be repeated. Without it, both."),
+        list[str] | None, option("int8 or int4. Repeatable.", metavar="MODE", show_default="both")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Read so many tokens of the text at most.")] = 20_000,
-    window: Annotated[int, typer.Option("--window", min=2, help="Tokens that are read together.")] = 512,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Of those, how many only precede what is predicted.")
-    ] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    tokens: Annotated[int, option("Read at most N tokens of the text.", min=2)] = 20_000,
+    window: Annotated[int, option("Tokens that are read together.", min=2)] = 512,
+    context: Annotated[int, option("Tokens of each window that are only read, not predicted.", min=1)] = 64,
+    as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what --quantize costs on a text: the perplexity, and how often the likeliest token stays the same."""
-    from paceline.kernels.quantize import check_mode
+    """Measure on a text what --quantize costs in quality.
 
-    modes = [None, *dict.fromkeys(quantize or _MODES)]
-    for mode in modes:
-        check_mode(mode)
-    text, shown = _text(file), progress_wanted(quiet)
-    measured = [_measured(model, mode, text, tokens, (window, context), shown) for mode in modes]
-    results = [_facts(name, scored, measured[0][1]) for name, scored in measured]
-    if as_json:
-        asked = {"model": model.model, "file": str(file), "window": window, "context": context}
-        typer.echo(json.dumps(asked | {"results": results}))
-        return
+    The table shows the perplexity, and how often the likeliest token stays the same.
+    """
     from rich.console import Console
 
-    Console().print(_table(results))
+    from paceline.kernels.quantize import check_mode
 
-
-def _facts(name: str, scored: TokenScores, plain: TokenScores) -> dict[str, Any]:
-    same = plain.agreement(scored)
-    return {"weights": name, "perplexity": scored.perplexity, "same_top1": same, "tokens": len(scored.best)}
+    modes = [None, *dict.fromkeys(quantize or ("int8", "int4"))]
+    for mode in modes:
+        check_mode(mode)
+    text, progress = _text(file), progress_wanted(quiet)
+    measured = [_measure(model, mode, text, tokens, (window, context), progress) for mode in modes]
+    plain = measured[0][1]
+    results: list[dict[str, Any]] = [
+        {
+            "weights": name,
+            "perplexity": scores.perplexity,
+            "same_top1": plain.agreement(scores),
+            "tokens": len(scores.best),
+        }
+        for name, scores in measured
+    ]
+    if as_json:
+        settings = {"model": model.model, "file": str(file), "window": window, "context": context}
+        typer.echo(json.dumps(settings | {"results": results}))
+        return
+    columns = ("weights", "perplexity", "change", "same likeliest token", "tokens")
+    rows = [
+        (
+            r["weights"],
+            f"{r['perplexity']:.3f}",
+            f"{100 * (r['perplexity'] / plain.perplexity - 1):+.2f} %" if r is not results[0] else "-",
+            f"{100 * r['same_top1']:.1f} %",
+            f"{r['tokens']:,}",
+        )
+        for r in results
+    ]
+    Console().print(figures_table(columns, rows))
 
 
 def _text(file: Path) -> str:
@@ -66,22 +79,25 @@ def _text(file: Path) -> str:
         raise InvalidPrompt(f"{file} is not UTF-8 text (byte {error.start})", "Convert it to UTF-8") from None
 
 
-def _measured(
-    model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], shown: bool
+def _measure(
+    model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], progress: bool
 ) -> tuple[str, TokenScores]:
-    """What the weights are called, held so, and how the model then predicts the text. It is dropped again."""
+    """Load the model with weights of this mode and predict the text. Return (name of the weights, scores)."""
     from rich.console import Console
 
     from paceline.bench.perplexity import score
+    from paceline.protocols import TargetWithHead
 
-    llm = model.open(progress=shown, drafter=None, quantize=mode)
+    llm = model.open(progress=progress, drafter=None, quantize=mode)
+    target = llm.model.target
+    name = mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is")
     pieces = _windows(llm, text, tokens, size)
-    with Console(stderr=True, quiet=not shown).status(f"reading {_name(llm, mode)}"):
-        return _name(llm, mode), score(llm.model.target, pieces)
+    with Console(stderr=True, quiet=not progress).status(f"reading {name}"):
+        return name, score(target, pieces)
 
 
 def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[TextWindow]:
-    """A model that is used to a beginning-of-text token gets one in front of every window."""
+    """Cut the text into windows, each with the tokens in front that the tokenizer puts in front of a text."""
     from paceline.bench.perplexity import windows
 
     plain = llm.tokenizer.encode(text, special=False)
@@ -89,24 +105,3 @@ def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[Te
     front = marked[: len(marked) - len(plain)]
     length = min(size[0], llm.model.target.context_length - len(front))
     return windows(plain[:tokens], length, size[1], front)
-
-
-def _name(llm: LLM, mode: str | None) -> str:
-    from paceline.protocols import TargetWithHead
-
-    target = llm.model.target
-    return mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is")
-
-
-def _table(results: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table("weights", "perplexity", "change", "same likeliest token", "tokens")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    first = results[0]["perplexity"]
-    for row in results:
-        change = "-" if row is results[0] else f"{100 * (row['perplexity'] / first - 1):+.2f} %"
-        same = f"{100 * row['same_top1']:.1f} %"
-        table.add_row(row["weights"], f"{row['perplexity']:.3f}", change, same, f"{row['tokens']:,}")
-    return table

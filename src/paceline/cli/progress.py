@@ -1,4 +1,4 @@
-"""How far a long piece of work is: bars on a terminal, a line a minute elsewhere."""
+"""Progress of a training run: a bar on a terminal, one line per minute elsewhere."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from paceline.train.run import Listener
 if TYPE_CHECKING:
     from paceline.train import loop, progress
 
-_EVERY = 60.0
+_INTERVAL = 60.0
+"""Seconds between two lines."""
 
 
-class Bars:
-    """One bar per stage of a run, on stderr."""
+class TrainingProgress:
+    """Bar on stderr for the current stage of a run."""
 
     def __init__(self, quiet: bool) -> None:
-        self._drawn = progress_wanted(quiet)
-        self._said = float("inf") if quiet else -_EVERY
+        self._has_bar = progress_wanted(quiet)
+        self._printed = float("inf") if quiet else -_INTERVAL
         self._stage_name = ""
         self._bar = Progress(
             "{task.description}",
@@ -33,20 +34,17 @@ class Bars:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
-            disable=not self._drawn,
+            disable=not self._has_bar,
         )
         self._task = self._bar.add_task("starting", total=None, note="")
+        self.listener = Listener(self._stage, self._writing, self._training)
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> TrainingProgress:
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
-
-    @property
-    def listener(self) -> Listener:
-        return Listener(self._stage, self._writing, self._training)
 
     def _stage(self, name: str) -> None:
         self._stage_name = name
@@ -64,6 +62,6 @@ class Bars:
 
     def _show(self, done: int, total: int, note: str) -> None:
         self._bar.update(self._task, completed=done, total=total, note=note)
-        if not self._drawn and time.monotonic() - self._said >= _EVERY:
-            self._said = time.monotonic()
+        if not self._has_bar and time.monotonic() - self._printed >= _INTERVAL:
+            self._printed = time.monotonic()
             typer.echo(f"{self._stage_name}: {done} of {total}, {note}", err=True)

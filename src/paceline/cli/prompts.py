@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, stdin, or a file with one JSON object per line."""
+"""Prompts from the command line, stdin, or a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.text.prompt_rows import PromptRow, parse_row, text_of
 
 STDIN = "-"
 _PATIENCE = 2.0
-"""Seconds of silence on stdin after which a line says what is awaited."""
+"""Seconds of silence on stdin before a line says that the command waits for it."""
 
 
 def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
-    """The prompt of the command line, else all of stdin. `with_stdin`: what is piped in follows the prompt.
+    """Return the prompt of the command line, else all of stdin. `with_stdin`: piped text follows the prompt.
 
     Raises `InvalidPrompt`.
     """
     if prompt is None or prompt == STDIN:
-        prompt = _from_stdin(asked=prompt == STDIN)
-    elif with_stdin and prompt and _piped() and (more := _from_stdin(asked=True)):
+        prompt = _read_stdin(from_terminal=prompt == STDIN)
+    elif with_stdin and prompt and _is_piped() and (more := _read_stdin(from_terminal=True)):
         count = more.count("\n") + 1
         lines = "1 line" if count == 1 else f"{count} lines"
         note(f"added {lines} from stdin to the prompt; </dev/null keeps them out")
@@ -37,8 +37,8 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
         raise InvalidPrompt(str(error), "Give it as an argument, on stdin, or with --prompts FILE") from None
 
 
-def _piped() -> bool:
-    """Return whether stdin is a file or a pipe. Prints a line if it stays silent: a pipe may stay open forever."""
+def _is_piped() -> bool:
+    """Return whether stdin is a file or a pipe. Print a line if it stays silent: a pipe may stay open forever."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):
@@ -46,13 +46,13 @@ def _piped() -> bool:
     if not (S_ISFIFO(kind) or S_ISREG(kind) or S_ISSOCK(kind)):
         return False
     if os.name != "nt" and not select([sys.stdin], [], [], _PATIENCE)[0]:
-        # Under --quiet too: without this line the command seems to hang.
+        # Even with --quiet: without this line the command seems to hang.
         typer.echo("waiting for stdin, which is added to the prompt; </dev/null keeps it out", err=True)
     return True
 
 
-def _from_stdin(asked: bool) -> str:
-    if sys.stdin is None or (sys.stdin.isatty() and not asked):
+def _read_stdin(from_terminal: bool) -> str:
+    if sys.stdin is None or (sys.stdin.isatty() and not from_terminal):
         raise InvalidPrompt("there is no prompt", "Give it as an argument, on stdin, or with --prompts FILE")
     try:
         text = sys.stdin.buffer.read().decode()
@@ -63,7 +63,10 @@ def _from_stdin(asked: bool) -> str:
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """All rows of a JSONL file ("-": stdin), checked. Raises `InvalidPrompt` naming file and line, or `OSError`."""
+    """Return the checked rows of a JSONL file ("-": stdin).
+
+    Raises `InvalidPrompt`, which names file and line, and `OSError`.
+    """
     from_stdin = str(path) == STDIN
     name = "stdin" if from_stdin else str(path)
     data = sys.stdin.buffer.read() if from_stdin else path.read_bytes()
@@ -74,10 +77,10 @@ def read_rows(path: Path) -> list[PromptRow]:
         try:
             row = parse_row(line, number)
             if row.id in rows:
-                raise ValueError(f"the id {row.id!r} was used on line {rows[row.id][0]} already")
+                raise ValueError(f"the id {row.id!r} was already used on line {rows[row.id][0]}")
         except ValueError as error:
             raise InvalidPrompt(f"{name}, line {number}: {error}") from None
         rows[row.id] = (number, row)
     if not rows:
-        raise InvalidPrompt(f"{name} holds no prompts", 'Write one JSON object per line, such as {"prompt": "Hi"}')
+        raise InvalidPrompt(f"{name} contains no prompts", 'Write one JSON object per line, such as {"prompt": "Hi"}')
     return [row for _, row in rows.values()]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from paceline.cli.options import LoadOptions, NamedModel, Quiet, parse_draft, progress_wanted
+from paceline.cli.commands import option, options_of
+from paceline.cli.options import LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
@@ -22,78 +23,41 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SERVER, _LIMITS = "Server", "Limits"
-_FREE = ("suffix", "ngram")
-"""Drafters that requests can always name: they hold no weights."""
+_server = options_of("Server")
+_limit = options_of("Limits")
+_WEIGHTLESS = ("suffix", "ngram")
+"""Drafters that requests can always name: they have no weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class AddressOptions:
-    """Where the server is, and who may ask."""
+class ServerOptions:
+    """Address of the server, and who may use it."""
 
-    host: Annotated[
-        str, typer.Option("--host", help="Where to listen; 0.0.0.0 is everywhere.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER)
-    ] = 8000
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--served-model-name",
-            metavar="NAME",
-            help="The model's name in the API; may be repeated: clients may ask for any, and replies have the first.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            envvar="PACELINE_API_KEY",
-            show_default=False,
-            help="Ask for this key; may be repeated. Better in the environment than on the command line.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="One more name that requests may be addressed to, where the server is on the loopback without a key; "
-            "may be repeated.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors", metavar="ORIGIN", help="Let pages of this origin ask; may be repeated.", rich_help_panel=_SERVER
-        ),
-    ] = None
-    grace: Annotated[
-        float,
-        typer.Option("--grace", min=0, help="Seconds that replies have to end at SIGTERM.", rich_help_panel=_SERVER),
-    ] = 20.0
-    log_prompts: Annotated[
-        bool,
-        typer.Option("--log-prompts", help="Write requests, prompts included, into the log.", rich_help_panel=_SERVER),
-    ] = False
-    traces: Annotated[
-        str | None,
-        typer.Option(
-            "--traces", metavar="URL", help="Send OpenTelemetry traces there (OTLP/HTTP).", rich_help_panel=_SERVER
-        ),
-    ] = None
-
-    def names(self, model: str) -> list[str]:
-        """Names of the model in the API: its own unless others are given."""
-        return list(dict.fromkeys(self.served_model_name or [Path(model).name]))
+    host: str = _server("Address to listen on; 0.0.0.0 is every interface.", metavar="HOST", default="127.0.0.1")
+    port: int = _server("Port to listen on; 0: any free one.", "-p", min=0, max=65535, default=8000)
+    served_model_name: list[str] | None = _server(
+        "Name of the model in the API. Repeatable.\n\nClients may ask for any of the names; replies have the first.",
+        metavar="NAME",
+    )
+    api_key: list[str] | None = _server(
+        "Key that clients must send. Repeatable.\n\nThe environment is safer than the command line.",
+        metavar="KEY",
+        envvar="PACELINE_API_KEY",
+        show_default=False,
+    )
+    allowed_host: list[str] | None = _server(
+        "Further host name that requests may be addressed to. Repeatable.\n\nIt is needed only if the server "
+        "listens on the loopback interface without a key.",
+        metavar="NAME",
+    )
+    cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
+    grace: float = _server("Seconds that active replies have to finish after SIGTERM.", min=0, default=20.0)
+    log_prompts: bool = _server("Log requests with their prompts.", default=False)
+    traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
     @property
     def hosts(self) -> list[str]:
-        """What requests may be addressed to; empty: anything. See `Settings.hosts`."""
+        """Host names that requests may be addressed to; empty: any. See `Settings.hosts`."""
         local = self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
         if self.api_key or not local:
             return []
@@ -102,82 +66,55 @@ class AddressOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """What is held and taken at most."""
+    """Bounds of memory, requests and time."""
 
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, help="Replies that share rounds.", rich_help_panel=_LIMITS)
-    ] = 32
-    queue: Annotated[
-        int, typer.Option("--queue", min=0, help="Replies that may wait; then 429.", rich_help_panel=_LIMITS)
-    ] = 128
-    prefill: Annotated[
-        int,
-        typer.Option(
-            "--prefill",
-            min=1,
-            help="Tokens of prompts fed between two rounds: higher favours new requests, lower favours running ones.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = 128
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(
-            "--cache-memory",
-            min=0.001,
-            help="GiB for keys and values; without it, a quarter of the memory that is free.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None
-    prefix_memory: Annotated[
-        float,
-        typer.Option(
-            "--prefix-memory", min=0, help="GiB for beginnings that come again; 0: off.", rich_help_panel=_LIMITS
-        ),
-    ] = 1.0
-    max_prompt: Annotated[
-        int | None,
-        typer.Option("--max-prompt", min=1, help="Maximum prompt length in tokens.", rich_help_panel=_LIMITS),
-    ] = None
-    max_body: Annotated[
-        int, typer.Option("--max-body", min=1, help="Bytes of a request at most.", rich_help_panel=_LIMITS)
-    ] = 4 << 20
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout",
-            min=0.001,
-            help="Seconds that a reply may take, counted from the request's arrival.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None
+    slots: int = _limit("Replies generated at the same time.", min=1, default=32)
+    queue: int = _limit("Replies that may wait; further requests get status 429.", min=0, default=128)
+    prefill: int = _limit(
+        "Prompt tokens to prefill between two rounds.\n\nMore favours new requests, less favours active ones.",
+        min=1,
+        default=128,
+    )
+    cache_memory: float | None = _limit(
+        "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
+    )
+    prefix_memory: float = _limit("GiB for the prefix cache; 0: off.", min=0, default=1.0)
+    max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
+    max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
+    timeout: float | None = _limit(
+        "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
+    )
 
-    def seats(self, llm: LLM) -> WorkerLimits:
+    def worker_limits(self, llm: LLM) -> WorkerLimits:
+        """Return the limits of a worker that runs this model."""
         from paceline.server.worker import WorkerLimits
 
-        positions = _positions(llm, self.cache_memory)
+        positions = _cache_positions(llm, self.cache_memory)
         return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
 
 
 def serve(
-    argument: NamedModel = None,
+    argument: ModelArgument = None,
     *,
     model: LoadOptions,
-    address: AddressOptions,
+    server: ServerOptions,
     limits: LimitOptions,
     also: Annotated[
         list[str] | None,
-        typer.Option(
-            "--also",
-            help="One more drafter that requests may name; may be repeated. suffix and ngram always can be.",
-            rich_help_panel="Speculation",
+        option(
+            "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
+            panel="Speculation",
+            metavar="DRAFTER",
         ),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model to many clients at once, over OpenAI's API, with speculation."""
-    model = model.named(argument)
-    _check_installed()
-    _log(quiet)
+    """Serve a model over OpenAI's API to many clients at once."""
+    model = model.with_model(argument)
+    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
+    if missing:
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
+    _set_up_logging(quiet)
     from paceline.drafters.factory import spec_name
     from paceline.engine.draft_policy import Speculation
     from paceline.server.app import create_app
@@ -185,72 +122,60 @@ def serve(
     from paceline.server.listen import check_address, run
     from paceline.server.worker import Worker
 
-    check_address(address.host, address.port)
+    check_address(server.host, server.port)
     drafter = None if model.drafter == "none" else spec_name(model.drafter)
-    default = Speculation(drafter)
-    named = [drafter] if drafter else []
-    names = list(dict.fromkeys([*named, *(also or []), *_FREE]))
+    drafters = list(dict.fromkeys([*([drafter] if drafter else []), *(also or []), *_WEIGHTLESS]))
 
     def prepare() -> tuple[LLM, Worker]:
-        llm = _load(model, names, progress_wanted(quiet))
-        return llm, Worker(llm, limits.seats(llm), default)
+        llm = model.load(progress=progress_wanted(quiet), drafter=drafters)
+        return llm, Worker(llm, limits.worker_limits(llm), Speculation(drafter))
 
-    llm, worker = _aside(prepare)
-    name, *aliases = address.names(model.model)
+    llm, worker = _in_own_thread(prepare)
+    name, *aliases = dict.fromkeys(server.served_model_name or [Path(model.model).name])
     settings = Settings(
         model=name,
         aliases=aliases,
-        api_keys=tuple(address.api_key or ()),
-        hosts=address.hosts,
-        cors_origins=tuple(address.cors or ()),
+        api_keys=tuple(server.api_key or ()),
+        hosts=server.hosts,
+        cors_origins=tuple(server.cors or ()),
         max_body=limits.max_body,
         max_prompt=limits.max_prompt,
         timeout=limits.timeout,
-        log_prompts=address.log_prompts,
-        trace_endpoint=address.traces,
+        log_prompts=server.log_prompts,
+        trace_endpoint=server.traces,
     )
-    say = partial(_ready, settings.model, drafter or "none", len(settings.api_keys), quiet)
-    run(create_app(worker, llm, settings), worker, address.host, address.port, address.grace, say)
+    announce = partial(_announce, name, drafter or "none", bool(settings.api_keys), quiet)
+    run(create_app(worker, llm, settings), worker, server.host, server.port, server.grace, announce)
 
 
-def _aside(work: Callable[[], T]) -> T:
-    """In a thread of its own, which ends.
+def _in_own_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that then ends.
 
-    Whoever computes with torch gets a pool of threads for life, and where all pools together are more than there are
-    cores OpenMP puts threads to sleep at every barrier: a pool of the main thread's would cost the engine's nearly half
-    of its speed, wherever torch runs the layers.
+    A thread that computes with torch keeps a pool of OpenMP threads for life. Once all pools together have more threads
+    than there are cores, OpenMP puts threads to sleep at every barrier: a pool of the main thread would cost the
+    engine's nearly half of its speed where torch runs the layers.
     """
-    with ThreadPoolExecutor(1) as aside:
-        return aside.submit(work).result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
 
 
-def _ready(model: str, drafter: str, keys: int, quiet: bool, address: str) -> None:
-    if not quiet:
-        typer.echo(f"{model} (drafter: {drafter}) at {address}/v1 and in a browser at {address}/", err=True)
-        if not keys and not address.startswith(("http://127.", "http://[::1]")):
-            typer.echo("Anybody who can reach this address can use it: there is no --api-key.", err=True)
+def _announce(model: str, drafter: str, has_keys: bool, quiet: bool, address: str) -> None:
+    """Print the address once the server listens, with a warning if it is open to everybody."""
+    if quiet:
+        return
+    typer.echo(f"{model} (drafter: {drafter}) at {address}/v1 and in a browser at {address}/", err=True)
+    if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
+        typer.echo("warning: anyone who can reach this address can use it; set --api-key", err=True)
 
 
-def _log(quiet: bool) -> None:
-    """A line per request, and what goes wrong, on stderr."""
+def _set_up_logging(quiet: bool) -> None:
+    """Log a line per request, and errors, to stderr."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("paceline").setLevel(logging.ERROR if quiet else logging.INFO)
 
 
-def _check_installed() -> None:
-    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
-    if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
-
-
-def _load(model: LoadOptions, names: list[str], progress: bool) -> LLM:
-    """The model with all its drafters."""
-    modes = {"quantize": model.quantize, "draft_quantize": model.draft_quantize}
-    return model.open(progress=progress, drafter=names, draft=parse_draft(model.draft), **modes)
-
-
-def _positions(llm: LLM, memory: float | None) -> int:
-    """How many positions of keys and values fit so many GiB, or a quarter of what is free."""
+def _cache_positions(llm: LLM, memory: float | None) -> int:
+    """Return the positions whose keys and values fit into `memory` GiB, or into a quarter of the free memory."""
     import psutil
     import torch
 
@@ -259,6 +184,6 @@ def _positions(llm: LLM, memory: float | None) -> int:
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 1 << 20
-    device, one = target.device, target.config.cache_bytes(1, target.dtype.itemsize)
+    device, position = target.device, target.config.cache_bytes(1, target.dtype.itemsize)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 if memory is None else memory * 2**30) / one))
+    return max(1, int((free / 4 if memory is None else memory * 2**30) / position))

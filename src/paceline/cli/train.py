@@ -1,165 +1,112 @@
-"""`paceline train`: a drafter for a target of your own."""
+"""`paceline train`: a drafter for your own target model."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from paceline.cli.options import Quiet, progress_wanted, set_threads
+from paceline.cli.commands import option, options_of
+from paceline.cli.options import Device, Quiet, Threads, progress_wanted, set_threads
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.train.loop import Report
     from paceline.train.run import TrainJob
 
 Number = TypeVar("Number", int, float)
 
-_DATA, _HEAD, _LOOP = "Data", "Drafter", "Training"
-
-_ORDERED = (
-    *("prompts", "answers", "own_prompts", "documents", "max_length", "cache"),
-    *("start", "vocabulary", "ffn", "layers", "rank", "steps"),
-)
-"""Options that an `TrainJob` knows by the same name."""
+_data = options_of("Data")
+_drafter = options_of("Drafter")
+_training = options_of("Training")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What it learns from, what it is made of and how it is trained."""
+    """Data, shape of the drafter, and training."""
 
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="JSONL of prompts; without it the target makes its own.", rich_help_panel=_DATA),
-    ] = None
-    own_prompts: Annotated[
-        int, typer.Option("--own-prompts", min=1, help="How many it makes then.", rich_help_panel=_DATA)
-    ] = 5000
-    answers: Annotated[
-        Path | None,
-        typer.Option("--answers", help="JSONL of its answers; without it, it writes them.", rich_help_panel=_DATA),
-    ] = None
-    answer_tokens: Annotated[
-        int, typer.Option("--answer-tokens", min=1, help="Longest answer, in tokens.", rich_help_panel=_DATA)
-    ] = 192
-    temperatures: Annotated[
-        str, typer.Option("--temperatures", help="An answer for each of these per prompt.", rich_help_panel=_DATA)
-    ] = "0,0.8"
-    documents: Annotated[
-        int | None, typer.Option("--documents", min=1, help="Use so many answers at most.", rich_help_panel=_DATA)
-    ] = None
-    max_length: Annotated[
-        int, typer.Option("--max-length", min=16, help="Tokens of a document, at most.", rich_help_panel=_DATA)
-    ] = 2048
-    cache: Annotated[
-        float,
-        typer.Option("--cache", min=0, help="GiB of hidden states to keep between epochs.", rich_help_panel=_DATA),
-    ] = 8.0
-    start: Annotated[
-        Path | None,
-        typer.Option("--from", help="Begin with the weights of this drafter, of like shape.", rich_help_panel=_HEAD),
-    ] = None
-    taps: Annotated[
-        str | None,
-        typer.Option("--taps", help="Layers it listens to, as 2,15,27.", rich_help_panel=_HEAD),
-    ] = None
-    vocabulary: Annotated[
-        int | None,
-        typer.Option("--vocabulary", min=1, help="Tokens it can draft; without it, all.", rich_help_panel=_HEAD),
-    ] = None
-    ffn: Annotated[
-        int | None,
-        typer.Option("--ffn", min=1, help="Feed-forward width; without it, the target's.", rich_help_panel=_HEAD),
-    ] = None
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            "--layers", min=1, help="Before an exit; of a block drafter or Medusa head.", rich_help_panel=_HEAD
-        ),
-    ] = None
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of an early exit's adapter.", rich_help_panel=_HEAD)] = 256
-    steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Tokens of the drafts it learns to make.", rich_help_panel=_LOOP)
-    ] = 5
-    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the data.", rich_help_panel=_LOOP)] = 1.0
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Documents per step.", rich_help_panel=_LOOP)] = 4
-    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", rich_help_panel=_LOOP)] = 2e-3
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of data, order and weights.", rich_help_panel=_LOOP)
-    ] = 0
+    prompts: Path | None = _data("JSONL file of prompts.", metavar="FILE", show_default="the target writes its own")
+    own_prompts: int = _data("Prompts that the target writes if no --prompts are given.", min=1, default=5000)
+    answers: Path | None = _data("JSONL file of the target's answers.", metavar="FILE", show_default="it writes them")
+    answer_tokens: int = _data("Maximum length of an answer, in tokens.", min=1, default=192)
+    temperatures: str = _data("Temperatures; each prompt gets an answer at each.", metavar="X,X", default="0,0.8")
+    documents: int | None = _data("Use at most N answers.", min=1, show_default="all")
+    max_length: int = _data("Maximum length of a document (prompt and answer), in tokens.", min=16, default=2048)
+    cache: float = _data("GiB of hidden states to keep on disk between epochs.", min=0, default=8.0)
+    start: Path | None = _drafter("Start from the weights of this drafter of the same shape.", "--from", metavar="DIR")
+    taps: str | None = _drafter("Target layers whose hidden states the drafter reads, such as 2,15,27.", metavar="N,N")
+    vocabulary: int | None = _drafter("Tokens that the drafter can draft.", min=1, show_default="all")
+    ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
+    layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
+    rank: int = _drafter("Rank of an early exit's adapter.", min=1, default=256)
+    steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
+    epochs: float = _training("Passes over the data.", default=1.0)
+    batch: int = _training("Documents per step.", min=1, default=4)
+    rate: float = _training("Learning rate.", default=2e-3)
+    seed: int = _training("Seed of the data, its order and the weights.", min=0, max=2**63 - 1, default=0)
 
-    def order(self, target: str, kind: str, out: Path) -> TrainJob:
-        """All of it in the library's terms. Raises `InvalidOption`."""
+    def job(self, target: str, kind: str, out: Path) -> TrainJob:
+        """Return what to train. Raises `InvalidOption`."""
         from paceline.train import answers, loop, run
 
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in _ORDERED}
+        fields = asdict(self)
+        taps, temperatures = fields.pop("taps"), _numbers("--temperatures", fields.pop("temperatures"), float, "0,0.8")
         return run.TrainJob(
             target,
             kind,
             out,
-            **chosen,
-            taps=None if self.taps is None else _listed(self.taps, int, "--taps {} are no layers", "2,15,27"),
-            mix=answers.AnswerPlan(
-                _listed(self.temperatures, float, "--temperatures {} is no list of numbers", "0,0.8"),
-                self.answer_tokens,
-                self.seed,
-            ),
-            plan=loop.TrainPlan(epochs=self.epochs, batch=self.batch, rate=self.rate, seed=self.seed),
+            taps=None if taps is None else _numbers("--taps", taps, int, "2,15,27"),
+            mix=answers.AnswerPlan(temperatures, fields.pop("answer_tokens"), self.seed),
+            plan=loop.TrainPlan(**{name: fields.pop(name) for name in ("epochs", "batch", "rate", "seed")}),
             command=shlex.join(["paceline", *sys.argv[1:]]),
+            **fields,
         )
 
 
 def train(
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the drafter; DIR.work beside it is for work.")],
-    target: Annotated[
-        str, typer.Option("--target", "-m", help="The model to draft for, as for generate --model.")
-    ] = "demo",
-    kind: Annotated[str, typer.Option("--kind", "-k", help="eagle3, medusa, early-exit or block.")] = "eagle3",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")] = "auto",
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
+    out: Annotated[Path, option("Folder for the drafter; DIR.work beside it keeps the work.", "-o", metavar="DIR")],
+    target: Annotated[str, option("Model to draft for, as for generate --model.", "-m", metavar="MODEL")] = "demo",
+    kind: Annotated[str, option("eagle3, medusa, early-exit or block.", "-k", metavar="KIND")] = "eagle3",
+    device: Device = "auto",
+    threads: Threads = None,
     options: TrainOptions,
     quiet: Quiet = False,
 ) -> None:
-    """Train a drafter for a target, on the target's own answers.
+    """Train a drafter on the target's own answers.
 
-    Run the same command again to go on after an interruption: finished answers, hidden states and the last
-    checkpoint are kept in DIR.work. Use the drafter with --drafter head:DIR.
+    Repeat the same command to continue after an interruption: DIR.work keeps finished answers, hidden states and the
+    last checkpoint. Use the drafter with --drafter head:DIR.
     """
     # oneDNN keeps what it prepared for the last 1024 shapes of each kind, a few MB apiece, and no two batches are
     # alike: 5 GB in half an hour. Preparing anew costs nothing beside a product. Read when torch is imported.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
-    order = options.order(target, kind, out)
-    from paceline.cli.progress import Bars
+    job = options.job(target, kind, out)
+    from paceline.cli.progress import TrainingProgress
     from paceline.llm import load
     from paceline.train import run
 
-    run.check(order)
+    run.check(job)
     set_threads(threads)
     llm = load(target, drafter=None, device=device, progress=progress_wanted(quiet))  # type: ignore[arg-type]
-    with Bars(quiet) as bars:
-        report = run.train(llm, order, bars.listener)
+    with TrainingProgress(quiet) as progress:
+        acceptance = run.train(llm, job, progress.listener).acceptance
     if not quiet:
-        typer.echo(f"{out}: {_measured(report, options.steps)}", err=True)
+        measured = "not measured: too few prompts to hold any out"
+        if acceptance is not None:
+            measured = f"{acceptance:.2f} tokens per round on held-out answers (greedy, chain of {options.steps})"
+        typer.echo(f"{out}: {measured}", err=True)
 
 
-def _measured(report: Report, steps: int) -> str:
-    if report.acceptance is None:
-        return "trained, and not measured, since none of so few prompts were held out"
-    return f"{report.acceptance:.2f} tokens per round on held-out answers (greedy, chain of {steps})"
-
-
-def _listed(text: str, number: Callable[[str], Number], cause: str, example: str) -> tuple[Number, ...]:
-    """What stands between the commas. `cause`: what is wrong where that is no number, {} being the text."""
+def _numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
     try:
         return tuple(number(part) for part in text.split(","))
     except ValueError:
-        raise InvalidOption(cause.format(repr(text)), f"Write them as {example}") from None
+        raise InvalidOption(f"{name} must be numbers separated by commas, got {text!r}", f"Write {example}") from None

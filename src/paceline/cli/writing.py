@@ -1,4 +1,4 @@
-"""Writing many replies: one after the other, or together."""
+"""Replies to many prompts: one after the other, or in a batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli.errors import complain
-from paceline.cli.show import Display, cut_at
+from paceline.cli.errors import print_error
+from paceline.cli.show import Display, length_limit
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.text.prompt_rows import PromptRow
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class WritingOptions:
-    """How replies are made and written."""
+class ReplyWriter:
+    """Generates replies and writes them to a file, as text or as lines of JSON."""
 
     llm: LLM
     sampling: Sampling
@@ -32,10 +32,10 @@ class WritingOptions:
     file: TextIO
 
     def write(self, row: PromptRow) -> Completion:
-        """One reply: its text as it comes, or a JSON line when it is whole."""
+        """Generate one reply and write it: text as it is generated, JSON when it is complete."""
         if self.as_json:
             completion = self.llm.generate(row.prompt, self.sampling, raw=self.raw)
-            self.line({} if row.id is None else {"id": row.id}, completion)
+            self.write_completion(row, completion)
             return completion
         if row.id is not None:
             self.file.write(f"==> {row.id} <==\n")
@@ -45,106 +45,109 @@ class WritingOptions:
         finally:
             display.end()
 
-    def whole(self, row: PromptRow, sample: int | None, completion: Completion) -> None:
-        """A finished reply, under its prompt's id and, where there are several, its number."""
-        number = {} if sample is None else {"sample": sample}
+    def write_completion(self, row: PromptRow, completion: Completion, sample: int | None = None) -> None:
+        """Write a complete reply under the id of its prompt and, if there are several, its number."""
+        name = {} if row.id is None else {"id": row.id}
+        if sample is not None:
+            name["sample"] = sample
         if self.as_json:
-            return self.line(({} if row.id is None else {"id": row.id}) | number, completion)
-        name = " ".join(str(part) for part in (row.id, *(f"sample {n}" for n in number.values())) if part is not None)
-        self.file.write(f"==> {name} <==\n")
+            # ASCII: safe in any encoding, and free of U+2028, which some readers take for the end of a line.
+            self.file.write(json.dumps(name | completion.as_dict()) + "\n")
+            self.file.flush()
+            return
+        title = " ".join(f"sample {value}" if key == "sample" else str(value) for key, value in name.items())
+        self.file.write(f"==> {title} <==\n")
         display = Display(self.file)
         display.text(completion.text)
         display.end()
-        return None
-
-    def line(self, name: dict[str, Any], completion: Completion) -> None:
-        # ASCII: safe in any encoding, and no U+2028 splits a line for readers that count it as an end.
-        self.file.write(json.dumps(name | completion.as_dict()) + "\n")
-        self.file.flush()
 
 
-def write_one_by_one(job: WritingOptions, rows: list[PromptRow], quiet: bool) -> int:
-    """Every row in turn; returns how many failed."""
+def write_one_by_one(writer: ReplyWriter, rows: list[PromptRow], quiet: bool) -> int:
+    """Answer the rows one after the other. Return how many failed."""
     failed = 0
     progress = _ProgressLine(len(rows), quiet)
     for row in rows:
-        # The line stays while a JSON reply is computed; a text would be written over it.
-        if not job.as_json:
+        # The line stays while a JSON reply is computed; text would be written over it.
+        if not writer.as_json:
             progress.hide()
         try:
-            completion = job.write(row)
+            completion = writer.write(row)
         except PacelineError as error:
             failed += 1
             progress.hide()
-            complain(f"row {row.id}: {error}")
+            print_error(f"row {row.id}: {error}")
             progress.advance(0)
         else:
-            progress.count(completion, job.sampling)
+            progress.count(completion, writer.sampling)
     progress.finish(failed)
     return failed
 
 
-def write_together(job: WritingOptions, rows: list[PromptRow], samples: int, width: int, quiet: bool) -> int:
-    """All rows in one batch, written in their order; returns how many prompts failed."""
+def write_batch(writer: ReplyWriter, rows: list[PromptRow], samples: int, width: int, quiet: bool) -> int:
+    """Answer the rows in a batch of `width`, and write the replies in the order of the rows.
+
+    Return how many rows failed.
+    """
     progress = _ProgressLine(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
-    prompts = [(row, _prompt_ids(job, row)) for row in rows]
-    sound = [row for row, ids in prompts if ids]
-    failed = len(rows) - len(sound)
+    prompts = [(row, ids) for row in rows if (ids := _prompt_ids(writer, row))]
+    failed = len(rows) - len(prompts)
     progress.advance(0, failed * samples)
-    batch = job.llm.batch([ids for _, ids in prompts if ids], job.sampling, n=samples, width=width)
-    written = 0
+    batch = writer.llm.batch([ids for _, ids in prompts], writer.sampling, n=samples, width=width)
+    finished: set[int] = set()
+    num_written = 0
 
-    def write(ended: set[int]) -> None:
-        """What has ended, as far as nothing before it is missing."""
-        nonlocal written
-        while written in ended:
-            row, sample = divmod(written, samples)
-            if written not in batch.errors:
+    def write_finished() -> None:
+        """Write the replies that have finished, up to the first that has not."""
+        nonlocal num_written
+        while num_written in finished:
+            row, sample = divmod(num_written, samples)
+            if num_written not in batch.errors:
                 progress.hide()
-                job.whole(sound[row], sample if samples > 1 else None, batch.completion(written))
-            written += 1
+                completion = batch.completion(num_written)
+                writer.write_completion(prompts[row][0], completion, sample if samples > 1 else None)
+            num_written += 1
 
-    ended: set[int] = set()
     try:
         for index, chunk in batch:
             if chunk.finish_reason:
-                ended.add(index)
-                progress.count(batch.completion(index), job.sampling)
-                write(ended)
+                finished.add(index)
+                progress.count(batch.completion(index), writer.sampling)
+                write_finished()
     except PacelineError as error:
         if error not in batch.errors.values():
             raise
     finally:
         batch.close()
         for index, failure in batch.errors.items():
-            complain(f"row {sound[index // samples].id}: {failure}")
+            print_error(f"row {prompts[index // samples][0].id}: {failure}")
             progress.advance(0)
-        write(ended | set(batch.errors))
+        finished.update(batch.errors)
+        write_finished()
     failed += len({index // samples for index in batch.errors})
     progress.finish(failed)
     return failed
 
 
-def _prompt_ids(job: WritingOptions, row: PromptRow) -> list[int] | None:
-    """The row's token ids; None, said on stderr, where it cannot be answered."""
+def _prompt_ids(writer: ReplyWriter, row: PromptRow) -> list[int] | None:
+    """Return the token ids of a row; None, with an error on stderr, if it cannot be answered."""
     try:
-        return job.llm.prompt_ids(row.prompt, raw=job.raw)
+        return writer.llm.prompt_ids(row.prompt, raw=writer.raw)
     except InvalidPrompt as error:
-        complain(f"row {row.id}: {error}")
+        print_error(f"row {row.id}: {error}")
         return None
 
 
 class _ProgressLine:
-    """One line on stderr: rewritten in place on a terminal, else repeated every few seconds."""
+    """Line on stderr: rewritten in place on a terminal, else repeated every few seconds."""
 
-    def __init__(self, total: int, quiet: bool, what: str = "prompts") -> None:
-        self._total, self._quiet, self._live, self._what = total, quiet, sys.stderr.isatty(), what
+    def __init__(self, total: int, quiet: bool, unit: str = "prompts") -> None:
+        self._total, self._quiet, self._live, self._unit = total, quiet, sys.stderr.isatty(), unit
         self._done = self._tokens = self._cut = 0
-        self._began = self._last = time.perf_counter()
+        self._began = self._printed = time.perf_counter()
 
     def count(self, reply: Completion, sampling: Sampling) -> None:
-        """One reply more."""
-        self._cut += bool(cut_at(reply, sampling))
+        """Count one more reply."""
+        self._cut += bool(length_limit(reply, sampling))
         self.advance(reply.stats.tokens)
 
     def advance(self, tokens: int, replies: int = 1) -> None:
@@ -154,9 +157,9 @@ class _ProgressLine:
             return
         if self._live:
             typer.echo(f"\r\x1b[2K{self._line()}", nl=False, err=True)
-        elif self._done < self._total and time.perf_counter() - self._last > 5:
+        elif self._done < self._total and time.perf_counter() - self._printed > 5:
             typer.echo(self._line(), err=True)
-            self._last = time.perf_counter()
+            self._printed = time.perf_counter()
 
     def hide(self) -> None:
         if self._live and not self._quiet:
@@ -170,4 +173,4 @@ class _ProgressLine:
 
     def _line(self) -> str:
         seconds = time.perf_counter() - self._began
-        return f"{self._done}/{self._total} {self._what} · {self._tokens} tokens · {self._tokens / seconds:.1f} tok/s"
+        return f"{self._done}/{self._total} {self._unit} · {self._tokens} tokens · {self._tokens / seconds:.1f} tok/s"

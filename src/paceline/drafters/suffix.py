@@ -29,7 +29,7 @@ _FOLLOWERS = 16
 _REMATCH = 64
 """Tokens looked up again when the memory has started over."""
 _END = -1
-"""EmbeddingAndHead a remembered text. No token has this id, so no match reaches across."""
+"""Ends a remembered text. No token has this id, so no match reaches across."""
 
 Context = tuple[SuffixAutomaton, int, int]
 """A place in an automaton: the state, and the length in tokens of the match that led there."""

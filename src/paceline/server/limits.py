@@ -77,7 +77,7 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
 
 
 def check_host(hosts: Sequence[str], given: str) -> None:
-    """`given`: the header TargetWithHead. Raises `ApiError` 403 unless it names one of `hosts`, whatever the port."""
+    """`given`: the Host header. Raises `ApiError` 403 unless it names one of `hosts`, whatever the port."""
     try:
         name = urlsplit(f"//{given}").hostname
     except ValueError:

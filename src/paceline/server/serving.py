@@ -72,7 +72,7 @@ class Service:
             self.gate.leave()
 
     async def planned(self, request: Request, lane: Lane, work: Callable[[], T], timeout: float | None) -> T:
-        """Return what `work` returns, in a thread. EmbeddingAndHead it, raising `ClientDisconnect`, when the client leaves, and
+        """Return what `work` returns, in a thread. End it, raising `ClientDisconnect`, when the client leaves, and
         `TimedOut` after `timeout` seconds."""
         planning = asyncio.wait_for(self.planning.run(lane, client_of(request), work), timeout)
         try:

@@ -261,7 +261,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     def _start_over(self, error: Exception | None) -> list[Event]:
-        """EmbeddingAndHead every reply there is, those too that a turn which broke off had ended and could not hand over."""
+        """End every reply there is, those too that a turn which broke off had ended and could not hand over."""
         try:
             self._scheduler.close()
         except Exception:

@@ -1,0 +1,140 @@
+"""Commands made of plain functions: options declared once, a short --help and a complete --help-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, field, fields, is_dataclass
+from inspect import Parameter, Signature, cleandoc, signature
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+EVERYDAY = {
+    "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
+    "chat": "model drafter quantize max-new-tokens temperature seed system quiet",
+    "serve": "model drafter quantize host port api-key served-model-name slots quiet",
+    "demo": "model drafter quantize max-new-tokens temperature seed",
+    "info": "model json",
+    "doctor": "model drafter quantize threads details json quiet",
+    "bench": "prompts model quantize drafters against count tokens temperature out report",
+    "perplexity": "model quantize tokens json quiet",
+    "train": "out target kind prompts answers from taps vocabulary epochs quiet",
+    "compile": "json",
+}
+"""Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
+
+_METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}
+_ALL = "paceline.help_all"
+_OPTION = "option"
+
+
+class Declaration(NamedTuple):
+    """Option of a command, as `option` declares it inside `Annotated`."""
+
+    help: str
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def info(self, parameter: str, kind: Any, default: Any) -> Any:
+        """Return typer's declaration of this option for a parameter of type `kind`."""
+        names = self.names
+        if not any(name.startswith("--") for name in names):
+            names = (f"--{parameter.replace('_', '-')}", *names)
+        metavar = next((text for key, text in _METAVARS.items() if key is kind or key in get_args(kind)), "TEXT")
+        return typer.Option(default, *names, help=self.help, **({"metavar": metavar} | self.settings))
+
+
+def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Declaration:
+    """Declare an option. `names`: its flags; the long one may be omitted where it is the parameter's name.
+
+    The first paragraph of `help` stands in the short help. `settings`: further arguments of `typer.Option`.
+    """
+    return Declaration(help, names, settings | {"rich_help_panel": panel})
+
+
+def options_of(panel: str) -> Callable[..., Any]:
+    """Return a function that declares an option as a field of a dataclass, under `panel` in --help-all."""
+
+    def declare(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+        return field(default=default, metadata={_OPTION: option(help, *names, panel=panel, **settings)})
+
+    return declare
+
+
+class Command(TyperCommand):
+    """Command whose --help shows its everyday options, and whose --help-all shows them all."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = self
+        if not ctx.meta.get(_ALL):
+            shown = copy(self)
+            names = [f"--{name}" for name in EVERYDAY[str(self.name)].split()]
+            options = {name: short for param in self.params for name, short in _short_help(param)}
+            shown.params = [param for param in self.params if param.param_type_name == "argument"]
+            shown.params += [options[name] for name in names]
+            if len(shown.params) < len(self.params) - 1:
+                shown.epilog = f"More options: {ctx.command_path} --help-all"
+        super(Command, shown).format_help(ctx, formatter)
+
+
+def _short_help(param: Any) -> list[tuple[str, Any]]:
+    """Return (name, option as the short help shows it) for each name of an option."""
+    short = copy(param)
+    short.rich_help_panel, short.help = None, (param.help or "").partition("\n\n")[0]
+    long = [name for name in param.opts if name.startswith("--")]
+    short.opts = [name for name in param.opts if name not in long[1:]]
+    return [(name, short) for name in param.opts]
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None, **context: Any) -> None:
+    """Make `function` a command of `app`. `context`: typer's settings of its context."""
+    app.command(name, cls=Command, context_settings=context)(with_options(function))
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` as typer needs it: a parameter whose type is a dataclass becomes the fields of that class."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+    parameters: list[Parameter] = []
+    for parameter in signature(function).parameters.values():
+        if (group := groups.get(parameter.name)) is None:
+            parameters.append(_parameter(parameter.name, hints[parameter.name], parameter.default))
+        else:
+            of_group = get_type_hints(group, include_extras=True)
+            parameters += [
+                _parameter(x.name, of_group[x.name], x.default, x.metadata.get(_OPTION)) for x in fields(group)
+            ]
+    help_all = option("Show every option, by subject, and exit.", is_eager=True, callback=_show_all)
+    parameters.append(_parameter("help_all", Annotated[bool, help_all], False))
+
+    def run(help_all: bool, **given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        function(**given)
+
+    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+    run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = Signature(parameters)
+    return run
+
+
+def _parameter(name: str, hint: Any, default: Any, declared: Declaration | None = None) -> Parameter:
+    """Return the parameter for typer. `declared`: the option of a field; others are declared inside `Annotated`."""
+    for part in getattr(hint, "__metadata__", ()):
+        if isinstance(part, Declaration):
+            declared, hint = part, hint.__origin__
+    if declared is not None:
+        missing = default is MISSING or default is Parameter.empty
+        default = declared.info(name, hint, ... if missing else default)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

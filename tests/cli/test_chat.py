@@ -1,0 +1,156 @@
+"""`paceline chat`, and replies on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from paceline.cli.show import Display
+from paceline.cli.writing import _ProgressLine
+from paceline.engine.detokenizer import Chunk
+from paceline.llm import LLM
+from tests.cli.toy_cli import (
+    Letters,
+    Shop,
+    chat,
+    failure,
+    stop_after,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(file: io.StringIO) -> str:
+    display = Display(file)
+    for chunk in (Chunk("a", 1, "plain"), Chunk("", 2, "draft"), Chunk("b\x1b]0;\x07", 3, "draft")):
+        display.write(chunk)
+    display.end()
+    return file.getvalue()
+
+
+def test_accepted_tokens_are_green_and_no_escape_of_the_model_reaches_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown(Terminal()) == "a\x1b[32mb\ufffd]0;\ufffd\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal()) == "ab\ufffd]0;\ufffd\n"
+    assert shown(io.StringIO()) == "ab\x1b]0;\x07\n"
+
+
+def test_progress_on_a_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = _ProgressLine(2, quiet=False)
+    progress.advance(5)
+    progress.advance(6)
+    progress.finish(1)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "2/2 prompts · 11 tokens" in err
+    assert err.endswith("1 failed\n")
+
+
+@pytest.fixture
+def asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations the model was given."""
+    seen: list[list[dict[str, str]]] = []
+    stream = LLM.stream
+
+    def noted(self: LLM, prompt: Any, *args: Any, **options: Any) -> Any:
+        seen.append(list(prompt))
+        return stream(self, prompt, *args, **options)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    return seen
+
+
+def test_chat_keeps_its_history_and_forgets_it_when_told(asked: list[list[dict[str, str]]]) -> None:
+    result = chat("one\n\ntwo\n/reset\n/tmp/x is a path\n/quit\nnever\n", "--system", "be brief")
+    assert result.exit_code == 0, result.output
+    system = {"role": "system", "content": "be brief"}
+    assert [[m["content"] for m in c if m["role"] != "assistant"] for c in asked] == [
+        ["be brief", "one"],
+        ["be brief", "one", "two"],
+        ["be brief", "/tmp/x is a path"],
+    ]
+    assert asked[1][:2] == [system, {"role": "user", "content": "one"}]
+    assert asked[1][2]["role"] == "assistant"
+    assert asked[1][2]["content"] in result.stdout
+    assert "\x1b" not in result.output
+
+
+def test_chat_commands(shop: Shop) -> None:
+    result = chat("/stats\n/help\n/nonsense\nhi\n/stats\n")
+    assert result.exit_code == 0
+    for part in ("There is no reply yet", "Ctrl-C stops a reply", "no command /nonsense", "prefill", "8 tokens"):
+        assert part in result.stdout
+
+
+def test_several_lines_are_one_message(asked: list[list[dict[str, str]]]) -> None:
+    result = chat('"""one\n\n  two\n"""\n"""/quit"""\n"""\n/reset\n"""\n"""three\nfour')
+    assert result.exit_code == 0, result.output
+    said = [m["content"] for m in asked[-1] if m["role"] == "user"]
+    assert said == ["one\n\n  two", "/quit", "/reset", "three\nfour"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_pasted_lines_are_one_message() -> None:
+    import pty
+    import readline
+
+    if "GNU" not in (readline.__doc__ or ""):
+        pytest.skip("libedit takes pasted lines one by one")
+    code = "from paceline.cli.chat import _edit_lines, _read_message as read; _edit_lines(); print(repr(read().text))"
+    main, terminal = pty.openpty()
+    with os.fdopen(main, "rb", buffering=0) as screen:
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(command, stdin=terminal, stdout=terminal, env=os.environ | {"TERM": "xterm"})
+        os.close(terminal)
+        shown = b""
+        while b"> " not in shown:
+            shown += screen.read(1024)
+        os.write(main, b"\x1b[200~one\n  two\n\nthree\x1b[201~\r")
+        with contextlib.suppress(OSError):  # what Linux says once the other end is closed
+            while piece := screen.read(1024):
+                shown += piece
+        assert child.wait(60) == 0
+    assert b"'one\\n  two\\n\\nthree'" in shown
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_chat(
+    asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 3, KeyboardInterrupt())
+    result = chat("one\ntwo\n")
+    assert result.exit_code == 0
+    assert len(asked[1][1]["content"]) == 3
+    assert asked[1][2] == {"role": "user", "content": "two"}
+
+
+def test_a_question_that_fails_is_dropped(asked: list[list[dict[str, str]]]) -> None:
+    result = chat(f"one\n{'x' * 300}\ntwo\n", "-q")
+    assert result.exit_code == 0
+    assert failure_lines(result) == 1
+    assert [m["content"] for m in asked[2] if m["role"] == "user"] == ["one", "two"]
+
+
+def failure_lines(result: Result) -> int:
+    return result.stderr.count("error: the prompt has")
+
+
+def test_chat_needs_a_template(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "chat_template", None)
+    assert "no chat template" in failure(chat("hi\n", "-q"))
