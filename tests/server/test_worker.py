@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
@@ -21,8 +22,13 @@ from paceline.llm import LLM, load
 from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
+from paceline.server.limits import Gate
 from paceline.server.memory import give_back
+from paceline.server.metrics import Metrics
+from paceline.server.running import ReplyRound, RequestRun
+from paceline.server.tracing import Tracer
 from paceline.server.worker import Busy, ReplyJob, ReplyStream, ServerStopping, Worker, WorkerLimits
+from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
 from tests.toys import toy_llm, toy_model
@@ -40,7 +46,7 @@ def job(llm: LLM, prompt: str, how: Sampling, speculation: Speculation | None = 
 
 
 async def read(reply: ReplyStream) -> list[int]:
-    return [chunk.token_id async for chunks in reply for chunk in chunks]
+    return [chunk.token_id async for output in reply for chunk in output.chunks]
 
 
 def run(worker: Worker, work: Coroutine[Any, Any, T], grace: float = 5.0) -> T:
@@ -116,8 +122,8 @@ def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
         worker.drain(grace)
         with pytest.raises(ServerStopping):
             worker.submit(job(llm, "abc", Sampling()))
-        rest = [chunk.token_id async for chunks in rounds for chunk in chunks]
-        return [first[0].token_id, *rest], reply.error
+        rest = [chunk.token_id async for output in rounds for chunk in output.chunks]
+        return [first.chunks[0].token_id, *rest], reply.error
 
     tokens, error = run(worker, work(), grace)
     assert (len(tokens) >= 100) == (grace > 0)
@@ -194,6 +200,31 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
     first, error, last = run(worker, work())
     assert first == last == toy_llm().generate("abc", how).token_ids
     assert isinstance(error, ValueError)
+
+
+def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
+    """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
+    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    llm = LLM(toy_model(), {"twin": twin})
+    worker = Worker(llm)
+    request = RequestRun(worker, Gate(1), Metrics("toy", lambda: worker.load), Tracer())
+
+    async def work() -> list[ReplyRound]:
+        request.enter()
+        how = Sampling(max_new_tokens=24, ignore_eos=True)
+        request.start([job(llm, "hello hello", how, Speculation("twin", DraftBudget.chain(2)))])
+        while worker.load.running or worker.load.waiting:
+            await asyncio.sleep(0.01)
+        rounds = [made async for made in request.rounds()]
+        request.close()
+        return rounds
+
+    rounds = run(worker, work())
+    assert sum(len(made.chunks) for made in rounds) == 24
+    assert all(made.accepted <= made.drafted <= 2 for made in rounds)
+    stats = request.replies[0].reply.stats
+    assert len(rounds) == stats.rounds > 1
+    assert sum(made.drafted for made in rounds) == stats.drafted > 2
 
 
 def test_a_name_that_is_not_loaded_is_refused_at_once() -> None:

@@ -13,13 +13,12 @@ from paceline.server.errors import api_error
 from paceline.server.limits import Gate
 from paceline.server.metrics import Metrics
 from paceline.server.tracing import Tracer
-from paceline.server.worker import ReplyJob, ReplyStream, ServerStopping, Worker
+from paceline.server.worker import ReplyJob, ReplyStream, RoundOutput, ServerStopping, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyRound:
-    """What one reply gained in one round. `ms`: since its last one. `drafted`: tokens proposed in it, as far as the
-    engine is not ahead of its reader."""
+    """What one reply gained in one round. `drafted`: tokens proposed in it. `ms`: since its last one."""
 
     index: int
     chunks: Sequence[Chunk]
@@ -66,7 +65,6 @@ class ReplyProgress:
     last: float
     first: float | None = None
     tokens: int = 0
-    drafted: int = 0
     finish: str | None = None
     outcome: str | None = None
     """Why it ended, "error", or "abort" where its client left; once it is over."""
@@ -118,8 +116,8 @@ class RequestRun:
 
     async def _rounds_of(self, index: int) -> AsyncIterator[ReplyRound]:
         progress = self.replies[index]
-        async for chunks in progress.reply:
-            yield self._round(index, chunks)
+        async for output in progress.reply:
+            yield self._round(index, output)
         if progress.finish is None:
             raise ServerStopping("the server is stopping", "Ask another one, or wait until it is back")
 
@@ -150,16 +148,14 @@ class RequestRun:
         else:
             await queue.put(None)
 
-    def _round(self, index: int, chunks: Sequence[Chunk]) -> ReplyRound:
-        progress = self.replies[index]
-        now, drafted = time.perf_counter(), progress.reply.stats.drafted
-        made = ReplyRound(
-            index, chunks, drafted - progress.drafted, progress.reply.drafter, 1000 * (now - progress.last)
-        )
+    def _round(self, index: int, output: RoundOutput) -> ReplyRound:
+        progress, now = self.replies[index], time.perf_counter()
+        ms = 1000 * (now - progress.last)
+        made = ReplyRound(index, output.chunks, output.drafted, progress.reply.drafter, ms)
         self._count(progress, made, now)
-        progress.last, progress.drafted = now, drafted
-        progress.tokens += len(chunks) if progress.job.shown else 0
-        progress.finish = chunks[-1].finish_reason
+        progress.last = now
+        progress.tokens += len(output.chunks) if progress.job.shown else 0
+        progress.finish = output.chunks[-1].finish_reason
         return made
 
     def _count(self, progress: ReplyProgress, made: ReplyRound, now: float) -> None:

@@ -79,12 +79,21 @@ class Load:
     cache: float
 
 
+@dataclass(frozen=True, slots=True)
+class RoundOutput:
+    """Tokens that one reply gained in one round. `drafted`: tokens proposed in it, accepted or not."""
+
+    chunks: Sequence[Chunk]
+    drafted: int
+
+
 class ReplyStream:
     """A job's reply as it grows. For the event loop that submitted it, and one reader."""
 
     def __init__(self, task: Task, wake: asyncio.Event) -> None:
         self._task, self._wake = task, wake
-        self._ready: deque[list[Chunk]] = deque()
+        self._ready: deque[RoundOutput] = deque()
+        self._drafted = 0
         self._over = False
         self._nothing = Stats(0, "rounding")
 
@@ -118,15 +127,16 @@ class ReplyStream:
         """Nobody waits for it any more: it ends before its next round."""
         self._task.cancelled = True
 
-    def push(self, chunks: list[Chunk], over: bool) -> None:
-        """What the worker has for it."""
+    def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
+        """Add a round's chunks. `drafted`: tokens proposed in all rounds up to this one; `over`: it was the last."""
         if chunks:
-            self._ready.append(chunks)
+            self._ready.append(RoundOutput(chunks, drafted - self._drafted))
+            self._drafted = drafted
         self._over = self._over or over
         self._wake.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
-        """The chunks of each round. Raises what ended it early. Whoever leaves before the end cancels it."""
+    async def __aiter__(self) -> AsyncIterator[RoundOutput]:
+        """Yield each round. Raises the error that ended the reply early; leaving before the end cancels it."""
         try:
             while True:
                 await self._wake.wait()
@@ -217,12 +227,12 @@ class Worker:
 
         return begin
 
-    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], bool]]) -> None:
-        for task, chunks, over in events:
+    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
+        for task, chunks, drafted, over in events:
             reply = self._replies[task]
             if over:
                 del self._replies[task]
-            reply.push(chunks, over)
+            reply.push(chunks, drafted, over)
 
     # The engine's thread
 
@@ -256,8 +266,8 @@ class Worker:
     def _hand_over(self, events: Sequence[Event]) -> None:
         self._held.difference_update(task for task, _ in events if task.done)
         if events and self._loop and not self._loop.is_closed():
-            # Whether it is over now: by the time that the loop looks, the engine may be further.
-            news = [(task, chunks, task.done) for task, chunks in events]
+            # Read the counts here: by the time the event loop runs, the engine may be some rounds ahead.
+            news = [(task, chunks, _drafted(task), task.done) for task, chunks in events]
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     def _start_over(self, error: Exception | None) -> list[Event]:
@@ -282,6 +292,10 @@ class Worker:
     def _filled(self) -> float:
         active = self._scheduler.active
         return min(1.0, _positions(len(active), max((t.length for t in active), default=0)) / self.seats.cache)
+
+
+def _drafted(task: Task) -> int:
+    return task.request.stats.drafted if task.request else 0
 
 
 def _positions(count: int, longest: int) -> int:
