@@ -59,10 +59,10 @@ class Serving:
 
 @contextmanager
 def serving(
-    llm: LLM, seats: WorkerLimits | None = None, connections: int | None = None, **settings: Any
+    llm: LLM, limits: WorkerLimits | None = None, connections: int | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """Serves until the block is left. `connections`: how many there may be, less one."""
-    worker = Worker(llm, seats)
+    worker = Worker(llm, limits)
     app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))
     config = uvicorn.Config(
         app,

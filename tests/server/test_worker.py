@@ -22,12 +22,12 @@ from paceline.llm import LLM, load
 from paceline.protocols import Ask
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
-from paceline.server.limits import Gate
-from paceline.server.memory import give_back
+from paceline.server.choices import ReplyRound
+from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
-from paceline.server.running import ReplyRound, RequestRun
+from paceline.server.running import RunningRequest
 from paceline.server.tracing import Tracer
-from paceline.server.worker import Busy, ReplyJob, ReplyStream, ServerStopping, Worker, WorkerLimits
+from paceline.server.worker import Busy, ReplyJob, ReplyStream, ServerStopping, Worker, WorkerLimits, trim_memory
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
@@ -64,7 +64,7 @@ def test_replies_at_once_are_those_of_each_alone() -> None:
     llm, plain = toy(), toy_llm()
     samplings = [Sampling(max_new_tokens=5 + i, temperature=0.3 * (i % 3), seed=i) for i in range(9)]
     prompts = [f"number {'abcdefghi'[i]}, please" for i in range(9)]
-    worker = Worker(llm, WorkerLimits(slots=4, quota=8, prefixes=1 << 20))
+    worker = Worker(llm, WorkerLimits(slots=4, prefill_quota=8, prefix_bytes=1 << 20))
 
     async def work() -> list[list[int]]:
         replies = [
@@ -83,7 +83,7 @@ def test_so_many_and_no_more() -> None:
     async def work() -> None:
         how = Sampling(max_new_tokens=30, ignore_eos=True)
         replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
-        with pytest.raises(Busy, match="3 replies run or wait"):
+        with pytest.raises(Busy, match="3 replies are running or waiting"):
             worker.submit(job(llm, "abc", how))
         assert len({tuple(await read(reply)) for reply in replies}) == 1
         assert len(await read(worker.submit(job(llm, "abc", how)))) == 30
@@ -171,7 +171,7 @@ def test_what_a_broken_turn_had_ended_is_handed_over_too(monkeypatch: pytest.Mon
 
     async def work() -> list[Any]:
         how = Sampling(max_new_tokens=5, ignore_eos=True)
-        with worker._news:  # all three reach the engine's thread at once
+        with worker._changed:  # all three reach the engine's thread at once
             replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
         read_all = asyncio.gather(*map(read, replies), return_exceptions=True)
         broken = await asyncio.wait_for(read_all, 20)
@@ -207,7 +207,7 @@ def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     twin = DraftModel(tiny_target(), tiny_target().vocab_size)
     llm = LLM(toy_model(), {"twin": twin})
     worker = Worker(llm)
-    request = RequestRun(worker, Gate(1), Metrics("toy", lambda: worker.load), Tracer())
+    request = RunningRequest(worker, RequestLimit(1), Metrics("toy", lambda: worker.load), Tracer())
 
     async def work() -> list[ReplyRound]:
         request.enter()
@@ -222,7 +222,7 @@ def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     rounds = run(worker, work())
     assert sum(len(made.chunks) for made in rounds) == 24
     assert all(made.accepted <= made.drafted <= 2 for made in rounds)
-    stats = request.replies[0].reply.stats
+    stats = request.replies[0].stream.stats
     assert len(rounds) == stats.rounds > 1
     assert sum(made.drafted for made in rounds) == stats.drafted > 2
 
@@ -266,7 +266,7 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
     ]
     plain = LLM(real.model)
     alone = [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
-    worker = Worker(real, WorkerLimits(slots=5, quota=32, prefixes=64 << 20))
+    worker = Worker(real, WorkerLimits(slots=5, prefill_quota=32, prefix_bytes=64 << 20))
 
     async def one(i: int) -> list[int]:
         await asyncio.sleep(chance.random())
@@ -284,9 +284,9 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
 
 
 def test_a_worker_at_rest_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_REST", 0.05)
+    monkeypatch.setattr(workers, "_IDLE_TRIM", 0.05)
     given = list[int]()
-    monkeypatch.setattr(workers, "give_back", lambda: given.append(len(given)))
+    monkeypatch.setattr(workers, "trim_memory", lambda: given.append(len(given)))
     llm = toy()
     worker = Worker(llm)
 
@@ -320,7 +320,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     for block in blocks:
         libc.free(block)
     before = resident().rss
-    give_back()
+    trim_memory()
     after = resident().rss
     libc.free(last)
     assert before - after > 64 << 20

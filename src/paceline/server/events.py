@@ -15,16 +15,21 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Mapping[str, Any]) -> bytes:
+    """Return an event with this JSON."""
     return b"data: " + dumps(data) + b"\n\n"
 
 
 def dumps(data: Any) -> bytes:
+    """Return compact JSON in UTF-8."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream(StreamingResponse):
-    """`close` is called once the stream is over, however it ends: read to its end, dropped by the client, or unread for
-    `stall` seconds. What is unread by then fills the socket's buffer and no more."""
+    """Response that streams events.
+
+    `close` is called at the end in any case: the stream was read to its end, dropped by the client, or left unread for
+    `stall` seconds. By then the unread part fills the socket's buffer and no more.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], stall: float) -> None:
         super().__init__(
@@ -32,15 +37,17 @@ class EventStream(StreamingResponse):
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"},
         )
-        self._events, self._close, self._stall = events, close, stall
+        self._close, self._stall = close, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patiently(message: Message) -> None:
+        """Send the stream."""
+
+        async def send_within_limit(message: Message) -> None:
             with anyio.fail_after(self._stall):
                 await send(message)
 
         try:
             with contextlib.suppress(TimeoutError):
-                await super().__call__(scope, receive, patiently)
+                await super().__call__(scope, receive, send_within_limit)
         finally:
             self._close()

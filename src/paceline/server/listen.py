@@ -1,4 +1,4 @@
-"""From an application to a listening process, and how it ends."""
+"""The listening process: start, signals, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.errors import InvalidOption
-from paceline.server.connections import Connection, most_connections
+from paceline.server.connections import Connection, max_connections
 from paceline.server.worker import Worker
 
-_SWITCH = 0.001
-"""Seconds after which the event loop's thread hands the interpreter to the engine's, which waits for nothing else."""
+_SWITCH_INTERVAL = 0.001
+"""Seconds after which the event loop's thread releases the interpreter to the engine's thread."""
 _MARGIN = 1.0
-"""Seconds of the grace that are kept for telling clients why their stream has ended."""
-
-_HARD = 5.0
-"""Seconds beyond the grace after which the process is ended, whatever it is doing."""
+"""Seconds after the grace period for telling clients why their streams ended."""
+_KILL = 5.0
+"""Seconds after that at which the process is ended, whatever it is doing."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `InvalidOption` where nobody can listen there: said before a model is loaded, not after."""
+    """Raise `InvalidOption` if the address cannot be bound, before a model is loaded and not after."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
@@ -36,23 +35,23 @@ def check_address(host: str, port: int) -> None:
     except OSError as error:
         raise InvalidOption(
             f"cannot listen on {host}, port {port}: {error.strerror}",
-            "Give another --port, or a --host that is here",
+            "Give another --port, or a --host of this machine",
         ) from error
 
 
 def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, and those that do not are ended.
+    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, after which they are cancelled.
 
-    `ready` gets the address as soon as it listens, port 0 resolved.
+    `ready` is called with the URL as soon as the server listens, with the actual port in place of 0.
     """
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     asyncio.run(_serve(app, worker, host, port, grace, ready))
 
 
 async def _serve(
     app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]
 ) -> None:
-    most = most_connections()
+    limit = max_connections()
     config = uvicorn.Config(
         app,
         host,
@@ -61,12 +60,12 @@ async def _serve(
         ws="none",
         log_level="warning",
         access_log=False,
-        limit_concurrency=most,
-        backlog=most // 8,  # all of these may be accepted before the first is counted
+        limit_concurrency=limit,
+        backlog=limit // 8,  # all of these may be accepted before the first is counted
         timeout_graceful_shutdown=max(1, round(grace + _MARGIN)),
     )
     server = _Server(config, worker, grace, ready)
-    # uvicorn raises the signal that stopped it once more when it is done: by default, that would kill.
+    # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
     signal.signal(signal.SIGTERM, lambda *_: None)
     worker.start()
     try:
@@ -89,8 +88,8 @@ class _Server(uvicorn.Server):
             return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Not from within the handler, which may have interrupted anything."""
+        """Begin to stop. The worker is told on the event loop, since the handler may have interrupted anything."""
         super().handle_exit(sig, frame)
-        # Whatever hangs by then, in native code too: tell where in the log, and end.
-        faulthandler.dump_traceback_later(self._grace + _MARGIN + _HARD, exit=True)
+        # If anything hangs, even in native code: write its traceback to the log and exit.
+        faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
         self._loop.call_soon_threadsafe(self._worker.drain, self._grace)

@@ -1,4 +1,4 @@
-"""Small answers: which model is served, what its tokens are."""
+"""/v1/models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -8,68 +8,64 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from paceline.llm import LLM
 from paceline.server import options
 from paceline.server.chat import chat_ids, chat_text
 from paceline.server.errors import bad_request
-from paceline.server.events import dumps
 from paceline.server.schema import DetokenizeRequest, TokenizeRequest
 from paceline.server.serving import Service
 
-_BEGAN = int(time.time())
+_STARTED = int(time.time())
 
 
 def list_models(service: Service) -> dict[str, Any]:
-    names = (service.settings.model, *service.settings.aliases)
-    return {"object": "list", "data": [model_entry(service, name) for name in names]}
+    """Return the model under each of its names."""
+    return {"object": "list", "data": [model_entry(service, name) for name in service.settings.names]}
 
 
 def model_entry(service: Service, name: str) -> dict[str, Any]:
-    """Raises `ApiError` 404."""
+    """Describe the model under this name. Raises `ApiError` 404 for any other."""
     options.check_model(service.settings, name)
     llm = service.llm
     default = llm.engine.policies[service.worker.default.drafter]
+    sampling = llm.sampling()
+    defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     about = {
         "drafters": [policy.name for policy in llm.engine.policies],
         "default": default.name if default else None,
         "guarantee": llm.guarantee,
         "context_length": llm.model.target.context_length,
-        "sampling": _defaults(service),
+        "sampling": {name: getattr(sampling, name) for name in defaults},
     }
-    return {"id": name, "object": "model", "created": _BEGAN, "owned_by": "paceline", "paceline": about}
-
-
-def _defaults(service: Service) -> dict[str, Any]:
-    """How a reply is sampled whose request says nothing."""
-    own = service.llm.sampling()
-    return {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return {"id": name, "object": "model", "created": _STARTED, "owned_by": "paceline", "paceline": about}
 
 
 async def tokenize(service: Service, request: Request) -> Response:
+    """Answer with the token ids of a text or a chat."""
     async with service.bodies.read(request, TokenizeRequest) as (body, _):
         options.check_model(service.settings, body.model)
 
-        def work() -> bytes:
-            tokens = _ids(service, body)
-            most = service.llm.model.target.context_length
-            return dumps({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+        def work() -> dict[str, Any]:
+            tokens = _token_ids(service.llm, body)
+            context_length = service.llm.model.target.context_length
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
 
-        return await service.aside(request, work)
+        return await service.compute(request, work)
 
 
-def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
-        return service.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
-    generation = body.add_generation_prompt is not False
-    continued = bool(body.continue_final_message)
-    llm = service.llm
-    return chat_ids(llm, chat_text(llm, body.messages, body.tools, {}, generation=generation, continued=continued))
+        return llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    continued = body.continue_final_message
+    return chat_ids(llm, chat_text(llm, body.messages, body.tools, {}, body.add_generation_prompt, continued))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
+    """Answer with the text of token ids."""
     async with service.bodies.read(request, DetokenizeRequest) as (body, _):
         options.check_model(service.settings, body.model)
         size = service.llm.model.target.vocab_size
-        for at, token in enumerate(body.tokens):
+        for i, token in enumerate(body.tokens):
             if token >= size:
-                raise bad_request(f"{token} is no token of the model: ids go to {size - 1}", f"tokens.{at}")
-        return await service.aside(request, lambda: dumps({"prompt": service.llm.tokenizer.decode(body.tokens, False)}))
+                raise bad_request(f"token ids must be < {size}, got {token}", f"tokens.{i}")
+        return await service.compute(request, lambda: {"prompt": service.llm.tokenizer.decode(body.tokens, False)})
