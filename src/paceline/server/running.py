@@ -14,7 +14,7 @@ from paceline.server.errors import api_error
 from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
 from paceline.server.tracing import Tracer
-from paceline.server.worker import ReplyJob, ReplyStream, RoundOutput, ServerStopping, Worker
+from paceline.server.worker import ReplyHandle, ReplyJob, RoundOutput, ServerStopping, Worker
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class RunningReply:
     """
 
     job: ReplyJob
-    stream: ReplyStream
+    handle: ReplyHandle
     submitted: float
     last_round: float
     first: float | None = None
@@ -44,6 +44,7 @@ class RunningRequest:
     metrics: Metrics
     tracer: Tracer
     replies: list[RunningReply] = field(default_factory=list)
+    outputs: asyncio.Queue[RoundOutput] = field(default_factory=asyncio.Queue)
     error: Exception | None = None
     open: bool = False
 
@@ -54,9 +55,9 @@ class RunningRequest:
 
     def start(self, jobs: Sequence[ReplyJob]) -> None:
         """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
-        for job in jobs:
+        for index, job in enumerate(jobs):
             now = time.perf_counter()
-            self.replies.append(RunningReply(job, self.worker.submit(job), now, now))
+            self.replies.append(RunningReply(job, self.worker.submit(job, self.outputs, index), now, now))
 
     def close(self) -> None:
         """Cancel replies that still run. Closing twice does nothing."""
@@ -65,61 +66,35 @@ class RunningRequest:
         self.open = False
         self.limit.release()
         for reply in self.replies:
-            reply.stream.cancel()
+            reply.handle.cancel()
             reply.outcome = reply.finish_reason or ("error" if self.error else "abort")
             self.metrics.observe_end(reply.outcome, time.perf_counter() - reply.submitted)
-            self.tracer.record(reply.job, reply.stream, reply.first, reply.tokens, reply.outcome)
+            self.tracer.record(reply.job, reply.handle, reply.first, reply.tokens, reply.outcome)
 
     async def rounds(self) -> AsyncIterator[ReplyRound]:
         """Yield the rounds of all replies as they come. The first error of one ends all, and is raised."""
+        running = len(self.replies)
         try:
-            async for round_ in self._rounds_of(0) if len(self.replies) == 1 else self._merged():
-                yield round_
+            while running:
+                output = await self.outputs.get()
+                reply = self.replies[output.index]
+                if output.chunks:
+                    yield self._round(reply, output)
+                if output.over:
+                    running -= 1
+                    if reply.handle.error or reply.finish_reason is None:
+                        raise reply.handle.error or ServerStopping()
         except Exception as error:
             self.error = error
             raise
 
-    async def _rounds_of(self, index: int) -> AsyncIterator[ReplyRound]:
-        reply = self.replies[index]
-        async for output in reply.stream:
-            yield self._round(index, output)
-        if reply.finish_reason is None:
-            raise ServerStopping
-
-    async def _merged(self) -> AsyncIterator[ReplyRound]:
-        queue: asyncio.Queue[ReplyRound | Exception | None] = asyncio.Queue(len(self.replies))
-        readers = [asyncio.create_task(self._read_into(queue, index)) for index in range(len(self.replies))]
-        left = len(readers)
-        try:
-            while left:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-
-    async def _read_into(self, queue: asyncio.Queue[ReplyRound | Exception | None], index: int) -> None:
-        try:
-            async for round_ in self._rounds_of(index):
-                await queue.put(round_)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    def _round(self, index: int, output: RoundOutput) -> ReplyRound:
-        reply, now = self.replies[index], time.perf_counter()
-        stream, seconds = reply.stream, now - reply.last_round
-        round_ = ReplyRound(index, output.chunks, output.drafted, stream.drafter, 1000 * seconds)
+    def _round(self, reply: RunningReply, output: RoundOutput) -> ReplyRound:
+        now, handle = time.perf_counter(), reply.handle
+        seconds = now - reply.last_round
+        round_ = ReplyRound(output.index, output.chunks, output.drafted, handle.drafter, 1000 * seconds)
         if reply.first is None:
             reply.first = now - reply.submitted
-            self.metrics.observe_first(stream.queued, reply.first, len(reply.job.tokens), stream.stats.cached)
+            self.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
         else:
             self.metrics.observe_later(seconds, len(output.chunks))
         self.metrics.observe_round(round_)
@@ -137,12 +112,12 @@ class RunningRequest:
             "prompt_tokens": prompt,
             "completion_tokens": written,
             "total_tokens": prompt + written,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.stream.stats.cached for reply in first_samples)},
+            "prompt_tokens_details": {"cached_tokens": sum(reply.handle.stats.cached for reply in first_samples)},
             "speculation": self._speculation(written),
         }
 
     def _speculation(self, written: int) -> dict[str, Any]:
-        stats = [reply.stream.stats for reply in self.replies]
+        stats = [reply.handle.stats for reply in self.replies]
         rounds = sum(each.rounds for each in stats)
         accepted_at = [sum(counts) for counts in zip_longest(*(each.accepted_at for each in stats), fillvalue=0)]
         return {
@@ -150,7 +125,7 @@ class RunningRequest:
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
             "accepted_at": accepted_at,
-            "drafter": self.replies[0].stream.drafter,
+            "drafter": self.replies[0].handle.drafter,
             "tokens_per_round": round(written / rounds, 4) if rounds else 0.0,
         }
 

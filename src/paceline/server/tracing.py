@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidOption, install_line
-from paceline.server.worker import ReplyJob, ReplyStream
+from paceline.server.worker import ReplyHandle, ReplyJob
 
 _FLUSH = 2.0
 """Seconds to send the last spans; an unreachable collector must not keep the server from stopping."""
@@ -21,7 +21,7 @@ class Tracer:
         """Return the tracer for a request, whose spans join the trace of its `traceparent` header."""
         return self
 
-    def record(self, job: ReplyJob, stream: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
+    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
         """Record a reply that has ended. `first`: seconds from submission to the first token, if there was one."""
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class SpanTracer(Tracer):
         parent = TraceContextTextMapPropagator().extract(dict(headers))
         return SpanTracer(self._model, self._provider, parent, time.time_ns())
 
-    def record(self, job: ReplyJob, stream: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
+    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         tracer, end = self._provider.get_tracer("paceline"), time.time_ns()
@@ -61,13 +61,13 @@ class SpanTracer(Tracer):
             "gen_ai.usage.input_tokens": len(job.tokens),
             "gen_ai.usage.output_tokens": tokens,
             "gen_ai.response.finish_reasons": (outcome,),
-            "paceline.speculation.rounds": stream.stats.rounds,
-            "paceline.speculation.drafted": stream.stats.drafted,
-            "paceline.speculation.accepted": stream.stats.accepted,
+            "paceline.speculation.rounds": reply.stats.rounds,
+            "paceline.speculation.drafted": reply.stats.drafted,
+            "paceline.speculation.accepted": reply.stats.accepted,
         }
         span = tracer.start_span(f"chat {self._model}", self._parent, start_time=self._began, attributes=attributes)
         inside = set_span_in_context(span, self._parent)
-        marks = (self._began, at(stream.queued), at(first), end)
+        marks = (self._began, at(reply.queued), at(first), end)
         for name, start, stop in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
             tracer.start_span(name, inside, start_time=min(start, stop)).end(stop)
         span.end(end)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -93,20 +93,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutput:
-    """Tokens that one reply gained in one round. `drafted`: tokens proposed in it, accepted or not."""
+    """Output of one round of a reply. `index`: the reply's, from `submit`. `drafted`: tokens proposed in the round.
 
+    `over`: there will be no more; the last output may have no chunks.
+    """
+
+    index: int
     chunks: Sequence[Chunk]
     drafted: int
+    over: bool
 
 
-class ReplyStream:
-    """A job's reply as it grows. For the event loop that submitted it, and one reader."""
+class ReplyHandle:
+    """A submitted job. For the event loop that submitted it."""
 
-    def __init__(self, task: Task) -> None:
-        self._task, self._wake = task, asyncio.Event()
-        self._ready: deque[RoundOutput] = deque()
+    def __init__(self, task: Task, outputs: asyncio.Queue[RoundOutput], index: int) -> None:
+        self._task, self._outputs, self._index = task, outputs, index
         self._drafted = 0
-        self._over = False
         self._no_stats = Stats(0, "rounding")
 
     @property
@@ -127,36 +130,17 @@ class ReplyStream:
 
     @property
     def error(self) -> Exception | None:
-        """The error that ended the reply early, once it has ended."""
-        return self._task.error if self._over else None
+        """The error that ended the reply early. Valid once it is over."""
+        return self._task.error
 
     def cancel(self) -> None:
         """End the reply before its next round."""
         self._task.cancelled = True
 
     def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
-        """Add a round's chunks. `drafted`: tokens proposed in all rounds up to this one; `over`: it was the last."""
-        if chunks:
-            self._ready.append(RoundOutput(chunks, drafted - self._drafted))
-            self._drafted = drafted
-        self._over = self._over or over
-        self._wake.set()
-
-    async def __aiter__(self) -> AsyncIterator[RoundOutput]:
-        """Yield each round. Raises the error that ended the reply early; leaving before the end cancels it."""
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._ready:
-                    yield self._ready.popleft()
-                if self._over:
-                    break
-            if self._task.error:
-                raise self._task.error
-        finally:
-            if not self._over:
-                self.cancel()
+        """Add a round's output. `drafted`: tokens proposed in all rounds up to this one."""
+        self._outputs.put_nowait(RoundOutput(self._index, chunks, drafted - self._drafted, over))
+        self._drafted = drafted
 
 
 class Worker:
@@ -174,7 +158,7 @@ class Worker:
             llm.engine.remember(self.limits.prefix_bytes)
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
-        self._replies: dict[Task, ReplyStream] = {}
+        self._replies: dict[Task, ReplyHandle] = {}
         self._unfinished: set[Task] = set()
         """Tasks that the engine's thread has taken from the inbox and whose end it has not delivered."""
         self._changed = threading.Condition()
@@ -203,8 +187,11 @@ class Worker:
         waiting = max(0, len(self._replies) - len(active))
         return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
-    def submit(self, job: ReplyJob) -> ReplyStream:
-        """Queue a job. Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded."""
+    def submit(self, job: ReplyJob, outputs: asyncio.Queue[RoundOutput], index: int = 0) -> ReplyHandle:
+        """Queue a job, whose outputs will have this index.
+
+        Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded.
+        """
         if self._stopping:
             raise ServerStopping
         if len(self._replies) >= self.limits.slots + self.limits.queue:
@@ -214,7 +201,7 @@ class Worker:
         task = Task(self._begin(job, speculation), len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
-        reply = ReplyStream(task)
+        reply = ReplyHandle(task, outputs, index)
         self._replies[task] = reply
         with self._changed:
             self._inbox.append(task)
