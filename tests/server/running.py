@@ -17,8 +17,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from paceline.llm import LLM
 from paceline.server.app import create_app
-from paceline.server.connections import Connection
 from paceline.server.limits import Settings
+from paceline.server.listen import Connection
 from paceline.server.worker import Worker, WorkerLimits
 
 

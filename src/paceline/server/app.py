@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
@@ -19,7 +18,6 @@ from paceline.server import errors, openapi
 from paceline.server.limits import RequestLog, Settings, check_host, check_key
 from paceline.server.pages import add_page
 from paceline.server.serving import Service
-from paceline.server.tokens import detokenize, list_models, model_entry, tokenize
 from paceline.server.worker import Worker
 
 PAGE = Path(__file__).parent / "page"
@@ -69,37 +67,12 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_key(service.settings.api_keys, request.headers.get("authorization", ""))
 
     router = APIRouter(dependencies=[Depends(authorise), bearer], responses=openapi.ERRORS)
-    post = openapi.post(router)
-
-    @post("/v1/chat/completions", "ChatRequest", stream=True)
-    async def chat_completions(request: Request) -> Response:
-        """Generate the next message of a chat."""
-        return await service.chat(request)
-
-    @post("/v1/completions", "CompletionRequest", stream=True)
-    async def completions(request: Request) -> Response:
-        """Continue a text."""
-        return await service.complete(request)
-
-    @post("/tokenize", "TokenizeRequest")
-    async def to_tokens(request: Request) -> Response:
-        """Return the token ids of a text or a chat."""
-        return await tokenize(service, request)
-
-    @post("/detokenize", "DetokenizeRequest")
-    async def to_text(request: Request) -> Response:
-        """Return the text of token ids."""
-        return await detokenize(service, request)
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """List the names of the model that is served."""
-        return list_models(service)
-
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """Describe the model under one of its names."""
-        return model_entry(service, name)
+    openapi.add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
+    openapi.add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
+    openapi.add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
+    openapi.add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
+    router.add_api_route("/v1/models", service.models)
+    router.add_api_route("/v1/models/{name:path}", service.model)
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

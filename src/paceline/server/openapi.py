@@ -49,24 +49,21 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def post(router: APIRouter) -> Callable[..., Callable[[Handler], Handler]]:
-    """Return a `router.post` for bodies of a named model. `stream`: the reply may be a stream of events."""
-
-    def route(path: str, body: str, stream: bool = False) -> Callable[[Handler], Handler]:
-        described = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
-        answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-        if stream:
-            answers["text/event-stream"] = {"schema": {"type": "string"}}
-        return router.post(
-            path,
-            responses={200: {"description": "The answer.", "content": answers}},
-            openapi_extra={"requestBody": {"required": True, "content": described}},
-        )
-
-    return route
+def add_post(
+    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: bool = False
+) -> None:
+    """Add a route for bodies of a named model. `stream`: the response may be a stream of events."""
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+    router.add_api_route(
+        path,
+        handler,
+        methods=["POST"],
+        responses={200: {"description": "The answer.", "content": answers}},
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
 
 
 def install(app: FastAPI) -> None:

@@ -1,12 +1,11 @@
-"""The service behind the routes: from a request to a stream of events or one JSON document."""
+"""The service behind the routes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,10 +17,10 @@ from starlette.types import Receive
 from paceline.errors import TimedOut
 from paceline.llm import LLM
 from paceline.server import chat, completions, options, schema
+from paceline.server.answers import Endpoint, EventStream, GeneratedAnswer, dumps
 from paceline.server.bodies import BodyReader
 from paceline.server.choices import PreparedRequest, TokenTexts
-from paceline.server.errors import LOG, REQUEST_ID
-from paceline.server.events import DONE, EventStream, dumps, event
+from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.metrics import Metrics
@@ -40,6 +39,7 @@ class Service:
 
     def __init__(self, worker: Worker, llm: LLM, settings: Settings) -> None:
         self.worker, self.llm, self.settings = worker, llm, settings
+        self._started = int(time.time())
         _ = llm.guarantee  # its self-check must not run beside the engine
         self.token_texts = TokenTexts(llm.tokenizer)
         self.metrics = Metrics(settings.model, lambda: worker.load)
@@ -54,17 +54,63 @@ class Service:
         self.preprocessor.close()
         self.tracer.close()
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a request for a chat completion."""
+    async def chat_completions(self, request: Request) -> Response:
+        """Generate the next message of a chat."""
         endpoint = Endpoint("chatcmpl-", "chat.completion", "chat.completion.chunk")
         return await self._generate(request, schema.ChatRequest, chat.prepare, endpoint)
 
-    async def complete(self, request: Request) -> Response:
-        """Answer a request for a text completion."""
+    async def completions(self, request: Request) -> Response:
+        """Continue a text."""
         endpoint = Endpoint("cmpl-", "text_completion", "text_completion")
         return await self._generate(request, schema.CompletionRequest, completions.prepare, endpoint)
 
-    async def compute(self, request: Request, work: Callable[[], Any]) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or a chat."""
+        async with self.bodies.read(request, schema.TokenizeRequest) as (body, _):
+            options.check_model(self.settings, body.model)
+
+            def work() -> dict[str, Any]:
+                if body.messages is None:
+                    tokens = self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+                else:
+                    generation, continued = body.add_generation_prompt, body.continue_final_message
+                    text = chat.chat_text(self.llm, body.messages, body.tools, {}, generation, continued)
+                    tokens = chat.chat_ids(self.llm, text)
+                context_length = self.llm.model.target.context_length
+                return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
+
+            return await self._compute(request, work)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        async with self.bodies.read(request, schema.DetokenizeRequest) as (body, _):
+            options.check_model(self.settings, body.model)
+            size = self.llm.model.target.vocab_size
+            for i, token in enumerate(body.tokens):
+                if token >= size:
+                    raise bad_request(f"token ids must be < {size}, got {token}", f"tokens.{i}")
+            return await self._compute(request, lambda: {"prompt": self.llm.tokenizer.decode(body.tokens, False)})
+
+    async def models(self) -> dict[str, Any]:
+        """List the model under each of its names."""
+        return {"object": "list", "data": [await self.model(name) for name in self.settings.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """Describe the model under one of its names."""
+        options.check_model(self.settings, name)
+        policies, sampling = self.llm.engine.policies, self.llm.sampling()
+        default = policies[self.worker.default.drafter]
+        defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        about = {
+            "drafters": [policy.name for policy in policies],
+            "default": default.name if default else None,
+            "guarantee": self.llm.guarantee,
+            "context_length": self.llm.model.target.context_length,
+            "sampling": {name: getattr(sampling, name) for name in defaults},
+        }
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "paceline", "paceline": about}
+
+    async def _compute(self, request: Request, work: Callable[[], Any]) -> Response:
         """Answer with the JSON of what `work` returns, for requests that generate nothing."""
         self.limit.acquire()
         try:
@@ -96,7 +142,7 @@ class Service:
 
     async def _begin(
         self, request: Request, kind: type[Body], prepare: Prepare[Body], endpoint: Endpoint
-    ) -> tuple[Answer, AsyncIterator[bytes] | None]:
+    ) -> tuple[GeneratedAnswer, AsyncIterator[bytes] | None]:
         """Start the replies. Returns the answer, and its events if it is to be streamed.
 
         The body, which may be large, is released when this returns, and not when the replies end.
@@ -117,7 +163,7 @@ class Service:
                 prepared = await self._preprocess(request, options.pool(body, pool), work, left())
                 remaining = left()
                 running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
-                answer = Answer(running, prepared, endpoint, self.settings.model)
+                answer = GeneratedAnswer(running, prepared, endpoint, self.settings.model)
             except BaseException:
                 running.close()
                 raise
@@ -142,70 +188,3 @@ async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Names in an endpoint's documents: the ids' prefix, and the object types of a document and of an event."""
-
-    id_prefix: str
-    document: str
-    event: str
-
-
-class Answer:
-    """The answer to one request for generated text."""
-
-    def __init__(self, running: RunningRequest, prepared: PreparedRequest, endpoint: Endpoint, model: str) -> None:
-        self._running, self._endpoint, self._model = running, endpoint, model
-        self._choices = [prepared.choice(index) for index in range(len(prepared.jobs))]
-        self._id, self._created = f"{endpoint.id_prefix}{uuid.uuid4().hex}", int(time.time())
-
-    def close(self) -> None:
-        """Cancel replies that still run, and log the usage. Closing twice does nothing."""
-        if not self._running.open:
-            return
-        self._running.close()
-        usage = self._running.usage()
-        LOG.info(
-            "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
-            REQUEST_ID.get(),
-            self._id,
-            ",".join(str(reply.outcome) for reply in self._running.replies),
-            usage["completion_tokens"],
-            usage["prompt_tokens"],
-            usage["speculation"]["rounds"],
-        )
-
-    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        return {**head, "choices": choices, **more}
-
-    async def document(self) -> dict[str, Any]:
-        """Return the finished answer. Raises the error that ended a reply early."""
-        async for round_ in self._running.rounds():
-            self._choices[round_.index].add_round(round_)
-        choices = [choice.as_dict() for choice in self._choices]
-        return self._object(self._endpoint.document, choices, usage=self._running.usage())
-
-    async def events(self, usage: bool) -> AsyncIterator[bytes]:
-        """Yield the answer as it grows. An error is an event too, because the status has been sent by then."""
-        more: dict[str, Any] = {"usage": None} if usage else {}
-
-        def chunk(choice: dict[str, Any]) -> bytes:
-            return event(self._object(self._endpoint.event, [choice], **more))
-
-        try:
-            for choice in self._choices:
-                if first := choice.first_event():
-                    yield chunk(first)
-            async for round_ in self._running.rounds():
-                for content in self._choices[round_.index].add_round(round_):
-                    yield chunk(content)
-            if usage:
-                yield event(self._object(self._endpoint.event, [], usage=self._running.usage()))
-            yield DONE
-        except Exception as error:
-            yield event(self._running.error_event(error))
-        finally:
-            self.close()
