@@ -90,7 +90,8 @@ def prepare(
     sampling = options.sampling(llm, body, max(1, length), body.logprobs, grammar)
     jobs = [replace(job, prompt_only=length == 0) for job in options.jobs(llm, settings, body, prompts, sampling)]
     n = body.n or 1
-    echoes = [_echo(llm, prompt) if body.echo else "" for prompt in given]
+    decode = llm.tokenizer.decode
+    echoes = ["" if not body.echo else prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
     scored: list[ScoredPrompt | None] = [None] * len(prompts)
     if body.echo and body.logprobs is not None:
         for i, tokens in enumerate(prompts):
@@ -141,10 +142,6 @@ def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
     if isinstance(prompt[0], int):
         return [prompt]
     return prompt
-
-
-def _echo(llm: LLM, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
 
 
 def _encode(llm: LLM, prompt: str | list[int], param: str) -> list[int]:

@@ -48,13 +48,6 @@ def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready:
 
     `ready` is called with the URL as soon as the server listens, with the actual port in place of 0.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    asyncio.run(_serve(app, worker, host, port, grace, ready))
-
-
-async def _serve(
-    app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]
-) -> None:
     limit = max_connections()
     config = uvicorn.Config(
         app,
@@ -68,14 +61,19 @@ async def _serve(
         backlog=limit // 8,  # all of these may be accepted before the first is counted
         timeout_graceful_shutdown=max(1, round(grace + _MARGIN)),
     )
-    server = _Server(config, worker, grace, ready)
-    # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    worker.start()
-    try:
-        await server.serve()
-    finally:
-        await worker.stop(0.0)
+
+    async def serve() -> None:
+        server = _Server(config, worker, grace, ready)
+        # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        worker.start()
+        try:
+            await server.serve()
+        finally:
+            await worker.stop(0.0)
+
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    asyncio.run(serve())
 
 
 class _Server(uvicorn.Server):
