@@ -89,8 +89,7 @@ class Metrics:
 
     def observe_end(self, outcome: str, seconds: float) -> None:
         """Count a reply's end. `outcome`: its finish reason, "error", or "abort" if its client left."""
-        reason = outcome if outcome == "cancelled" else FINISH_REASONS.get(outcome, outcome)
-        self._success.labels(self._model, reason).inc()
+        self._success.labels(self._model, FINISH_REASONS.get(outcome, outcome)).inc()
         self._latency.observe(seconds)
 
     def text(self) -> bytes:
