@@ -17,8 +17,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from paceline.llm import LLM
 from paceline.server.app import create_app
-from paceline.server.connections import Connection
 from paceline.server.limits import Settings
+from paceline.server.listen import Connection
 from paceline.server.worker import Worker, WorkerLimits
 
 
@@ -59,10 +59,10 @@ class Serving:
 
 @contextmanager
 def serving(
-    llm: LLM, seats: WorkerLimits | None = None, connections: int | None = None, **settings: Any
+    llm: LLM, limits: WorkerLimits | None = None, connections: int | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """Serves until the block is left. `connections`: how many there may be, less one."""
-    worker = Worker(llm, seats)
+    worker = Worker(llm, limits)
     app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))
     config = uvicorn.Config(
         app,

@@ -161,14 +161,14 @@ def test_the_page_is_served_strictly(tmp_path: Path) -> None:
     ("error", "status", "kind"),
     [
         (Busy("full", "Wait"), 429, "rate_limit_error"),
-        (ServerStopping("closing", "Wait"), 503, "server_error"),
+        (ServerStopping(), 503, "server_error"),
         (PacelineError("odd"), 500, "server_error"),
         (ZeroDivisionError("private"), 500, "server_error"),
     ],
 )
 def test_errors_have_a_status(error: Exception, status: int, kind: str) -> None:
     told = errors.api_error(error)
-    assert (told.status, told.kind) == (status, kind)
+    assert (told.status, told.type) == (status, kind)
     assert ("retry-after" in {name.lower() for name in told.headers}) == (status in (429, 503))
     assert "private" not in told.message
 
@@ -180,5 +180,5 @@ def test_a_model_that_is_not_served_is_told_what_is(served: Serving) -> None:
 
 
 def test_a_model_has_no_empty_names() -> None:
-    with pytest.raises(InvalidOption, match="name of the model is empty"):
+    with pytest.raises(InvalidOption, match="name must not be empty"):
         Settings("toy", aliases=("",))

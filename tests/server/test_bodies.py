@@ -69,7 +69,7 @@ def test_one_of_many_unknown_keys_is_named(served: Serving) -> None:
         ({"messages": [{"role": "user", "content": "a", **UNKNOWN}]}, "messages.0.x0"),
     ):
         error = served.post("/v1/chat/completions", body).json()["error"]
-        assert (error["param"], error["message"]) == (param, f"{param}: there is no such parameter")
+        assert (error["param"], error["message"]) == (param, f"{param}: unknown parameter")
 
 
 @pytest.mark.parametrize(

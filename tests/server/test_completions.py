@@ -13,11 +13,11 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.completions import plan
-from paceline.server.grammar_trials import Trials
+from paceline.server.choices import TokenTexts
+from paceline.server.completions import prepare
+from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
-from paceline.server.token_text import TokenTexts
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.server.running import Serving, serving
 from tests.vocabularies import framed, speaker, tokenizer
@@ -212,4 +212,4 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None
     context.run(ABANDONED.set, abandoned)
     body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
     with pytest.raises(Unfinished):
-        context.run(plan, plain, Settings(model="toy"), TokenTexts(plain.tokenizer), Trials(plain), body)
+        context.run(prepare, plain, Settings(model="toy"), TokenTexts(plain.tokenizer), GrammarTrials(plain), body)

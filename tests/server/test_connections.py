@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server import connections
+from paceline.server import listen
 from tests.server.running import Serving, serving
 from tests.server.test_limits import ENDLESS, connect, request, slow_llm
 from tests.toys import toy_llm
@@ -35,7 +35,7 @@ def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) ->
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HEAD", 1.0)
+    monkeypatch.setattr(listen, "_HEADER_TIMEOUT", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -112,9 +112,9 @@ def test_the_limit_of_open_files_is_raised(soft: int, hard: int, after: int, mos
     """In a process of its own, which cannot lower and raise its hard limit."""
     program = f"""
 import resource
-from paceline.server.connections import most_connections
+from paceline.server.listen import max_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-print(most_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(max_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(most), str(after), str(hard)]

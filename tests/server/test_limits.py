@@ -135,7 +135,7 @@ def test_prompts_that_are_too_long() -> None:
         assert it.post("/v1/completions", {"prompt": "a" * 20}).status_code == 200
         answer = it.post("/v1/completions", {"prompt": "a" * 21})
         assert answer.status_code == 400
-        assert "20 are possible" in answer.json()["error"]["message"]
+        assert "the limit is 20" in answer.json()["error"]["message"]
 
 
 def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +279,8 @@ def test_the_log_says_why_a_request_was_refused(served: Serving, caplog: pytest.
         served.post("/v1/completions", {"prompt": "a" * 300}, headers={"x-request-id": "id-3"})
     said = "\n".join(record.getMessage() for record in caplog.records if " refused: " in record.getMessage())
     first, second, third = said.splitlines()
-    assert first.startswith("id-1 refused: mirostat: not supported by this server: leave it out, or send 0")
-    assert second == "id-2 refused: x forged: there is no such parameter"
+    assert first.startswith("id-1 refused: mirostat: not supported by this server. Leave it out, or send 0")
+    assert second == "id-2 refused: x forged: unknown parameter"
     assert third.startswith("id-3 refused: the prompt has 300 tokens")
 
 
@@ -345,5 +345,5 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
 
 def test_an_empty_key_is_none() -> None:
     """As of an option made from a variable that is not set."""
-    with pytest.raises(InvalidOption, match="API key is empty"):
+    with pytest.raises(InvalidOption, match="API key must not be empty"):
         Settings("toy", api_keys=("right", " "))

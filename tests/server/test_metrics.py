@@ -82,7 +82,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept, provider = Exporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    monkeypatch.setattr("paceline.server.serving.tracer", lambda model, _: tracing.Spans(model, provider))
+    monkeypatch.setattr("paceline.server.serving.tracer", lambda model, _: tracing.SpanTracer(model, provider))
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with serving(LLM(toy_model(), Suffix())) as it:
         body = {"messages": CHAT, "max_tokens": 12}
@@ -123,7 +123,7 @@ def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch
             asked.set()
             assert back.wait(60)
 
-    monkeypatch.setattr(tracing, "_LAST", 0.05)
-    tracing.Spans("toy", Hanging()).close()
+    monkeypatch.setattr(tracing, "_FLUSH", 0.05)
+    tracing.SpanTracer("toy", Hanging()).close()
     assert asked.is_set()
     back.set()

@@ -310,7 +310,7 @@ def test_models_that_are_not_served(served: Serving) -> None:
 
 def test_too_many_stop_strings_are_counted(served: Serving) -> None:
     answer = served.post("/v1/completions", {"prompt": "hello", "stop": ["a"] * 17})
-    assert answer.json()["error"]["message"] == "stop: at most 16 stop strings are possible, got 17"
+    assert answer.json()["error"]["message"] == "stop: at most 16 stop strings are allowed, got 17"
 
 
 def test_a_schema_may_be_left_out(talker: Serving) -> None:

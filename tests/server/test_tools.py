@@ -9,10 +9,9 @@ import pytest
 
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
-from paceline.server.calls import Call, CallReader
+from paceline.server.calls import Call, CallParser
 from paceline.server.chat import ChatChoice
-from paceline.server.running import ReplyRound
-from paceline.server.token_text import TokenTexts
+from paceline.server.choices import ReplyRound, TokenTexts
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat, family, knows_tools, with_tools
 from paceline.text.chat_template import check_messages, render
 from tests.toys import toy_tokenizer
@@ -122,7 +121,7 @@ NO_CALLS: list[tuple[CallFormat, str]] = [
 
 
 def read(family: CallFormat, text: str, step: int, **how: Any) -> tuple[str, list[Call]]:
-    reader, shown, calls = CallReader(family, NAMES, **how), "", []
+    reader, shown, calls = CallParser(family, NAMES, **how), "", []
     for at in range(0, len(text), step):
         piece, found = reader.push(text[at : at + step])
         shown, calls = shown + piece, calls + found
@@ -148,7 +147,7 @@ def test_what_is_no_call_stays_text(family: CallFormat, text: str, step: int) ->
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:
-    reader = CallReader(HERMES, NAMES)
+    reader = CallParser(HERMES, NAMES)
     assert reader.push("a <")[0] == "a"
     assert reader.push("b> c")[0] == " <b> c"
 
@@ -170,20 +169,22 @@ def chunk(text: str, token: int, finish: Any = None) -> Chunk:
 def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFormat) -> None:
     call = json.dumps({"name": "add", form.key: {}})
     body = call if form is LLAMA else f"[{call}]"
-    choice = ChatChoice(0, TokenTexts(toy_tokenizer()), False, False, CallReader(form, NAMES), (5, form.opens))
-    assert choice.take(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
+    choice = ChatChoice(
+        index=0, token_texts=TokenTexts(toy_tokenizer()), parser=CallParser(form, NAMES), marker=(5, form.start)
+    )
+    assert choice.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
         {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
     ]
-    assert choice.take(ReplyRound(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) == []
-    called, last = choice.take(ReplyRound(0, [chunk("", 36, "eos")], 0, None, 1.0))
+    assert choice.add_round(ReplyRound(0, [chunk(body[:5], 2), chunk(body[5:], 3)], 0, None, 1.0)) == []
+    called, last = choice.add_round(ReplyRound(0, [chunk("", 36, "eos")], 0, None, 1.0))
     assert called["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
     assert called["finish_reason"] is None
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
-    whole = choice.whole()["message"]
+    whole = choice.as_dict()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
-    unread = ChatChoice(0, TokenTexts(toy_tokenizer()), False, False, CallReader(form, NAMES), None)
-    unread.take(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
-    assert unread.whole()["message"]["content"] == "Hm." + body
+    unread = ChatChoice(index=0, token_texts=TokenTexts(toy_tokenizer()), parser=CallParser(form, NAMES))
+    unread.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
+    assert unread.as_dict()["message"]["content"] == "Hm." + body
 
 
 # The parts of real templates that tell families apart.

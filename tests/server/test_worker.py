@@ -7,12 +7,14 @@ import ctypes
 import platform
 import random
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
 import pytest
 
 from paceline.drafters.base import Ask
+from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
@@ -22,8 +24,13 @@ from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
-from paceline.server.memory import give_back
-from paceline.server.worker import Busy, ReplyJob, ReplyStream, ServerStopping, Worker, WorkerLimits
+from paceline.server.choices import ReplyRound
+from paceline.server.limits import RequestLimit
+from paceline.server.metrics import Metrics
+from paceline.server.running import RunningRequest
+from paceline.server.tracing import Tracer
+from paceline.server.worker import Busy, ReplyJob, RoundOutput, ServerStopping, Worker, WorkerLimits, trim_memory
+from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
 from tests.toys import toy_llm, toy_model
@@ -40,8 +47,25 @@ def job(llm: LLM, prompt: str, how: Sampling, speculation: Speculation | None = 
     return ReplyJob(llm.prompt_ids(prompt), how.seeded(), speculation=speculation, **more)
 
 
-async def read(reply: ReplyStream) -> list[int]:
-    return [chunk.token_id async for chunks in reply for chunk in chunks]
+@dataclass
+class Reading:
+    """A submitted job and its outputs."""
+
+    worker: Worker
+    job: ReplyJob
+
+    def __post_init__(self) -> None:
+        self.outputs: asyncio.Queue[RoundOutput] = asyncio.Queue()
+        self.handle = self.worker.submit(self.job, self.outputs)
+
+    async def tokens(self) -> list[int]:
+        """All tokens that have not been read. Raises what ended the reply early."""
+        tokens: list[int] = []
+        while not (output := await self.outputs.get()).over:
+            tokens += [chunk.token_id for chunk in output.chunks]
+        if self.handle.error:
+            raise self.handle.error
+        return tokens + [chunk.token_id for chunk in output.chunks]
 
 
 def run(worker: Worker, work: Coroutine[Any, Any, T], grace: float = 5.0) -> T:
@@ -59,14 +83,14 @@ def test_replies_at_once_are_those_of_each_alone() -> None:
     llm, plain = toy(), toy_llm()
     samplings = [Sampling(max_new_tokens=5 + i, temperature=0.3 * (i % 3), seed=i) for i in range(9)]
     prompts = [f"number {'abcdefghi'[i]}, please" for i in range(9)]
-    worker = Worker(llm, WorkerLimits(slots=4, quota=8, prefixes=1 << 20))
+    worker = Worker(llm, WorkerLimits(slots=4, prefill_quota=8, prefix_bytes=1 << 20))
 
     async def work() -> list[list[int]]:
         replies = [
-            worker.submit(job(llm, prompt, how, OFF if i % 3 == 0 else None))
+            Reading(worker, job(llm, prompt, how, OFF if i % 3 == 0 else None))
             for i, (prompt, how) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        return await asyncio.gather(*map(read, replies))
+        return await asyncio.gather(*(reply.tokens() for reply in replies))
 
     assert run(worker, work()) == [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
 
@@ -77,11 +101,11 @@ def test_so_many_and_no_more() -> None:
 
     async def work() -> None:
         how = Sampling(max_new_tokens=30, ignore_eos=True)
-        replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
-        with pytest.raises(Busy, match="3 replies run or wait"):
-            worker.submit(job(llm, "abc", how))
-        assert len({tuple(await read(reply)) for reply in replies}) == 1
-        assert len(await read(worker.submit(job(llm, "abc", how)))) == 30
+        replies = [Reading(worker, job(llm, "abc", how)) for _ in range(3)]
+        with pytest.raises(Busy, match="3 replies are running or waiting"):
+            Reading(worker, job(llm, "abc", how))
+        assert len({tuple(await reply.tokens()) for reply in replies}) == 1
+        assert len(await Reading(worker, job(llm, "abc", how)).tokens()) == 30
 
     run(worker, work())
     assert worker.load.running == worker.load.waiting == 0
@@ -94,11 +118,10 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 
     async def work() -> None:
         endless = Sampling(max_new_tokens=100, ignore_eos=True)
-        leaving = worker.submit(job(llm, "abc", endless))
-        async for _ in leaving:
-            break
-        leaving.cancel()
-        assert len(await read(worker.submit(job(llm, "abc", endless)))) == 100
+        leaving = Reading(worker, job(llm, "abc", endless))
+        await leaving.outputs.get()
+        leaving.handle.cancel()
+        assert len(await Reading(worker, job(llm, "abc", endless)).tokens()) == 100
 
     run(worker, work())
     assert not any(llm.engine.cache.lengths)
@@ -111,14 +134,12 @@ def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
     worker = Worker(llm, WorkerLimits(slots=2))
 
     async def work() -> tuple[list[int], Exception | None]:
-        reply = worker.submit(job(llm, "abc", Sampling(max_new_tokens=100, ignore_eos=True)))
-        rounds = aiter(reply)
-        first = await anext(rounds)
+        reply = Reading(worker, job(llm, "abc", Sampling(max_new_tokens=100, ignore_eos=True)))
+        first = await reply.outputs.get()
         worker.drain(grace)
         with pytest.raises(ServerStopping):
-            worker.submit(job(llm, "abc", Sampling()))
-        rest = [chunk.token_id async for chunks in rounds for chunk in chunks]
-        return [first[0].token_id, *rest], reply.error
+            Reading(worker, job(llm, "abc", Sampling()))
+        return [first.chunks[0].token_id, *await reply.tokens()], reply.handle.error
 
     tokens, error = run(worker, work(), grace)
     assert (len(tokens) >= 100) == (grace > 0)
@@ -143,8 +164,8 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
     async def work() -> list[int]:
         how = Sampling(max_new_tokens=5, ignore_eos=True)
         with pytest.raises(RuntimeError, match="lost"):
-            await read(worker.submit(job(llm, "abc", how)))
-        return await read(worker.submit(job(llm, "abc", how)))
+            await Reading(worker, job(llm, "abc", how)).tokens()
+        return await Reading(worker, job(llm, "abc", how)).tokens()
 
     assert len(run(worker, work())) == 5
     assert not any(llm.engine.cache.lengths)
@@ -166,11 +187,11 @@ def test_what_a_broken_turn_had_ended_is_handed_over_too(monkeypatch: pytest.Mon
 
     async def work() -> list[Any]:
         how = Sampling(max_new_tokens=5, ignore_eos=True)
-        with worker._news:  # all three reach the engine's thread at once
-            replies = [worker.submit(job(llm, "abc", how)) for _ in range(3)]
-        read_all = asyncio.gather(*map(read, replies), return_exceptions=True)
+        with worker._changed:  # all three reach the engine's thread at once
+            replies = [Reading(worker, job(llm, "abc", how)) for _ in range(3)]
+        read_all = asyncio.gather(*(reply.tokens() for reply in replies), return_exceptions=True)
         broken = await asyncio.wait_for(read_all, 20)
-        assert len(await read(worker.submit(job(llm, "abc", how)))) == 5
+        assert len(await Reading(worker, job(llm, "abc", how)).tokens()) == 5
         return broken
 
     assert [str(error) for error in run(worker, work())] == ["lost"] * 3
@@ -190,18 +211,43 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
 
     async def work() -> list[Any]:
         jobs = [job(llm, "abc", how, Speculation(name)) for name in ("suffix", "fails", "suffix")]
-        return await asyncio.gather(*(read(worker.submit(one)) for one in jobs), return_exceptions=True)
+        return await asyncio.gather(*(Reading(worker, one).tokens() for one in jobs), return_exceptions=True)
 
     first, error, last = run(worker, work())
     assert first == last == toy_llm().generate("abc", how).token_ids
     assert isinstance(error, ValueError)
 
 
+def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
+    """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
+    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    llm = LLM(toy_model(), {"twin": twin})
+    worker = Worker(llm)
+    request = RunningRequest(worker, RequestLimit(1), Metrics("toy", lambda: worker.load), Tracer())
+
+    async def work() -> list[ReplyRound]:
+        request.enter()
+        how = Sampling(max_new_tokens=24, ignore_eos=True)
+        request.start([job(llm, "hello hello", how, Speculation("twin", DraftBudget.chain(2)))])
+        while worker.load.running or worker.load.waiting:
+            await asyncio.sleep(0.01)
+        rounds = [made async for made in request.rounds()]
+        request.close()
+        return rounds
+
+    rounds = run(worker, work())
+    assert sum(len(made.chunks) for made in rounds) == 24
+    assert all(made.accepted <= made.drafted <= 2 for made in rounds)
+    stats = request.replies[0].handle.stats
+    assert len(rounds) == stats.rounds > 1
+    assert sum(made.drafted for made in rounds) == stats.drafted > 2
+
+
 def test_a_name_that_is_not_loaded_is_refused_at_once() -> None:
     llm = toy()
     worker = Worker(llm)
     with pytest.raises(ValueError, match="no drafter 'nobody' is loaded"):
-        worker.submit(job(llm, "abc", Sampling(), Speculation("nobody")))
+        Reading(worker, job(llm, "abc", Sampling(), Speculation("nobody")))
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +282,11 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
     ]
     plain = LLM(real.model)
     alone = [plain.generate(p, how).token_ids for p, how in zip(prompts, samplings, strict=True)]
-    worker = Worker(real, WorkerLimits(slots=5, quota=32, prefixes=64 << 20))
+    worker = Worker(real, WorkerLimits(slots=5, prefill_quota=32, prefix_bytes=64 << 20))
 
     async def one(i: int) -> list[int]:
         await asyncio.sleep(chance.random())
-        return await read(worker.submit(job(real, prompts[i], samplings[i], hows[i])))
+        return await Reading(worker, job(real, prompts[i], samplings[i], hows[i])).tokens()
 
     async def work() -> list[list[int]]:
         return await asyncio.gather(*map(one, range(12)))
@@ -254,9 +300,9 @@ def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) ->
 
 
 def test_a_worker_at_rest_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_REST", 0.05)
+    monkeypatch.setattr(workers, "_IDLE_TRIM", 0.05)
     given = list[int]()
-    monkeypatch.setattr(workers, "give_back", lambda: given.append(len(given)))
+    monkeypatch.setattr(workers, "trim_memory", lambda: given.append(len(given)))
     llm = toy()
     worker = Worker(llm)
 
@@ -268,7 +314,7 @@ def test_a_worker_at_rest_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch
 
     async def work() -> None:
         await rest(1)
-        await read(worker.submit(job(llm, "hello", Sampling(max_new_tokens=4))))
+        await Reading(worker, job(llm, "hello", Sampling(max_new_tokens=4))).tokens()
         await rest(2)
 
     run(worker, work())
@@ -290,7 +336,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     for block in blocks:
         libc.free(block)
     before = resident().rss
-    give_back()
+    trim_memory()
     after = resident().rss
     libc.free(last)
     assert before - after > 64 << 20

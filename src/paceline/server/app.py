@@ -1,33 +1,37 @@
-"""The server's routes. Needs the extra "serve"."""
+"""The application: routes, authentication, error handlers. Needs the extra "serve"."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
 from paceline.llm import LLM
 from paceline.server import errors, openapi
-from paceline.server.limits import Logged, Settings, check_host, check_key
-from paceline.server.metrics import MEDIA_TYPE
+from paceline.server.limits import RequestLog, Settings, check_host, check_key
 from paceline.server.pages import add_page
 from paceline.server.serving import Service
-from paceline.server.tokens import detokenize, list_models, model_entry, tokenize
 from paceline.server.worker import Worker
 
 PAGE = Path(__file__).parent / "page"
 
 
 def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
-    """The application for uvicorn. The worker is started and stopped by whoever made it."""
+    """Return the application for uvicorn. The caller starts and stops the worker."""
     service = Service(worker, llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
     app = FastAPI(
         title="Paceline",
         version=paceline.__version__,
@@ -35,10 +39,10 @@ def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         openapi_url=None,
-        lifespan=_closing(service),
+        lifespan=lifespan,
     )
-    app.include_router(_guarded(service, app))
-    _add_open_routes(app, service)
+    app.include_router(_api(service, app))
+    _add_health(app, service)
     add_page(app, PAGE)
     errors.install(app)
     openapi.install(app)
@@ -47,67 +51,33 @@ def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # as many as are asked for: OpenAI's clients send a dozen of their own
+            allow_headers=["*"],  # OpenAI's clients send a dozen of their own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Logged)
+    app.add_middleware(RequestLog)
     return app
 
 
-def _closing(service: Service) -> Callable[[FastAPI], Any]:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.close()
+def _api(service: Service, app: FastAPI) -> APIRouter:
+    """The routes that require authentication."""
+    bearer = Depends(HTTPBearer(auto_error=False))  # for the OpenAPI document alone
 
-    return lifespan
-
-
-def _guarded(service: Service, app: FastAPI) -> APIRouter:
-    """What not everybody may ask for."""
-    bearer = Depends(HTTPBearer(auto_error=False))
-
-    async def authorised(request: Request) -> None:  # not async, it would take a thread for each request
+    async def authorise(request: Request) -> None:  # if it were not async, each request would need a thread
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, request.headers.get("authorization", ""))
 
-    router = APIRouter(dependencies=[Depends(authorised), bearer], responses=openapi.FAILURES)
-    post = openapi.post(router)
-
-    @post("/v1/chat/completions", "ChatRequest", stream=True)
-    async def chat_completions(request: Request) -> Response:
-        """Reply to a chat."""
-        return await service.chat(request)
-
-    @post("/v1/completions", "CompletionRequest", stream=True)
-    async def completions(request: Request) -> Response:
-        """Continue a text."""
-        return await service.complete(request)
-
-    @post("/tokenize", "TokenizeRequest")
-    async def to_tokens(request: Request) -> Response:
-        """The token ids of a text or a chat."""
-        return await tokenize(service, request)
-
-    @post("/detokenize", "DetokenizeRequest")
-    async def to_text(request: Request) -> Response:
-        """The text of token ids."""
-        return await detokenize(service, request)
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """What is served."""
-        return list_models(service)
-
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """One model of those that are served."""
-        return model_entry(service, name)
+    router = APIRouter(dependencies=[Depends(authorise), bearer], responses=openapi.ERRORS)
+    openapi.add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
+    openapi.add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
+    openapi.add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
+    openapi.add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
+    router.add_api_route("/v1/models", service.models)
+    router.add_api_route("/v1/models/{name:path}", service.model)
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Counters in Prometheus' text format."""
-        return Response(service.metrics.text(), media_type=MEDIA_TYPE)
+        """Return metrics in Prometheus' text format."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/openapi.json", include_in_schema=False)
     async def description() -> JSONResponse:
@@ -116,11 +86,10 @@ def _guarded(service: Service, app: FastAPI) -> APIRouter:
     return router
 
 
-def _add_open_routes(app: FastAPI, service: Service) -> None:
+def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether replies are being written here."""
-        load = service.worker.load
-        status = "ok" if service.worker.alive else "stopping"
-        told = {"status": status, "running": load.running, "waiting": load.waiting}
-        return JSONResponse(told, 200 if service.worker.alive else 503)
+        """Report whether the server accepts requests; 503 if it does not."""
+        load, alive = service.worker.load, service.worker.alive
+        status = {"status": "ok" if alive else "stopping", "running": load.running, "waiting": load.waiting}
+        return JSONResponse(status, 200 if alive else 503)

@@ -1,4 +1,4 @@
-"""Function calls in a reply, read as it is written. Whatever is not a call in the family's form stays text."""
+"""Parsers of function calls in a reply as it grows. Whatever is not a call in the family's format stays text."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ from paceline.server.tools import FENCED, MISTRAL, CallFormat
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call in a reply. `arguments`: a JSON object, as text."""
+    """A function call. `arguments`: a JSON object, as text."""
 
     name: str
     arguments: str
     id: str
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the call in OpenAI's shape."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 Piece = Call | str
-"""A call, or more arguments of the call before it."""
+"""A new call, or more arguments of the last one."""
 
 
-def _kept(text: str, sign: str) -> int:
-    """How much of the text's end may be the beginning of `sign`, or all of it."""
-    return next((n for n in range(min(len(text), len(sign)), 0, -1) if text.endswith(sign[:n])), 0)
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
+    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
-class ForcedReader:
-    """Reads a reply that is one call written by `CallFormat.grammar`, and shows its arguments as they come."""
+class ForcedCallParser:
+    """Parses a reply that is one call generated under `CallFormat.grammar`; its arguments are passed on as they come.
+
+    `complete`: whether the call was complete at the end of the reply.
+    """
 
     def __init__(self, family: CallFormat, names: Collection[str]) -> None:
-        self._family, self._names = family, list(names)
-        self._held, self._arguments = "", ""
-        self._called: str | None = None
-        self._inside = False
+        self._family = family
+        self._heads = {name: family.head(name) for name in names}
+        self._buffer, self._arguments = "", ""
+        self._name: str | None = None
+        self._in_arguments = False
         self.complete = False
-        """Whether the call was whole at the end of the reply."""
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
-        """(text to show, which there is none of, and what came of the call)."""
-        self._held += text
-        return "", [*self._begun(), *self._more()]
+        """Return (text to show, always empty, and the new pieces of the call)."""
+        self._buffer += text
+        return "", [*self._begin(), *self._continue()]
 
-    def _begun(self) -> Iterator[Piece]:
-        """The call, once it is known which function it calls; with one function that is known at once."""
-        if self._called is not None or not self._held:
-            return
-        held = self._held.lstrip()
-        heads = {name: self._family.head(name) for name in self._names}
-        fitting = [name for name, head in heads.items() if head.startswith(held) or held.startswith(head)]
-        if len(fitting) == 1:
-            self._called = fitting[0]
-            yield Call(self._called, "", self._family.new_id())
+    def _begin(self) -> Iterator[Piece]:
+        """The call, once its function is known; if there is only one function, at once."""
+        held = self._buffer.lstrip()
+        if self._name is None and self._buffer:
+            fitting = [name for name, head in self._heads.items() if head.startswith(held) or held.startswith(head)]
+            if len(fitting) == 1:
+                self._name = fitting[0]
+                yield Call(self._name, "", self._family.new_id())
 
-    def _more(self) -> Iterator[Piece]:
-        """Arguments, without what may be the call's end."""
-        if self._called is None:
+    def _continue(self) -> Iterator[Piece]:
+        """Arguments, without what may be the end of the call."""
+        if self._name is None:
             return
-        if not self._inside:
-            held, head = self._held.lstrip(), self._family.head(self._called)
+        if not self._in_arguments:
+            held, head = self._buffer.lstrip(), self._heads[self._name]
             if not held.startswith(head):
                 return
-            self._held, self._inside = held[len(head) :], True
-        cut = len(self._held) - _kept(self._held, self._family.tail)
-        yield from self._show(self._held[:cut])
-        self._held = self._held[cut:]
+            self._buffer, self._in_arguments = held[len(head) :], True
+        cut = len(self._buffer) - _overlap(self._buffer, self._family.tail)
+        yield from self._show(self._buffer[:cut])
+        self._buffer = self._buffer[cut:]
 
     def _show(self, text: str) -> Iterator[Piece]:
         self._arguments += text
@@ -78,55 +80,59 @@ class ForcedReader:
             yield text
 
     def flush(self) -> tuple[str, list[Piece]]:
-        """The rest of arguments that were cut off; what follows complete ones is the call's end."""
-        self.complete = _is_json(self._arguments)
-        return "", [] if self.complete or not self._inside else list(self._show(self._held))
+        """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
+        self.complete = _json(self._arguments, _INVALID) is not _INVALID
+        return "", [] if self.complete or not self._in_arguments else list(self._show(self._buffer))
 
 
-class CallReader:
-    """Splits a reply, as it comes, into text and calls.
+class CallParser:
+    """Splits a growing reply into text and calls.
 
-    White space around calls is theirs, and is not shown. `names`: the functions there are; a call of another is text.
-    `single`: what comes after the first call is dropped.
+    White space around calls is dropped. `names`: the known functions; a call of any other is text. `single`: everything
+    after the first call is dropped.
     """
 
     def __init__(self, family: CallFormat, names: Collection[str], single: bool = False) -> None:
         self._family, self._names, self._single = family, frozenset(names), single
-        self._forms = (family, FENCED)
-        self._held = ""
+        self._formats = (family, FENCED)
+        self._buffer = ""
         self._inside: CallFormat | None = None
-        """The form of the call that `_held` is in."""
-        self._began = False
+        """Format of the call that `_buffer` is in."""
+        self._text_began = False
         self._space = ""
+        """White space that is shown if text follows it."""
         self.called = False
 
     def push(self, text: str) -> tuple[str, Sequence[Piece]]:
-        """(text to show, calls that are complete)."""
-        self._held += text
+        """Return (text to show, complete calls)."""
+        self._buffer += text
         shown, calls = "", []
         for piece in self._pieces():
             if isinstance(piece, str):
                 shown += self._show(piece)
             else:
-                calls += piece if not self._single else piece[: not self.called]
-                self.called, self._space = True, ""
+                calls += self._limited(piece)
+                self._space = ""
         return shown, calls
 
     def flush(self) -> tuple[str, Sequence[Piece]]:
-        """What the end of the reply leaves: a call without its end, or text that was held back."""
-        held, inside = self._held, self._inside
-        self._held, self._inside = "", None
-        found = self._parse(held, inside) if inside else None
-        if found is None:
-            rest = self._show((self._opener(held, inside) if inside else "") + held)
-            space = "" if self.called else self._space
-            return rest + space, []
-        found = found[: not self.called] if self._single else found
-        self.called = self.called or bool(found)
-        return "", found
+        """Return what the end of the reply leaves: a call without its end marker, or text that was held back."""
+        held, inside = self._buffer, self._inside
+        self._buffer, self._inside = "", None
+        calls = self._parse(held, inside) if inside else None
+        if calls is not None:
+            return "", self._limited(calls)
+        marked = inside is not None and not (inside.bare and held.startswith("{"))
+        rest = self._show((inside.start if inside and marked else "") + held)
+        return rest + ("" if self.called else self._space), []
+
+    def _limited(self, calls: list[Call]) -> list[Call]:
+        calls = calls[: not self.called] if self._single else calls
+        self.called = self.called or bool(calls)
+        return calls
 
     def _show(self, text: str) -> str:
-        """White space waits until it is known whether text follows it or a call."""
+        """Return text that can be shown; white space waits until text or a call follows it."""
         if self.called and self._single:
             return ""
         text = self._space + text
@@ -135,52 +141,48 @@ class CallReader:
         return stripped
 
     def _pieces(self) -> Iterator[str | list[Call]]:
-        while self._held:
-            step = self._within(self._inside) if self._inside else self._outside()
-            if step is None:
+        while self._buffer:
+            piece = self._in_call(self._inside) if self._inside else self._in_text()
+            if piece is None:
                 return
-            yield step
+            yield piece
 
-    def _outside(self) -> str | None:
-        """Text up to where a call begins; None where that cannot be told yet."""
-        family, held = self._family, self._held
-        if family.bare and not self._began:
-            start = held.lstrip()
-            if not start:
+    def _in_text(self) -> str | None:
+        """Return text up to the beginning of a call; None if more of the reply is needed to tell."""
+        family, held = self._family, self._buffer
+        if family.bare and not self._text_began:
+            held = held.lstrip()
+            if not held:
                 return None
-            self._began = True
-            if start.startswith("{"):
-                self._held, self._inside = start, family
+            self._text_began = True
+            if held.startswith("{"):
+                self._buffer, self._inside = held, family
                 return ""
-        found = [(at, form) for form in self._forms if (at := held.find(form.opens)) >= 0]
-        if found:
-            at, form = min(found, key=lambda one: one[0])
-            self._held, self._inside, self._began = held[at + len(form.opens) :], form, True
+            held = self._buffer
+        starts = [(at, form) for form in self._formats if (at := held.find(form.start)) >= 0]
+        if starts:
+            at, form = min(starts, key=lambda start: start[0])
+            self._buffer, self._inside, self._text_began = held[at + len(form.start) :], form, True
             return held[:at]
-        shown = len(held) - max(_kept(held, form.opens) for form in self._forms)
-        self._held = held[shown:]
+        shown = len(held) - max(_overlap(held, form.start) for form in self._formats)
+        self._buffer = held[shown:]
         return held[:shown] or None
 
-    def _within(self, form: CallFormat) -> str | list[Call] | None:
-        """The call, once it is whole."""
-        if not form.closes:
+    def _in_call(self, form: CallFormat) -> str | list[Call] | None:
+        """Return the calls, or text if they are none; None if more of the reply is needed."""
+        if not form.end:
             return None
-        if self._held.lstrip()[:1] not in ("", "{", "["):  # a block of code in another form is not held back
+        if self._buffer.lstrip()[:1] not in ("", "{", "["):  # a code block in another language is not held back
             self._inside = None
-            return form.opens
-        inner, found, after = self._held.partition(form.closes)
+            return form.start
+        inner, found, after = self._buffer.partition(form.end)
         if not found:
             return None
-        self._held, self._inside = after, None
+        self._buffer, self._inside = after, None
         calls = self._parse(inner, form)
-        return f"{form.opens}{inner}{form.closes}" if calls is None else calls
-
-    @staticmethod
-    def _opener(held: str, form: CallFormat) -> str:
-        return "" if form.bare and held.startswith("{") else form.opens
+        return f"{form.start}{inner}{form.end}" if calls is None else calls
 
     def _parse(self, text: str, form: CallFormat) -> list[Call] | None:
-        """The calls, or None for what is none."""
         found = _PARSERS[form.name](text.strip(), form.key)
         if not found or any(name not in self._names for name, _ in found):
             return None
@@ -188,6 +190,8 @@ class CallReader:
 
 
 Found = list[tuple[str, dict[str, Any]]]
+"""Names and arguments; empty if the text is not a call."""
+_INVALID = object()
 
 
 def _hermes(text: str, key: str) -> Found:
@@ -196,7 +200,7 @@ def _hermes(text: str, key: str) -> Found:
 
 
 def _llama(text: str, key: str) -> Found:
-    """Objects, ";" between them."""
+    """Objects separated by ";"."""
     found: Found = []
     while text:
         value, text = _first(text)
@@ -209,11 +213,11 @@ def _llama(text: str, key: str) -> Found:
 
 
 def _mistral(text: str, key: str) -> Found:
-    """A list of objects; or a name and an object, with [TOOL_CALLS] between two."""
+    """A list of objects; or names with objects, separated by [TOOL_CALLS]."""
     if text.startswith("["):
         return _objects(_json(text), key)
     found: Found = []
-    for part in filter(None, text.split(MISTRAL.opens)):
+    for part in filter(None, text.split(MISTRAL.start)):
         hit = re.fullmatch(
             r"\s*([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL
         )
@@ -225,7 +229,7 @@ def _mistral(text: str, key: str) -> Found:
 
 
 def _fenced(text: str, key: str) -> Found:
-    """As Hermes'; at the end of a reply the fence may stand on the same line."""
+    """As Hermes; at the end of a reply the fence may be on the same line."""
     return _hermes(text.removesuffix("```"), key)
 
 
@@ -248,23 +252,15 @@ def _objects(value: Any, key: str) -> Found:
     return found
 
 
-def _json(text: str) -> Any:
+def _json(text: str, default: Any = None) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        return default
 
 
 def _first(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and the rest."""
+    """Return the JSON value that a text begins with, and the rest."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: from messages to a prompt, and from a reply to a message, whole or piece by piece."""
+"""/v1/chat/completions: from messages to a prompt, and from a reply to a message, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -10,200 +10,183 @@ from typing import Any
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
-from paceline.server.calls import Call, CallReader, ForcedReader, Piece
+from paceline.server.calls import Call, CallParser, ForcedCallParser, Piece
+from paceline.server.choices import Choice, PreparedRequest, ReplyRound, TokenTexts
 from paceline.server.errors import bad_request
-from paceline.server.grammar_trials import Trials
+from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
-from paceline.server.running import ReplyRound, RequestPlan
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
-from paceline.server.token_text import TokenTexts
 from paceline.server.tools import CallFormat
 from paceline.server.worker import Busy
 from paceline.text.chat_template import check_messages
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 
 
-@dataclass(slots=True)
-class ChatChoice:
-    """One reply of a chat, as it grows. `former`: calls are shown as OpenAI's `function_call`."""
+@dataclass(slots=True, kw_only=True)
+class ChatChoice(Choice):
+    """A choice of a chat completion.
 
-    index: int
-    words: TokenTexts
-    logprobs: bool
-    trace: bool
-    reader: CallReader | ForcedReader | None
-    opener: tuple[int, str] | None
-    """The token that begins a call without being shown, and what it stands for."""
-    former: bool = False
-    text: str = ""
+    `parser`: None if no tool may be called. `marker`: a special token that begins a call, and the text it stands for.
+    `legacy`: calls are sent as `function_call`.
+    """
+
+    parser: CallParser | ForcedCallParser | None = None
+    marker: tuple[int, str] | None = None
+    legacy: bool = False
     calls: list[Call] = field(default_factory=list)
-    said: list[dict[str, Any]] = field(default_factory=list)
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None
+    token_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
-    def opening(self) -> dict[str, Any]:
-        """The first event of a stream."""
-        return self._event({"role": "assistant", "content": None if isinstance(self.reader, ForcedReader) else ""})
+    def first_event(self) -> dict[str, Any]:
+        """Return the event with the assistant's role."""
+        return self._event({"role": "assistant", "content": None if isinstance(self.parser, ForcedCallParser) else ""})
 
-    def take(self, round_: ReplyRound) -> list[dict[str, Any]]:
-        """Takes a round in. Returns its events; the one that says why the reply ended has nothing else to show."""
-        ended = round_.chunks[-1].finish_reason
-        text, pieces = self._read(round_)
+    def as_dict(self) -> dict[str, Any]:
+        """Return a choice of a `chat.completion`."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.calls:
+            calls = [call.as_dict() for call in self.calls]
+            message["content"] = self.text or None
+            message |= {"function_call": calls[0]["function"]} if self.legacy else {"tool_calls": calls}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": {"content": self.token_logprobs, "refusal": None} if self.logprobs else None,
+            "finish_reason": self.finish_reason,
+            **self._all_traced(),
+        }
+
+    def _event(self, delta: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta or {}, "logprobs": None, "finish_reason": None}
+
+    def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        text, pieces = self._parse(round_)
         self.text += text
         events = [self._event({"content": text})] if text else []
-        events += [self._event(self._call(piece)) for piece in pieces]
+        events += [self._event(self._call_delta(piece)) for piece in pieces]
         if self.logprobs or self.trace:
-            events = events or [self._event({})]
-            events[0] |= self._about(round_)
-        if ended:
-            self.finish = self._finish(ended)
-            events.append({**self._event({}), "finish_reason": self.finish})
+            events = events or [self._event()]
+            events[0] |= self._logprobs(round_) | self._trace(round_)
         return events
 
-    def _read(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
-        if self.reader is None:
-            return "".join(chunk.text for chunk in round_.chunks), []
-        opener, sign = self.opener or (None, "")
-        text = "".join(chunk.text + (sign if chunk.token_id == opener else "") for chunk in round_.chunks)
-        shown, pieces = self.reader.push(text)
-        rest, last = self.reader.flush() if round_.chunks[-1].finish_reason else ("", [])
+    def _parse(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
+        if self.parser is None:
+            return round_.text, []
+        token, marker = self.marker or (None, "")
+        text = "".join(chunk.text + (marker if chunk.token_id == token else "") for chunk in round_.chunks)
+        shown, pieces = self.parser.push(text)
+        rest, last = self.parser.flush() if round_.chunks[-1].finish_reason else ("", [])
         return shown + rest, [*pieces, *last]
 
-    def _call(self, piece: Piece) -> dict[str, Any]:
-        """What of a call is new, as a delta."""
+    def _call_delta(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, str):
             self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + piece)
             new: dict[str, Any] = {"function": {"arguments": piece}}
         else:
             self.calls.append(piece)
             new = piece.as_dict()
-        return {"function_call": new["function"]} if self.former else {"tool_calls": [_numbered(self.calls, new)]}
+        if self.legacy:
+            return {"function_call": new["function"]}
+        return {"tool_calls": [{"index": len(self.calls) - 1, **new}]}
 
-    def _about(self, round_: ReplyRound) -> dict[str, Any]:
-        """What was asked for beside the text."""
-        found: dict[str, Any] = {}
-        if self.logprobs:
-            said = [self.words.chat_logprobs(chunk) for chunk in round_.chunks]
-            self.said += said
-            found["logprobs"] = {"content": said, "refusal": None}
-        if self.trace:
-            self.rounds.append(self.words.trace(round_))
-            found |= self.rounds[-1]
-        return found
+    def _logprobs(self, round_: ReplyRound) -> dict[str, Any]:
+        if not self.logprobs:
+            return {}
+        new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
+        self.token_logprobs += new
+        return {"logprobs": {"content": new, "refusal": None}}
 
-    def _finish(self, ended: str) -> str:
-        cut = isinstance(self.reader, ForcedReader) and not self.reader.complete
-        if self.calls and ended != "length" and not cut:
-            return "function_call" if self.former else "tool_calls"
-        return FINISH.get(ended, ended)
-
-    def _event(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def whole(self) -> dict[str, Any]:
-        """The reply as a choice of a `chat.completion`."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
-        if self.calls:
-            made = [call.as_dict() for call in self.calls]
-            message["content"] = self.text or None
-            message |= {"function_call": made[0]["function"]} if self.former else {"tool_calls": made}
-        choice = {
-            "index": self.index,
-            "message": message,
-            "logprobs": {"content": self.said, "refusal": None} if self.logprobs else None,
-            "finish_reason": self.finish,
-        }
-        if self.trace:
-            choice["trace"] = [token for made in self.rounds for token in made["trace"]]
-        return choice
-
-
-def _numbered(made: Sequence[Call], new: dict[str, Any]) -> dict[str, Any]:
-    return {"index": len(made) - 1, **new}
+    def _finish(self, reason: str) -> str:
+        incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete
+        if self.calls and reason != "length" and not incomplete:
+            return "function_call" if self.legacy else "tool_calls"
+        return Choice._finish(self, reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """Functions that a reply may call, or must: `forced`. `told`: those that the prompt shows."""
+class CallOptions:
+    """Tools of a request: those that the prompt `shows`, those that may be called, and whether one must be."""
 
-    told: Sequence[Tool] = ()
-    tools: Sequence[Tool] = ()
+    shown: Sequence[Tool] = ()
+    callable: Sequence[Tool] = ()
     forced: bool = False
 
     @staticmethod
-    def of(body: ChatRequest) -> Calling:
+    def of(body: ChatRequest) -> CallOptions:
+        """Return the options that a request sets."""
         offered, choice = body.offered, body.choice
         if choice == "none":
-            return Calling()
+            return CallOptions()
         if isinstance(choice, str):
-            return Calling(offered, offered, choice == "required")
+            return CallOptions(offered, offered, choice == "required")
         allowed = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
         names = {tool.function.name for tool in allowed}
         forced = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
-        return Calling(offered, [tool for tool in offered if tool.function.name in names], forced)
+        return CallOptions(offered, [tool for tool in offered if tool.function.name in names], forced)
 
     @property
     def names(self) -> list[str]:
-        return [tool.function.name for tool in self.tools]
+        """Names of the functions that may be called."""
+        return [tool.function.name for tool in self.callable]
 
     def grammar(self, family: CallFormat, marker: int | None, body: ChatRequest) -> str | None:
-        """Of a reply that must be a call, or is one or JSON of a form; None: it may be any text, or there are no tools.
+        """Return the grammar of a reply that must be a call, or is a call or constrained JSON; None for any other.
 
-        A form asked for besides is that of the content, of which a forced call has none.
+        A constraint of the request is one of the content, which a forced call does not have.
         """
-        if not self.tools:
+        if not self.callable:
             return None
         content = options.content_schema(body)
         if not self.forced and content is None:
             return None
-        functions = [(tool.function.name, tool.function.parameters) for tool in self.tools]
+        functions = [(tool.function.name, tool.function.parameters) for tool in self.callable]
         return family.grammar(functions, marker, None if self.forced else content)
 
 
-def plan(llm: LLM, settings: Settings, words: TokenTexts, trials: Trials, body: ChatRequest) -> RequestPlan:
-    """Tokens, sampling and drafting of every reply. Raises `PacelineError` and `ApiError`."""
+def prepare(
+    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: GrammarTrials, body: ChatRequest
+) -> PreparedRequest:
+    """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
     family = tools.family(llm.tokenizer.chat_template)
-    calling = Calling.of(body)
-    opener = _opener(llm, family) if calling.tools else None
-    grammar = options.grammar(trials, body, calling.grammar(family, opener[0] if opener else None, body))
-    text = _prompt(llm, body, calling)
-    options.check_fits(llm, settings, text, "messages")
+    calling = CallOptions.of(body)
+    marker = _marker(llm, family) if calling.callable else None
+    grammar = options.grammar(trials, body, calling.grammar(family, marker[0] if marker else None, body))
+    thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    values = {**thinking, **(body.chat_template_kwargs or {})}
+    text = chat_text(llm, body.messages, calling.shown, values, body.add_generation_prompt, body.continue_final_message)
+    options.check_text_length(llm, settings, text, "messages")
     tokens = chat_ids(llm, text)
     options.check_length(llm, settings, tokens, "messages")
-    length = options.length(llm, body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = options.sampling(llm, body, length, logprobs, grammar)
-    former = bool(body.functions)
-    single = former or body.parallel_tool_calls is False
+    sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
+    legacy = bool(body.functions)
 
-    def reader() -> CallReader | ForcedReader | None:
+    single = legacy or body.parallel_tool_calls is False
+
+    def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
-            return ForcedReader(family, calling.names)
-        return CallReader(family, calling.names, single) if calling.tools else None
+            return ForcedCallParser(family, calling.names)
+        return CallParser(family, calling.names, single) if calling.callable else None
 
     def choice(index: int) -> ChatChoice:
-        return ChatChoice(index, words, bool(body.logprobs), bool(body.trace), reader(), opener, former)
+        return ChatChoice(
+            index=index,
+            token_texts=token_texts,
+            logprobs=bool(body.logprobs),
+            trace=bool(body.trace),
+            parser=parser(),
+            marker=marker,
+            legacy=legacy,
+        )
 
-    return RequestPlan(options.jobs(llm, settings, body, [tokens], sampling), choice)
+    return PreparedRequest(options.jobs(llm, settings, body, [tokens], sampling), choice)
 
 
-def _opener(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
-    token = llm.tokenizer.token_id(family.opens)
-    return (token, family.opens) if token is not None and token in llm.tokenizer.special_ids else None
-
-
-def _prompt(llm: LLM, body: ChatRequest, calling: Calling) -> str:
-    thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
-    return chat_text(
-        llm,
-        body.messages,
-        calling.told,
-        {**thinking, **(body.chat_template_kwargs or {})},
-        generation=body.add_generation_prompt is not False,
-        continued=bool(body.continue_final_message),
-    )
+def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
+    token = llm.tokenizer.token_id(family.start)
+    return (token, family.start) if token is not None and token in llm.tokenizer.special_ids else None
 
 
 def chat_text(
@@ -211,25 +194,24 @@ def chat_text(
     messages: Sequence[Message],
     offered: Sequence[Tool] | None,
     values: dict[str, Any],
-    *,
-    generation: bool = True,
-    continued: bool = False,
+    generation_prompt: bool | None,
+    continued: bool | None,
 ) -> str:
-    """The chat's prompt. `values`: further names for the template. `continued`: it ends within the last message.
-
-    Raises `ApiError` 400 naming the messages.
+    """Return a chat's prompt as text. `values`: further variables of the template. `continued`: it ends within the
+    last message. Raises `ApiError` 400 naming the messages.
     """
-    chat = [_plain(message) for message in messages]
+    chat = [_as_template_message(message) for message in messages]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
-    clash = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
-    if clash:
-        raise bad_request(
-            f"chat_template_kwargs holds {clash.pop()!r}, which has a place of its own", "chat_template_kwargs"
-        )
+    reserved = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
+    if reserved:
+        raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
             chat, given = tools.with_tools(check_messages(chat), given), []
-        return _rendered(llm, chat, {"tools": given or None, **values}, generation, continued)
+        values = {"tools": given or None, **values}
+        if continued:
+            return _continued(llm, chat, values)
+        return llm.tokenizer.apply_chat_template(chat, generation_prompt is not False, **values)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
@@ -237,21 +219,19 @@ def chat_text(
 
 
 def chat_ids(llm: LLM, text: str) -> list[int]:
-    """The tokens of a chat's prompt. Raises `ApiError` 400 naming the messages."""
+    """Return the token ids of a chat's prompt. Raises `ApiError` 400 naming the messages."""
     try:
         return llm.encode(llm.tokenizer.encode(text, special=False))
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 
 
-def _rendered(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any], generation: bool, continued: bool) -> str:
-    if not continued:
-        return llm.tokenizer.apply_chat_template(chat, generation, **values)
-    # A mark at the message's end shows where the template goes on to close it.
-    mark = f"[{uuid.uuid4().hex}]"
+def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:
+    """Return the prompt up to the end of the last message, where a marker shows what the template adds to close it."""
+    marker = f"[{uuid.uuid4().hex}]"
     content = check_messages(chat[-1:])[0]["content"]
-    text = llm.tokenizer.apply_chat_template([*chat[:-1], {**chat[-1], "content": content + mark}], False, **values)
-    before, found, _ = text.partition(mark)
+    text = llm.tokenizer.apply_chat_template([*chat[:-1], {**chat[-1], "content": content + marker}], False, **values)
+    before, found, _ = text.partition(marker)
     if not found:
         raise InvalidPrompt(
             "the chat template does not show the last message, which the reply is to continue",
@@ -260,14 +240,10 @@ def _rendered(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any], gene
     return before
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """As chat templates know messages."""
-    found = message.model_dump(include=_TOLD, exclude_none=True)
+def _as_template_message(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates expect."""
+    found = message.model_dump(include=_MESSAGE_FIELDS, exclude_none=True)
     if message.calls:
         found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
     found["content"] = message.refusal if message.content is None else found["content"]
-    return {**found, "role": _ROLES.get(message.role, message.role)}
-
-
-_TOLD = {"role", "content", "name", "tool_call_id", "reasoning_content"}
-_ROLES = {"developer": "system", "function": "tool"}
+    return {**found, "role": _TEMPLATE_ROLES.get(message.role, message.role)}

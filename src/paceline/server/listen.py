@@ -1,4 +1,4 @@
-"""From an application to a listening process, and how it ends."""
+"""The listening process: start, limits on connections, signals, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import InvalidOption
-from paceline.server.connections import Connection, most_connections
 from paceline.server.worker import Worker
 
-_SWITCH = 0.001
-"""Seconds after which the event loop's thread hands the interpreter to the engine's, which waits for nothing else."""
+_SWITCH_INTERVAL = 0.001
+"""Seconds after which the event loop's thread releases the interpreter to the engine's thread."""
 _MARGIN = 1.0
-"""Seconds of the grace that are kept for telling clients why their stream has ended."""
-
-_HARD = 5.0
-"""Seconds beyond the grace after which the process is ended, whatever it is doing."""
+"""Seconds after the grace period for telling clients why their streams ended."""
+_KILL = 5.0
+"""Seconds after that at which the process is ended, whatever it is doing."""
+_MAX_CONNECTIONS, _FILES = 1024, 4096
+"""Maximum connections, and the limit of open files that they need."""
+_HEADER_TIMEOUT = 10.0
+"""Seconds within which the head of a request must arrive."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `InvalidOption` where nobody can listen there: said before a model is loaded, not after."""
+    """Raise `InvalidOption` if the address cannot be bound, before a model is loaded and not after."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
@@ -36,23 +39,16 @@ def check_address(host: str, port: int) -> None:
     except OSError as error:
         raise InvalidOption(
             f"cannot listen on {host}, port {port}: {error.strerror}",
-            "Give another --port, or a --host that is here",
+            "Give another --port, or a --host of this machine",
         ) from error
 
 
 def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, and those that do not are ended.
+    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, after which they are cancelled.
 
-    `ready` gets the address as soon as it listens, port 0 resolved.
+    `ready` is called with the URL as soon as the server listens, with the actual port in place of 0.
     """
-    sys.setswitchinterval(_SWITCH)
-    asyncio.run(_serve(app, worker, host, port, grace, ready))
-
-
-async def _serve(
-    app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]
-) -> None:
-    most = most_connections()
+    limit = max_connections()
     config = uvicorn.Config(
         app,
         host,
@@ -61,18 +57,23 @@ async def _serve(
         ws="none",
         log_level="warning",
         access_log=False,
-        limit_concurrency=most,
-        backlog=most // 8,  # all of these may be accepted before the first is counted
+        limit_concurrency=limit,
+        backlog=limit // 8,  # all of these may be accepted before the first is counted
         timeout_graceful_shutdown=max(1, round(grace + _MARGIN)),
     )
-    server = _Server(config, worker, grace, ready)
-    # uvicorn raises the signal that stopped it once more when it is done: by default, that would kill.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    worker.start()
-    try:
-        await server.serve()
-    finally:
-        await worker.stop(0.0)
+
+    async def serve() -> None:
+        server = _Server(config, worker, grace, ready)
+        # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        worker.start()
+        try:
+            await server.serve()
+        finally:
+            await worker.stop(0.0)
+
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    asyncio.run(serve())
 
 
 class _Server(uvicorn.Server):
@@ -89,8 +90,65 @@ class _Server(uvicorn.Server):
             return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Not from within the handler, which may have interrupted anything."""
+        """Begin to stop. The worker is told on the event loop, since the handler may have interrupted anything."""
         super().handle_exit(sig, frame)
-        # Whatever hangs by then, in native code too: tell where in the log, and end.
-        faulthandler.dump_traceback_later(self._grace + _MARGIN + _HARD, exit=True)
+        # If anything hangs, even in native code: write its traceback to the log and exit.
+        faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
         self._loop.call_soon_threadsafe(self._worker.drain, self._grace)
+
+
+def max_connections() -> int:
+    """Raise the soft limit of open files as far as it helps, and return the maximum number of connections.
+
+    Half of the files are left for everything else, including connections that are accepted but not counted yet.
+    """
+    if sys.platform == "win32":
+        return _MAX_CONNECTIONS
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, soft // 2)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, closed if the head of a request takes too long.
+
+    At `limit_concurrency` connections a new one replaces the one that has been waiting longest for its request. If none
+    is waiting, uvicorn answers the new one with 503.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timeout = self.loop.call_later(_HEADER_TIMEOUT, self._close_idle)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._make_room()
+
+    def on_response_complete(self) -> None:
+        self._timeout.cancel()
+        self._timeout = self.loop.call_later(_HEADER_TIMEOUT, self._close_idle)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timeout.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_idle(self) -> None:
+        """Close the connection without a request. Bytes of an unfinished head do not postpone this."""
+        if self._idle:
+            self.transport.close()
+
+    def _make_room(self) -> None:
+        others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
+        waiting = [other for other in others if other._idle or other.cycle.more_body]
+        if waiting:
+            oldest = min(waiting, key=lambda other: other._timeout.when())
+            self.connections.discard(oldest)
+            oldest.transport.abort()

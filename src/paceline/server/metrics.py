@@ -1,7 +1,6 @@
-"""What /metrics shows: counts and times under vLLM's names where it has them, so that its dashboards fit.
+"""Prometheus metrics for /metrics, under vLLM's names where it has them, so that its dashboards fit.
 
-Everything is counted where replies are handed to clients, on the event loop; what the engine holds right now is asked
-of the worker when somebody looks.
+Counters grow on the event loop, where replies are handed to clients; gauges ask the worker when they are read.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from paceline.server.choices import FINISH_REASONS, ReplyRound
 from paceline.server.worker import Load
-
-MEDIA_TYPE = CONTENT_TYPE_LATEST
 
 _LABEL = "model_name"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
 class Metrics:
@@ -31,109 +27,110 @@ class Metrics:
     def __init__(self, model: str, load: Callable[[], Load]) -> None:
         self._registry = CollectorRegistry()
         self._model = model
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds in which something was drafted.")
-        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
+        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were kept to this position at least.",
+            "Drafts accepted at least up to this position.",
             (_LABEL, "position"),
             registry=self._registry,
         )
-        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self._generation = self._counter("vllm:generation_tokens", "Tokens written.")
-        self._looked_up = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens.")
+        self._generation = self._counter("vllm:generation_tokens", "Generated tokens.")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._success = Counter(
-            "vllm:request_success",
-            "Replies by why they ended.",
-            (_LABEL, "finished_reason"),
-            registry=self._registry,
+            "vllm:request_success", "Replies by finish reason.", (_LABEL, "finished_reason"), registry=self._registry
         )
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.", _SECONDS)
-        self._first = self._histogram(
-            "vllm:time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
+        self._first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
+        self._later = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between tokens; those of one round share its time.", _TOKEN_SECONDS
         )
-        self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between tokens; a round's share it.", _STEPS)
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
-        self._rounds = self._counter("paceline:rounds", "Rounds of replies, those without a draft included.")
-        self._pace = _Pace()
-        self._registry.register(_Now(model, load, self._pace))
+        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
+        self._rounds = self._counter("paceline:rounds", "Rounds of replies, including those without a draft.")
+        self._throughput = _Throughput()
+        self._registry.register(_Gauges(model, load, self._throughput))
 
     def _counter(self, name: str, about: str) -> Any:
         return Counter(name, about, (_LABEL,), registry=self._registry).labels(self._model)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Any:
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
         return Histogram(name, about, (_LABEL,), buckets=buckets, registry=self._registry).labels(self._model)
 
-    def first(self, queued: float, seconds: float, prompt: int, cached: int) -> None:
-        """A reply's first token came, so many seconds after its submission."""
+    def observe_first(self, queued: float, seconds: float, prompt: int, cached: int) -> None:
+        """Count a reply's first token. `queued`, `seconds`: until admission and until now, from submission.
+
+        `prompt`: tokens of its prompt, of which `cached` came from the prefix cache.
+        """
         self._queue.observe(queued)
         self._first.observe(seconds)
         self._prompt.inc(prompt)
-        self._looked_up.inc(prompt)
+        self._queries.inc(prompt)
         self._hits.inc(cached)
 
-    def later(self, seconds: float, tokens: int) -> None:
-        """So many tokens more, so long after the last ones."""
+    def observe_later(self, seconds: float, tokens: int) -> None:
+        """Count the tokens of a later round, which came `seconds` after the round before."""
         for _ in range(tokens):
-            self._gap.observe(seconds / tokens)
+            self._later.observe(seconds / tokens)
 
-    def round(self, speculated: bool, drafted: int, accepted: int, tokens: int) -> None:
-        """A reply's round was handed on: so many tokens, of which `accepted` had been drafted."""
+    def observe_round(self, round_: ReplyRound) -> None:
+        """Count a reply's round."""
+        tokens, accepted = len(round_.chunks), round_.accepted
         self._rounds.inc()
         self._generation.inc(tokens)
-        self._pace.add(tokens)
-        self._drafts.inc(speculated)
-        self._drafted.inc(drafted)
+        self._throughput.add(tokens)
+        self._drafts.inc(round_.chunks[0].origin != "plain")
+        self._drafted.inc(round_.drafted)
         self._accepted.inc(accepted)
         for position in range(accepted):
             self._accepted_at.labels(self._model, str(position)).inc()
 
-    def finished(self, reason: str, seconds: float) -> None:
-        """A reply is over. `reason`: its finish reason, "error", or "abort" where its client left."""
-        self._success.labels(self._model, _REASONS.get(reason, reason)).inc()
-        self._whole.observe(seconds)
+    def observe_end(self, outcome: str, seconds: float) -> None:
+        """Count a reply's end. `outcome`: its finish reason, "error", or "abort" if its client left."""
+        self._success.labels(self._model, FINISH_REASONS.get(outcome, outcome)).inc()
+        self._latency.observe(seconds)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _Pace:
-    """Tokens per second, of all replies over the last `SPAN` seconds."""
+class _Throughput:
+    """Tokens per second of all replies over the last `SPAN` seconds."""
 
     SPAN = 10.0
 
     def __init__(self) -> None:
-        self._written: deque[tuple[float, int]] = deque()
+        self._tokens: deque[tuple[float, int]] = deque()
 
     def add(self, tokens: int) -> None:
-        self._written.append((time.monotonic(), tokens))
+        self._tokens.append((time.monotonic(), tokens))
         self._forget()
 
     def value(self) -> float:
         self._forget()
-        return sum(tokens for _, tokens in self._written) / self.SPAN
+        return sum(tokens for _, tokens in self._tokens) / self.SPAN
 
     def _forget(self) -> None:
-        while self._written and self._written[0][0] < time.monotonic() - self.SPAN:
-            self._written.popleft()
+        while self._tokens and self._tokens[0][0] < time.monotonic() - self.SPAN:
+            self._tokens.popleft()
 
 
-class _Now:
-    """Gauges, read when they are asked for."""
+class _Gauges:
+    """Gauges, computed when they are read."""
 
-    def __init__(self, model: str, load: Callable[[], Load], pace: _Pace) -> None:
-        self._model, self._load, self._pace = model, load, pace
+    def __init__(self, model: str, load: Callable[[], Load], throughput: _Throughput) -> None:
+        self._model, self._load, self._throughput = model, load, throughput
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         load = self._load()
         for name, about, value in (
-            ("vllm:num_requests_running", "Replies being written.", load.running),
+            ("vllm:num_requests_running", "Replies being generated.", load.running),
             ("vllm:num_requests_waiting", "Replies waiting for a slot.", load.waiting),
-            ("vllm:kv_cache_usage_perc", "Part of the cache in use, 1 is all.", load.cache),
-            ("paceline:tokens_per_second", "Tokens written per second, over the last ten.", self._pace.value()),
+            ("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.", load.cache),
+            ("paceline:tokens_per_second", "Tokens per second over the last 10 s.", self._throughput.value()),
         ):
             gauge = GaugeMetricFamily(name, about, labels=(_LABEL,))
             gauge.add_metric((self._model,), value)

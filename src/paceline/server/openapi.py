@@ -1,5 +1,4 @@
-"""/openapi.json. Bodies are read by `bodies.read`, which is stricter than FastAPI's own reader, so their models are
-described here."""
+"""/openapi.json. FastAPI does not know the models of the bodies, because the stricter `BodyReader` reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +17,9 @@ _BODIES: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, Tokenize
 _REF = "#/components/schemas/{model}"
 
 
-class Failure(BaseModel):
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
     message: str
     type: str
     param: str | None
@@ -26,61 +27,57 @@ class Failure(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's shape of an error."""
+    """Body of an error response."""
 
-    error: Failure
+    error: ErrorDetail
 
 
 _MEANINGS = {
-    400: "The body is malformed, or a parameter unknown or out of range; `param` names it.",
+    400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
     401: "The API key is missing or wrong.",
-    403: "Not addressed as this server may be.",
+    403: "The Host header is not allowed.",
     404: "No such model or path.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "Too many wait already; Retry-After says when to ask again.",
-    500: "The request failed for a reason of the server's.",
+    429: "The server is full. Retry-After gives the seconds to wait.",
+    500: "Internal error.",
     503: "The server is stopping, or out of memory.",
-    504: "The reply took longer than `timeout`.",
+    504: "The request took longer than `timeout`.",
 }
-FAILURES: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
 }
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def post(router: APIRouter) -> Callable[..., Callable[[Handler], Handler]]:
-    """`router.post` for a path whose body is the named model, `stream`: and whose reply may be events."""
-
-    def route(path: str, body: str, stream: bool = False) -> Callable[[Handler], Handler]:
-        described = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
-        answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-        if stream:
-            answers["text/event-stream"] = {"schema": {"type": "string"}}
-        return router.post(
-            path,
-            responses={200: {"description": "The answer.", "content": answers}},
-            openapi_extra={"requestBody": {"required": True, "content": described}},
-        )
-
-    return route
+def add_post(
+    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: bool = False
+) -> None:
+    """Add a route for bodies of a named model. `stream`: the response may be a stream of events."""
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+    router.add_api_route(
+        path,
+        handler,
+        methods=["POST"],
+        responses={200: {"description": "The answer.", "content": answers}},
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
 
 
 def install(app: FastAPI) -> None:
-    """Describe the API with the bodies' models."""
+    """Replace FastAPI's document by one with the models of the bodies."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
-            made["components"]["schemas"] |= bodies["$defs"]
-            # FastAPI's own refusal, which never comes: nothing but bodies can be malformed.
-            for path in made["paths"].values():
+            document["components"]["schemas"] |= bodies["$defs"]
+            for path in document["paths"].values():
                 for operation in path.values():
-                    operation["responses"].pop("422", None)
-            app.openapi_schema = made
+                    operation["responses"].pop("422", None)  # FastAPI's own, which this server never sends
+            app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]

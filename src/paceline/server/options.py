@@ -1,4 +1,4 @@
-"""From a request's parameters to the library's: sampling, drafting, which drafter."""
+"""From a request's parameters to the library's: sampling, speculation, grammar, lengths, jobs."""
 
 from __future__ import annotations
 
@@ -13,86 +13,72 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.grammar_cache import Kind
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.grammar_trials import Trials
+from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
-from paceline.server.planning import Lane
-from paceline.server.schema import ChatRequest, ObjectFormat, RequestBody, SchemaFormat, SpeculationOptions
+from paceline.server.preprocessing import PoolName
+from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
 from paceline.server.worker import Busy, ReplyJob
 from paceline.types import DraftBudget
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
+_SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
+    *("no_repeat_ngram_size", "seed", "stop", "stop_token_ids", "ignore_eos"),
 )
-_WIDEST = 512
-"""Branches of a drafted tree at most: no limit of its own."""
+_ATTRIBUTES = {name: name for name in _SAME_NAMES} | {"repetition_penalty": "penalty", "min_new_tokens": "min_tokens"}
+"""Field of `Sampling` -> attribute of `RequestBody`."""
+_MAX_BRANCHES = 512
+"""Branches of a drafted tree: no limit of its own."""
 
 
 def check_model(settings: Settings, name: str | None) -> None:
-    """Raises `ApiError` 404 for a model that is not served here; a request may leave it out."""
-    served = (settings.model, *settings.aliases)
-    if name is not None and name not in served:
+    """Raise `ApiError` 404 for a model that is not served here; None is any."""
+    if name is not None and name not in settings.names:
         raise ApiError(
             404,
-            f"the model {name!r:.200} is not served here. This server has {', '.join(map(repr, served))}",
+            f"the model {name!r:.200} is not served here. Use one of {', '.join(map(repr, settings.names))}",
             param="model",
             code="model_not_found",
         )
 
 
-def sampling(llm: LLM, body: RequestBody, length: int, logprobs: int | None, grammar: Any) -> Sampling:
-    """The model's own recommendation, with what the request says. `length`: tokens of the reply at most."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    if body.penalty is not None:
-        given["repetition_penalty"] = body.penalty
-    if body.top_k is not None:
-        given["top_k"] = max(0, body.top_k)
-    if body.stop is not None:
-        given["stop"] = body.stop
-    if body.min_tokens is not None:
-        given["min_new_tokens"] = body.min_tokens
-    if body.logit_bias:
-        given["logit_bias"] = {int(token): by for token, by in body.logit_bias.items()}
-    if grammar is not None:
-        given["grammar"] = grammar
+def sampling(llm: LLM, body: RequestBody, length: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
+    """Return the model's recommended sampling, overridden by the request. `length`: maximum tokens of the reply."""
+    given: dict[str, Any] = {name: getattr(body, attribute) for name, attribute in _ATTRIBUTES.items()}
+    given["top_k"] = None if body.top_k is None else max(0, body.top_k)
+    given["logit_bias"] = {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
+    given["grammar"] = grammar
+    given = {name: value for name, value in given.items() if value is not None}
     if logprobs is None and body.trace:
         logprobs = 0
     return llm.sampling(max_new_tokens=length, logprobs=logprobs, **given).seeded()
 
 
-def speculation(llm: LLM, asked: str | SpeculationOptions | None) -> Speculation | None:
-    """None leaves it to the server. Raises `ApiError` 400 for a drafter that is not loaded."""
-    if asked is None or asked == "auto":
+def speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculation | None:
+    """Return how to draft, None for the server's default. Raises `ApiError` 400 for a drafter that is not loaded."""
+    if options is None or options == "auto":
         return None
-    if isinstance(asked, str) or asked.max_draft == 0:
+    if isinstance(options, str) or options.max_draft == 0:
         return OFF
-    drafter = asked.drafter or llm.engine.policies.default.drafter
+    drafter = options.drafter or llm.engine.policies.default.drafter
     try:
         _ = llm.engine.policies[drafter]
     except PacelineError as error:
         raise bad_request(str(error), "speculation.drafter") from error
-    most = None if asked.max_draft is None else DraftBudget(asked.max_draft, asked.max_draft, _WIDEST)
-    return Speculation(drafter, most)
+    limit = options.max_draft
+    return Speculation(drafter, None if limit is None else DraftBudget(limit, limit, _MAX_BRANCHES))
 
 
-def grammar(trials: Trials, body: RequestBody, calls: str | None = None) -> Grammar | None:
-    """What the reply must be. `calls`: a Lark grammar that has function calls and all else that is asked for.
+def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None = None) -> Grammar | None:
+    """Return the grammar of the reply. `tool_grammar`: a Lark grammar with the function calls and the content's schema.
 
-    Blocks until the grammar has been tried out. Raises `ApiError` 400 for two wishes at once and for a schema,
-    expression or grammar that is malformed or takes too much to compile, `Busy` where it cannot be tried out now.
+    Blocks until the grammar has been tried. Raises `ApiError` 400 for more than one constraint and for a schema,
+    expression or grammar that is malformed or too expensive to compile, `Busy` if it cannot be tried now.
     """
-    wishes: dict[str, tuple[Kind, Any]] = dict(_wishes(body)) if calls is None else {"tools": ("lark", calls)}
-    if len(wishes) > 1:
-        raise bad_request(f"{' and '.join(wishes)} exclude each other. Send one of them", next(iter(wishes)))
-    for param, (kind, content) in wishes.items():
+    tools: dict[str, tuple[Kind, Any]] = {"tools": ("lark", tool_grammar)}
+    constraints = _constraints(body) if tool_grammar is None else tools
+    if len(constraints) > 1:
+        raise bad_request(f"{' and '.join(constraints)} exclude each other. Send one of them", next(iter(constraints)))
+    for param, (kind, content) in constraints.items():
         text = content if isinstance(content, str) else json.dumps(content)
         try:
             return Grammar(kind, text, size=trials.size(kind, text))
@@ -104,91 +90,82 @@ def grammar(trials: Trials, body: RequestBody, calls: str | None = None) -> Gram
 
 
 def content_schema(body: RequestBody) -> Any:
-    """The JSON schema of a reply that calls no function; None: it may be any text.
+    """Return the JSON schema of a reply that calls no function, None for any text.
 
-    Raises `ApiError` 400 for forms that cannot stand beside tools.
+    Raises `ApiError` 400 for constraints that cannot be combined with tools.
     """
-    wishes = dict(_wishes(body))
-    for param, (kind, _) in wishes.items():
-        if len(wishes) > 1 or kind != "json_schema":
-            raise bad_request(f"tools and {' and '.join(wishes)} exclude each other. Send one of them", param)
-    return next((content for _, content in wishes.values()), None)
+    constraints = _constraints(body)
+    for param, (kind, _) in constraints.items():
+        if len(constraints) > 1 or kind != "json_schema":
+            raise bad_request(f"tools and {' and '.join(constraints)} exclude each other. Send one of them", param)
+    return next((content for _, content in constraints.values()), None)
 
 
-def _wishes(body: RequestBody) -> list[tuple[str, tuple[Kind, Any]]]:
-    found: list[tuple[str, tuple[Kind, Any]]] = []
-    wanted = body.response_format if isinstance(body, ChatRequest) else None
-    if isinstance(wanted, ObjectFormat):
-        found.append(("response_format", ("json_schema", {"type": "object"})))
-    if isinstance(wanted, SchemaFormat):
-        schema = wanted.json_schema.schema_
-        found.append(("response_format", ("json_schema", {"type": "object"} if schema is None else schema)))
-    if body.guided_json is not None:
-        found.append(("guided_json", ("json_schema", body.guided_json)))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", ("regex", body.guided_regex)))
-    if body.guided_grammar is not None:
-        found.append(("guided_grammar", ("lark", body.guided_grammar)))
-    return found
+def _constraints(body: RequestBody) -> dict[str, tuple[Kind, Any]]:
+    """Return the request's constraints on the reply's form by parameter."""
+    found: dict[str, tuple[Kind, Any]] = {
+        "guided_json": ("json_schema", body.guided_json),
+        "guided_regex": ("regex", body.guided_regex),
+        "guided_grammar": ("lark", body.guided_grammar),
+    }
+    form = body.response_format if isinstance(body, ChatRequest) else None
+    if form is not None and form.type != "text":
+        schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
+        found = {"response_format": ("json_schema", {"type": "object"} if schema is None else schema), **found}
+    return {param: constraint for param, constraint in found.items() if constraint[1] is not None}
 
 
-def lane(body: RequestBody, given: Lane) -> Lane:
-    """Return the lane that plans a request. `given`: the one for its size."""
+def pool(body: RequestBody, by_size: PoolName) -> PoolName:
+    """Return the thread pool that prepares a request. `by_size`: the one for its size."""
     forced = isinstance(body, ChatRequest) and body.choice not in ("none", "auto")
-    return "grammar" if forced or _wishes(body) else given
+    return "grammar" if forced or _constraints(body) else by_size
 
 
-def check_fits(llm: LLM, settings: Settings, text: str, param: str) -> None:
-    """Raises `ApiError` 400 for a text that is too long whatever its tokens are: said before it is tokenised."""
-    longest = llm.tokenizer.max_token_chars
-    most = _most(llm, settings)
-    if longest is not None and len(text) > longest * most:
-        raise bad_request(
-            f"the prompt has {len(text)} characters, more than {most} tokens can hold. Shorten it",
-            param,
-            "context_length_exceeded",
-        )
-
-
-def _most(llm: LLM, settings: Settings) -> int:
+def _max_prompt(llm: LLM, settings: Settings) -> int:
     context = llm.model.target.context_length
     return min(context - 1, settings.max_prompt or context)
 
 
+def check_text_length(llm: LLM, settings: Settings, text: str, param: str) -> None:
+    """Raise `ApiError` 400 for a text that is too long whatever its tokens are, before it is tokenised."""
+    longest, limit = llm.tokenizer.max_token_chars, _max_prompt(llm, settings)
+    if longest is not None and len(text) > longest * limit:
+        raise _too_long(f"has {len(text)} characters, more than {limit} tokens can hold", param)
+
+
 def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str) -> None:
-    """Raises `ApiError` 400 for a prompt that is too long, or leaves no room for a reply."""
-    most = _most(llm, settings)
-    if len(tokens) > most:
-        raise bad_request(
-            f"the prompt has {len(tokens)} tokens, {most} are possible here. Shorten it",
-            param,
-            "context_length_exceeded",
-        )
+    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply."""
+    limit = _max_prompt(llm, settings)
+    if len(tokens) > limit:
+        raise _too_long(f"has {len(tokens)} tokens, the limit is {limit}", param)
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return bad_request(f"the prompt {message}. Shorten it", param, "context_length_exceeded")
 
 
 def length(llm: LLM, body: RequestBody, default: int = -1) -> int:
-    """Tokens of the reply at most. -1, asked for or as the default: as many as fit."""
-    asked = default if body.length is None else body.length
-    return llm.model.target.context_length if asked < 0 else asked
+    """Return the maximum tokens of the reply; -1, requested or as the default, is as many as fit."""
+    limit = default if body.length is None else body.length
+    return llm.model.target.context_length if limit < 0 else limit
 
 
 def jobs(
     llm: LLM, settings: Settings, body: RequestBody, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[ReplyJob]:
-    """`n` replies per prompt, n in a row. Raises what `Sampling.sampler` raises, and `ApiError` 400 for too many."""
+    """Return `n` jobs for each prompt in turn. Raises `ApiError` 400 for too many, and as `Sampling.sampler` does."""
     n = body.n or 1
     if n > settings.max_n or n * len(prompts) > settings.max_choices:
         raise bad_request(
             f"n={n} replies to {len(prompts)} prompts are too many: "
-            f"up to {settings.max_n} to one prompt and {settings.max_choices} in all are possible here",
+            f"the limits are {settings.max_n} per prompt and {settings.max_choices} in all",
             "n",
         )
     how = speculation(llm, body.speculation)
-    timeout = settings.timeout if body.timeout is None else body.timeout
     made = []
     for tokens in prompts:
-        # Refuses what it must before anything is queued, and keeps what was compiled until the reply begins.
+        # Fails before anything is queued if it must, and keeps compiled grammars alive until the reply begins.
         sampler = sampling.sampler(vocabulary=llm.vocabulary)
         group = object()
-        made += [ReplyJob(tokens, sampling, sample, how, timeout, group, held=sampler) for sample in range(n)]
+        made += [ReplyJob(tokens, sampling, i, how, group=group, keep_alive=sampler) for i in range(n)]
     return made

@@ -1,4 +1,4 @@
-"""The page at /: files of a folder, read once, that may load nothing from anywhere else."""
+"""The web page at /: static files that may load nothing from other origins."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css
 
 
 def add_page(app: FastAPI, folder: Path) -> None:
-    """A route for each file, `index.html` at /; nothing else of the disk can be asked for."""
+    """Add a route for each file of a folder, `index.html` at /. The files are read once; no other can be requested."""
     for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if file.is_file():
             name = file.relative_to(folder).as_posix()
             path = "/" if name == "index.html" else f"/{name}"
-            app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_api_route(path, _endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _sender(file: Path) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     data = file.read_bytes()
     tag = f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
     kind = _TYPES.get(file.suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"

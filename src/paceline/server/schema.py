@@ -1,18 +1,18 @@
-"""What a request may say: every parameter with its kind and range. Whatever is not here is refused, not ignored."""
+"""Request bodies: every parameter with its type and range. Unknown parameters are rejected, not ignored."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.dialects import DROPPED, Ignored, Only, OtherServers, Strict
+from paceline.server.compat import DROPPED, Ignored, Only, OtherServers, Strict
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# A list of a million wrong things is not told one by one: that takes seconds in which nobody else is served.
+# Without fail_fast pydantic reports each of a million wrong entries, which takes seconds and holds up other requests.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
@@ -21,38 +21,34 @@ BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
 Schema = dict[str, Any]
+ModelName = Annotated[str, Field(max_length=500)]
 
 
-def _null(value: Any) -> None:
-    if value is not None:
-        raise ValueError("not supported by this server. Leave it out")
-
-
-def _at_most(most: int, what: str) -> BeforeValidator:
-    """A check that comes before each of a hundred thousand wrong entries is reported on its own."""
+def _at_most(limit: int, name: str) -> BeforeValidator:
+    """A limit that is checked before pydantic reports each of a hundred thousand wrong entries."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > most:
-            raise ValueError(f"at most {most} {what} are possible, got {len(value)}")
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise ValueError(f"at most {limit} {name} are allowed, got {len(value)}")
         return value
 
     return BeforeValidator(check)
 
 
-def _agreed(body: Any, *names: str) -> Any:
-    """The value of a parameter that has several names. Raises `ValueError` where they differ."""
+def _alias_value(body: Any, *names: str) -> Any:
+    """Return the value of a parameter that has several names. Raises `ValueError` if they differ."""
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len(set(given.values())) > 1:
-        raise ValueError(f"{' and '.join(given)} differ. Send one of them")
+        raise ValueError(f"{' and '.join(given)} must not differ. Send one of them")
     return next(iter(given.values()), None)
 
 
-Unsupported = Annotated[None, BeforeValidator(_null), Field(description="Not supported: may be null only.")]
+Unsupported = Annotated[Any, Only()]
 Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
 Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
-"""The names that the reply's length can be sent under."""
+"""Names of the maximum reply length."""
 
 
 class StreamOptions(Strict):
@@ -62,17 +58,17 @@ class StreamOptions(Strict):
 
 
 class SpeculationOptions(Strict):
-    """`drafter`: the name of one (`/v1/models` lists them), the default one if left out. `max_draft`: tokens drafted
-    per round at most; 0 is off."""
+    """`drafter`: a name from `/v1/models`, by default the server's. `max_draft`: maximum draft tokens per round; 0 is
+    off."""
 
     drafter: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
 class RequestBody(OtherServers):
-    """What chats and completions share."""
+    """Parameters of both chats and completions."""
 
-    model: Annotated[str, Field(max_length=500)] | None = None
+    model: ModelName | None = None
     max_tokens: Length | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -102,32 +98,32 @@ class RequestBody(OtherServers):
     timeout: Annotated[float, Field(gt=0, le=86400, description="Seconds.")] | None = None
     trace: bool | None = None
 
-    # Other servers' names
+    # Names that other servers use
     n_predict: Length | None = None
     repeat_penalty: Penalty | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, description="-1: the whole text. All else needs no penalty.")] | None = (
-        None
-    )
+    repeat_last_n: (
+        Annotated[int, Field(ge=-1, description="-1: the whole text, the only value allowed with a penalty.")] | None
+    ) = None
 
     @property
     def length(self) -> int | None:
-        """Tokens of the reply at most; -1: as many as fit."""
-        length: int | None = _agreed(self, *_LENGTHS)
+        """Maximum tokens of the reply; -1: as many as fit."""
+        length: int | None = _alias_value(self, *_LENGTHS)
         return length
 
     @property
     def penalty(self) -> float | None:
-        """The repetition penalty, under whichever name it came."""
-        penalty: float | None = _agreed(self, "repetition_penalty", "repeat_penalty")
+        """The repetition penalty, under either name."""
+        penalty: float | None = _alias_value(self, "repetition_penalty", "repeat_penalty")
         return penalty
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RequestBody:
+    def _check_combination(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams. Send stream=true")
+            raise ValueError("stream_options requires stream=true")
         _, penalty = self.length, self.penalty
         if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
-            raise ValueError("repeat_last_n must be -1 beside a penalty: the whole text counts here")
+            raise ValueError("repeat_last_n must be -1 with a penalty, which applies to the whole text")
         return self
 
 
@@ -138,17 +134,17 @@ class TextPart(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _text_alone(cls, part: Any) -> Any:
+    def _text_only(cls, part: Any) -> Any:
         if isinstance(part, dict) and part.get("type") == "refusal":  # an assistant's, sent back
             return {"type": "text", "text": part.get("refusal")}
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise ValueError(f"this server reads text only, and this part is of type {part['type']!r:.60}")
+            raise ValueError(f"type must be 'text', got {part['type']!r:.60}")
         return part
 
     @model_validator(mode="after")
     def _has_text(self) -> TextPart:
         if self.text is None:
-            raise ValueError("a text part needs its text")
+            raise ValueError("a text part must have a text")
         return self
 
 
@@ -156,7 +152,7 @@ class CalledFunction(Strict):
     name: Name
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
     parsed_arguments: Annotated[
-        Any, DROPPED, Field(exclude=True, description="Ignored: `arguments` as a client read them.")
+        Any, DROPPED, Field(exclude=True, description="Ignored: the client's parsed copy of `arguments`.")
     ] = None
 
 
@@ -182,16 +178,16 @@ class Message(Strict):
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The functions that the message calls, in the present or the former form."""
-        former = [ToolCall(function=self.function_call)] if self.function_call else []
-        return [*(self.tool_calls or ()), *former]
+        """The message's function calls, sent as `tool_calls` or as the legacy `function_call`."""
+        legacy = [ToolCall(function=self.function_call)] if self.function_call else []
+        return [*(self.tool_calls or ()), *legacy]
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.calls and self.role != "assistant":
-            raise ValueError("tool_calls and function_call are for the assistant's messages")
+            raise ValueError("tool_calls and function_call require the role 'assistant'")
         if self.content is None and not (self.role == "assistant" and (self.calls or self.refusal)):
-            raise ValueError("a message needs its content (null only beside tool_calls, function_call or refusal)")
+            raise ValueError("content must not be null, except beside tool_calls, function_call or refusal")
         return self
 
 
@@ -201,7 +197,7 @@ class Function(Strict):
     parameters: Schema | None = None
     strict: Annotated[
         bool | None,
-        Field(description="Arguments keep to the schema where tool_choice is required or names a function."),
+        Field(description="Arguments always follow the schema if tool_choice is required or names a function."),
     ] = None
 
 
@@ -238,12 +234,8 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
-class ObjectFormat(Strict):
-    type: Literal["json_object"]
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Strict):
@@ -251,24 +243,26 @@ class SchemaFormat(Strict):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
 class ChatRequest(RequestBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
-        bool | None, Field(description="The reply goes on with the last message, which is the assistant's.")
+        bool | None, Field(description="The reply continues the last message, which must be the assistant's.")
     ] = None
-    functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's former `tools`.")] | None = None
+    functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's legacy `tools`.")] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
     metadata: Ignored = None
@@ -280,7 +274,7 @@ class ChatRequest(RequestBody):
     prompt_cache_options: Ignored = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: (
-        Annotated[Literal["none"], Field(description="The template's enable_thinking is false.")] | None
+        Annotated[Literal["none"], Field(description="Sets the chat template's enable_thinking to false.")] | None
     ) = None
     verbosity: Annotated[Any, Only("medium")] = None
     best_of: Annotated[Any, Only(1)] = None
@@ -297,47 +291,49 @@ class ChatRequest(RequestBody):
 
     @property
     def offered(self) -> list[Tool]:
-        """The functions there are, in the present or the former form."""
-        former = [Tool(type="function", function=function) for function in self.functions or ()]
-        return [*(self.tools or ()), *former]
+        """The tools, sent as `tools` or as the legacy `functions`."""
+        legacy = [Tool(type="function", function=function) for function in self.functions or ()]
+        return [*(self.tools or ()), *legacy]
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
-        """What may or must be called, in the present form."""
+        """The tool choice, sent as `tool_choice` or as the legacy `function_call`."""
         if isinstance(self.function_call, FunctionName):
             return NamedTool(type="function", function=self.function_call)
         return self.tool_choice or self.function_call or "auto"
 
     @model_validator(mode="after")
-    def _agrees(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise ValueError("top_logprobs requires logprobs=true")
         if self.length == 0:
-            sent = next(name for name in _LENGTHS if getattr(self, name) == 0)
-            raise ValueError(f"{sent} must be >= 1, or -1 for as many as fit, got 0")
+            name = next(name for name in _LENGTHS if getattr(self, name) == 0)
+            raise ValueError(f"{name} must be >= 1, or -1 for as many as fit, got 0")
         if self.tools and (self.functions or self.function_call):
-            raise ValueError("functions and function_call are the former tools and tool_choice. Send tools alone")
+            raise ValueError(
+                "functions and function_call are the legacy names of tools and tool_choice. Send only tools"
+            )
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):
-            raise ValueError("continue_final_message needs an assistant's message without calls at the end of messages")
+            raise ValueError("continue_final_message requires the last message to be the assistant's, without calls")
         self._check_choice()
         return self
 
     def _check_choice(self) -> None:
         offered = [tool.function.name for tool in self.offered]
         where = "functions" if self.functions else "tools"
-        choice = "function_call" if self.function_call else "tool_choice"
+        param = "function_call" if self.function_call else "tool_choice"
         if len(set(offered)) != len(offered):
-            raise ValueError(f"{where} holds two functions of one name")
+            raise ValueError(f"{where} must not have the same name twice")
         named = [self.choice] if isinstance(self.choice, NamedTool) else []
         if isinstance(self.choice, AllowedTools):
             named = self.choice.allowed_tools.tools
         for name in (tool.function.name for tool in named):
             if name not in offered:
-                raise ValueError(f"{choice} names {name!r}, which is not among the {where}")
+                raise ValueError(f"{param} names {name!r}, which is not in {where}")
         if self.choice == "required" and not offered:
-            raise ValueError("tool_choice is required, and there are no tools")
+            raise ValueError("tool_choice 'required' requires tools")
 
 
 class CompletionRequest(RequestBody):
@@ -351,38 +347,33 @@ class CompletionRequest(RequestBody):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     add_special_tokens: Annotated[Any, Only(True)] = None
-    suffix: Unsupported = None
-
-    @field_validator("suffix", mode="before")
-    @classmethod
-    def _no_suffix(cls, value: Any) -> Any:
-        return None if value == "" else value
+    suffix: Annotated[Any, Only("")] = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> CompletionRequest:
+    def _check_best_of(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of other than n is not supported. Ask for n replies, and choose")
+            raise ValueError("best_of must equal n. Request n replies and choose one")
         return self
 
 
 class TokenizeRequest(Strict):
-    """Text as it is, or messages by the chat template. Give one of them."""
+    """Either text as it is, or messages for the chat template."""
 
-    model: Annotated[str, Field(max_length=500)] | None = None
+    model: ModelName | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("exactly one of prompt and messages is required")
         return self
 
 
 class DetokenizeRequest(Strict):
-    model: Annotated[str, Field(max_length=500)] | None = None
+    model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]

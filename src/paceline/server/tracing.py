@@ -8,42 +8,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidOption, install_line
-from paceline.server.worker import ReplyJob, ReplyStream
+from paceline.server.worker import ReplyHandle, ReplyJob
 
-_LAST = 2.0
-"""Seconds that the last spans may take to be sent; a collector that is away must not keep the server from ending."""
+_FLUSH = 2.0
+"""Seconds to send the last spans; an unreachable collector must not keep the server from stopping."""
 
 
 class Tracer:
-    """Records nothing."""
+    """Tracer that records nothing."""
 
-    def of(self, headers: Mapping[str, str]) -> Tracer:
-        """For one request: its spans belong to the trace that its `traceparent` header names."""
+    def for_request(self, headers: Mapping[str, str]) -> Tracer:
+        """Return the tracer for a request, whose spans join the trace of its `traceparent` header."""
         return self
 
-    def replied(self, job: ReplyJob, reply: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
-        """A reply is over. `first`: seconds from its submission to its first token, if one came."""
+    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
+        """Record a reply that has ended. `first`: seconds from submission to the first token, if there was one."""
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send spans that have not been sent."""
 
 
-class Spans(Tracer):
-    """Four spans per reply: the request, its wait in the queue, prefill and decode, with OpenTelemetry's gen_ai names.
+class SpanTracer(Tracer):
+    """Tracer with four spans per reply: request, queue, prefill and decode, with OpenTelemetry's gen_ai attributes.
 
-    They are written down when the reply is over, with the times it had.
+    The spans are made when the reply has ended, with the times it had.
     """
 
     def __init__(self, model: str, provider: Any, parent: Any = None, began: int = 0) -> None:
         self._model, self._provider, self._parent, self._began = model, provider, parent, began
 
-    def of(self, headers: Mapping[str, str]) -> Tracer:
+    def for_request(self, headers: Mapping[str, str]) -> Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(dict(headers))
-        return Spans(self._model, self._provider, parent, time.time_ns())
+        return SpanTracer(self._model, self._provider, parent, time.time_ns())
 
-    def replied(self, job: ReplyJob, reply: ReplyStream, first: float | None, tokens: int, outcome: str) -> None:
+    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         tracer, end = self._provider.get_tracer("paceline"), time.time_ns()
@@ -51,8 +51,21 @@ class Spans(Tracer):
         def at(seconds: float | None) -> int:
             return end if seconds is None else min(end, self._began + int(1e9 * seconds))
 
-        about = _about(job, reply, tokens, outcome) | {"gen_ai.request.model": self._model}
-        span = tracer.start_span(f"chat {self._model}", self._parent, start_time=self._began, attributes=about)
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "paceline",
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.temperature": job.sampling.temperature,
+            "gen_ai.request.top_p": job.sampling.top_p,
+            "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
+            "gen_ai.usage.input_tokens": len(job.tokens),
+            "gen_ai.usage.output_tokens": tokens,
+            "gen_ai.response.finish_reasons": (outcome,),
+            "paceline.speculation.rounds": reply.stats.rounds,
+            "paceline.speculation.drafted": reply.stats.drafted,
+            "paceline.speculation.accepted": reply.stats.accepted,
+        }
+        span = tracer.start_span(f"chat {self._model}", self._parent, start_time=self._began, attributes=attributes)
         inside = set_span_in_context(span, self._parent)
         marks = (self._began, at(reply.queued), at(first), end)
         for name, start, stop in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
@@ -60,28 +73,14 @@ class Spans(Tracer):
         span.end(end)
 
     def close(self) -> None:
-        last = threading.Thread(target=self._provider.shutdown, daemon=True)
-        last.start()
-        last.join(_LAST)
-
-
-def _about(job: ReplyJob, reply: ReplyStream, tokens: int, outcome: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "paceline",
-        "gen_ai.request.temperature": job.sampling.temperature,
-        "gen_ai.request.top_p": job.sampling.top_p,
-        "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
-        "gen_ai.usage.input_tokens": len(job.tokens),
-        "gen_ai.usage.output_tokens": tokens,
-        "gen_ai.response.finish_reasons": (outcome,),
-    }
-    named = ("rounds", "drafted", "accepted")
-    return found | {f"paceline.speculation.{name}": getattr(reply.stats, name) for name in named}
+        shutdown = threading.Thread(target=self._provider.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(_FLUSH)
 
 
 def tracer(model: str, endpoint: str | None) -> Tracer:
-    """Sends spans to `endpoint` (OTLP over HTTP, as in http://localhost:4318/v1/traces); None: records nothing."""
+    """Return a tracer that sends spans to `endpoint` (OTLP over HTTP, as in http://localhost:4318/v1/traces), or
+    records nothing if that is None."""
     if endpoint is None:
         return Tracer()
     try:
@@ -91,8 +90,8 @@ def tracer(model: str, endpoint: str | None) -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InvalidOption(
-            "traces take OpenTelemetry, which is not installed", f"Install it: {install_line('telemetry')}"
+            "traces need OpenTelemetry, which is not installed", f"Install it: {install_line('telemetry')}"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "paceline"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return Spans(model, provider)
+    return SpanTracer(model, provider)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 
 from paceline.engine.detokenizer import Chunk
@@ -20,43 +23,52 @@ from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.memory import give_back
 
 _log = logging.getLogger("paceline.serve")
 
-_REST = 1.0
-"""Seconds without any work after which memory that nobody uses is given back."""
+_IDLE_TRIM = 1.0
+"""Seconds without work after which free memory is returned to the system."""
 
 
 class Busy(PacelineError):
-    """So many wait already that another one is turned away. `retry`: seconds after which to ask again."""
+    """The server has no room for another request now."""
 
-    retry = 1
+    def __init__(self, cause: str, fix: str = "Try again in a moment") -> None:
+        super().__init__(cause, fix)
 
 
 class ServerStopping(PacelineError):
     """The server is stopping."""
 
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", "Use another server, or retry once this one is back")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What the worker holds at most. `slots`: replies that share rounds. `queue`: replies that wait. `cache`: positions
-    of keys and values, slots times the longest text. `quota`: prompt tokens fed between two rounds.
-    `prefixes`: bytes for beginnings of texts that may come again."""
+    """Capacity of a worker.
+
+    `slots`: replies that share rounds. `queue`: replies that wait. `cache_positions`: positions of keys and values,
+    slots times the longest text. `prefill_quota`: prompt tokens fed between two rounds. `prefix_bytes`: size of the
+    prefix cache.
+    """
 
     slots: int = 32
     queue: int = 128
-    cache: int = 1 << 20
-    quota: int = 128
-    prefixes: int = 0
+    cache_positions: int = 1 << 20
+    prefill_quota: int = 128
+    prefix_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyJob:
-    """A reply to be made. `tokens`: the prompt's ids. `sampling`: with a seed. `sample`: which of several samples.
-    `speculation`: None is the server's default. `timeout`: seconds from now. `group`: jobs that share a prompt.
-    `client`: who asks; those who wait get seats in turn. `scores` takes the prompt's log-probabilities. `shown`:
-    whether the reply is wanted, or the prompt alone. `held`: kept alive until the reply begins."""
+    """One reply to generate.
+
+    `tokens`: the prompt's token ids. `sampling`: must have a seed. `sample`: index among several samples of the prompt.
+    `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
+    prompt. `client`: waiting clients get slots in turn. `scores`: receives the prompt's log-probabilities.
+    `prompt_only`: the generated tokens are not returned. `keep_alive`: an object to hold until the reply begins.
+    """
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -66,224 +78,229 @@ class ReplyJob:
     group: Hashable | None = None
     client: Hashable | None = None
     scores: PromptLogprobs | None = None
-    shown: bool = True
-    held: object = None
+    prompt_only: bool = False
+    keep_alive: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`cache`: the part of the memory for keys and values that texts fill, 0 to 1."""
+    """Replies that are running and waiting, and the share of the key-value cache in use, 0 to 1."""
 
     running: int
     waiting: int
     cache: float
 
 
-class ReplyStream:
-    """A job's reply as it grows. For the event loop that submitted it, and one reader."""
+@dataclass(frozen=True, slots=True)
+class RoundOutput:
+    """Output of one round of a reply. `index`: the reply's, from `submit`. `drafted`: tokens proposed in the round.
 
-    def __init__(self, task: Task, wake: asyncio.Event) -> None:
-        self._task, self._wake = task, wake
-        self._ready: deque[list[Chunk]] = deque()
-        self._over = False
-        self._nothing = Stats(0, "rounding")
+    `over`: there will be no more; the last output may have no chunks.
+    """
+
+    index: int
+    chunks: Sequence[Chunk]
+    drafted: int
+    over: bool
+
+
+class ReplyHandle:
+    """A submitted job. For the event loop that submitted it."""
+
+    def __init__(self, task: Task, outputs: asyncio.Queue[RoundOutput], index: int) -> None:
+        self._task, self._outputs, self._index = task, outputs, index
+        self._drafted = 0
+        self._no_stats = Stats(0, "rounding")
 
     @property
     def stats(self) -> Stats:
-        """As of now; of nothing as long as it waits for a slot."""
-        return self._task.request.stats if self._task.request else self._nothing
+        """Statistics so far, which the engine's thread may be updating; empty until the reply has a slot."""
+        return self._task.request.stats if self._task.request else self._no_stats
 
     @property
     def queued(self) -> float:
-        """Seconds that it waited for a slot, or has waited by now."""
+        """Seconds spent waiting for a slot so far."""
         return (self._task.started or time.monotonic()) - self._task.arrived
 
     @property
-    def cached(self) -> int:
-        """Tokens of the prompt that need not be computed."""
-        return self.stats.cached
-
-    @property
     def drafter(self) -> str | None:
-        """The name of the one that drafts for it."""
+        """Name of the drafter, None for plain decoding."""
         policy = self._task.request.policy if self._task.request else None
         return policy.name if policy else None
 
     @property
     def error(self) -> Exception | None:
-        """Why it ended early, once it has."""
-        return self._task.error if self._over else None
+        """The error that ended the reply early. Valid once it is over."""
+        return self._task.error
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: it ends before its next round."""
+        """End the reply before its next round."""
         self._task.cancelled = True
 
-    def push(self, chunks: list[Chunk], over: bool) -> None:
-        """What the worker has for it."""
-        if chunks:
-            self._ready.append(chunks)
-        self._over = self._over or over
-        self._wake.set()
-
-    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
-        """The chunks of each round. Raises what ended it early. Whoever leaves before the end cancels it."""
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._ready:
-                    yield self._ready.popleft()
-                if self._over:
-                    break
-            if self._task.error:
-                raise self._task.error
-        finally:
-            if not self._over:
-                self.cancel()
+    def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
+        """Add a round's output. `drafted`: tokens proposed in all rounds up to this one."""
+        self._outputs.put_nowait(RoundOutput(self._index, chunks, drafted - self._drafted, over))
+        self._drafted = drafted
 
 
 class Worker:
-    """Runs a model's rounds in a thread of its own, and hands each reply its chunks on the event loop.
+    """Runs a model's rounds in a thread of its own and delivers each reply's chunks on the event loop.
 
-    What happens in one round reaches the loop in one call. A reply that fails ends alone; should the scheduler itself
-    fail, those it held end with that error and it begins anew.
+    All results of one round reach the loop in one call. A reply that fails ends alone; if the scheduler itself fails,
+    the replies it held end with that error and a new scheduler takes over.
     """
 
-    def __init__(self, llm: LLM, seats: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: how replies are drafted for that do not say it; None: by the engine's own first drafter."""
-        self.llm, self.seats = llm, seats or WorkerLimits()
+    def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
+        """`default`: speculation of jobs that set none; None for the engine's first drafter."""
+        self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
-        if self.seats.prefixes:
-            llm.engine.remember(self.seats.prefixes)
+        if self.limits.prefix_bytes:
+            llm.engine.remember(self.limits.prefix_bytes)
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
-        self._replies: dict[Task, ReplyStream] = {}
-        self._held: set[Task] = set()
-        """What the engine's thread has taken in and not handed over whole."""
-        self._news = threading.Condition()
+        self._replies: dict[Task, ReplyHandle] = {}
+        self._unfinished: set[Task] = set()
+        """Tasks that the engine's thread has taken from the inbox and whose end it has not delivered."""
+        self._changed = threading.Condition()
         self._stopping = False
         self._ends_at = inf
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # For the event loop
+    # Called on the event loop
 
     def start(self) -> None:
-        """Call it from the running event loop that replies are read on."""
+        """Start the thread. Replies are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
+        """Whether jobs are accepted."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def load(self) -> Load:
-        running = len(self._scheduler.active)
-        return Load(running, max(0, len(self._replies) - running), self._filled())
+        """The load at this moment."""
+        active = self._scheduler.active
+        positions = _positions(len(active), max((task.length for task in active), default=0))
+        waiting = max(0, len(self._replies) - len(active))
+        return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
-    def submit(self, job: ReplyJob) -> ReplyStream:
-        """Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded or a bad sampling."""
+    def submit(self, job: ReplyJob, outputs: asyncio.Queue[RoundOutput], index: int = 0) -> ReplyHandle:
+        """Queue a job, whose outputs will have this index.
+
+        Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded.
+        """
         if self._stopping:
-            raise ServerStopping("the server is stopping", "Ask another one, or wait until it is back")
-        if len(self._replies) >= self.seats.slots + self.seats.queue:
-            raise Busy(f"{len(self._replies)} replies run or wait already", "Ask again in a moment")
-        how = job.speculation or self.default
-        _ = self.llm.engine.policies[how.drafter]
-        task = Task(self._begin(job, how), len(job.tokens), job.group, job.client)
+            raise ServerStopping
+        if len(self._replies) >= self.limits.slots + self.limits.queue:
+            raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
+        speculation = job.speculation or self.default
+        _ = self.llm.engine.policies[speculation.drafter]
+        task = Task(self._begin(job, speculation), len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
-        reply = ReplyStream(task, asyncio.Event())
+        reply = ReplyHandle(task, outputs, index)
         self._replies[task] = reply
-        with self._news:
+        with self._changed:
             self._inbox.append(task)
-            self._news.notify()
+            self._changed.notify()
         return reply
 
     def drain(self, grace: float) -> None:
-        """Take no more replies. Those there are may finish within `grace` seconds; then they are cancelled."""
-        with self._news:
+        """Accept no more jobs. Unfinished replies have `grace` seconds to end; then they are cancelled."""
+        with self._changed:
             self._stopping, self._ends_at = True, min(self._ends_at, time.monotonic() + grace)
-            self._news.notify()
+            self._changed.notify()
 
     async def stop(self, grace: float) -> None:
         """`drain`, and wait until the thread has ended."""
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    def _begin(self, job: ReplyJob, how: Speculation) -> Begin:
-        def begin(source: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, source, how, job.scores)
+    def _begin(self, job: ReplyJob, speculation: Speculation) -> Begin:
+        def begin(like: Request | None) -> Request:
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores)
 
         return begin
 
-    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], bool]]) -> None:
-        for task, chunks, over in events:
-            reply = self._replies[task]
-            if over:
-                del self._replies[task]
-            reply.push(chunks, over)
+    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
+        for task, chunks, drafted, over in events:
+            reply = self._replies.pop(task) if over else self._replies[task]
+            reply.push(chunks, drafted, over)
 
-    # The engine's thread
+    # Called on the engine's thread
 
     def _run(self) -> None:
         while self._wait_for_work():
             try:
                 events = self._scheduler.turn()
             except Exception as error:
-                _log.exception("a round broke off")
+                _log.exception("the scheduler failed")
                 events = self._start_over(error)
             self._hand_over(events)
         self._hand_over(self._start_over(None))
 
     def _wait_for_work(self) -> bool:
-        """Take what has come in; sleep while there is nothing to do. False when it is time to end."""
-        if not self._sleep(_REST):
-            give_back()
+        """Pass new tasks to the scheduler, sleeping while there is nothing to do. False when the thread must end."""
+        if not self._sleep(_IDLE_TRIM):
+            trim_memory()
             self._sleep(None)
-        with self._news:
+        with self._changed:
             while self._inbox:
                 task = self._inbox.popleft()
-                self._held.add(task)
+                self._unfinished.add(task)
                 self._scheduler.add(task)
         return time.monotonic() < self._ends_at if self._scheduler.busy else not self._stopping
 
-    def _sleep(self, most: float | None) -> bool:
-        """Until there is something to do, or for so many seconds; whether there is."""
-        with self._news:
-            return self._news.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, most)
+    def _sleep(self, timeout: float | None) -> bool:
+        """Wait for work or a stop. Returns whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, timeout)
 
     def _hand_over(self, events: Sequence[Event]) -> None:
-        self._held.difference_update(task for task, _ in events if task.done)
+        self._unfinished.difference_update(task for task, _ in events if task.done)
         if events and self._loop and not self._loop.is_closed():
-            # Whether it is over now: by the time that the loop looks, the engine may be further.
-            news = [(task, chunks, task.done) for task, chunks in events]
-            self._loop.call_soon_threadsafe(self._deliver, news)
+            # Read the counts here: by the time the event loop runs, the engine may be some rounds ahead.
+            outputs = [(task, chunks, _drafted(task), task.done) for task, chunks in events]
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _start_over(self, error: Exception | None) -> list[Event]:
-        """End every reply there is, those too that a turn which broke off had ended and could not hand over."""
+        """End all replies, including those that a failed turn had ended without delivering it."""
         try:
             self._scheduler.close()
         except Exception:
-            _log.exception("replies could not be ended in order")
+            _log.exception("closing the scheduler failed")
         self._scheduler = self._new_scheduler()
-        for task in self._held:
+        for task in self._unfinished:
             task.error, task.done = task.error or error, True
-        return [(task, []) for task in self._held]
-
-    # Memory
+        return [(task, []) for task in self._unfinished]
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.llm.engine, self.seats.slots, self.seats.quota, self._fits)
+        return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, self._fits)
 
     def _fits(self, count: int, longest: int) -> bool:
-        return _positions(count, longest) <= self.seats.cache
+        return _positions(count, longest) <= self.limits.cache_positions
 
-    def _filled(self) -> float:
-        active = self._scheduler.active
-        return min(1.0, _positions(len(active), max((t.length for t in active), default=0)) / self.seats.cache)
+
+def _drafted(task: Task) -> int:
+    return task.request.stats.drafted if task.request else 0
 
 
 def _positions(count: int, longest: int) -> int:
-    """A cache has as many positions for each text as for the longest, and doubles the texts that it has room for."""
+    """Positions of a cache: as many for each text as for the longest, and the number of texts grows by doubling."""
     return longest << max(0, count - 1).bit_length() if count else 0
+
+
+def trim_memory() -> None:
+    """Return the C library's free memory to the system, where it can be asked to (glibc). Takes milliseconds."""
+    if trim := _malloc_trim():
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none

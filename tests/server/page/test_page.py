@@ -204,7 +204,7 @@ def test_stop_keeps_what_there_is_and_tells_the_server(tab: Tab, fake: Fake) -> 
     ("status", "message", "shown"),
     [
         (400, "top_k must be positive, but is -1.", "top_k must be positive, but is -1."),
-        (429, "The queue is full.", "The queue is full. (free again in about 3 s)"),
+        (429, "The queue is full.", "The queue is full. (try again in about 3 s)"),
     ],
 )
 def test_a_refusal_is_shown_in_place_and_can_be_tried_again(
@@ -250,7 +250,7 @@ def test_api_key_is_asked_for_and_kept_in_this_tab(open_tab: Open) -> None:
     fake = Fake(key="secret")
     with serving(fake.app()) as url, open_tab(url) as tab:
         page = tab.page
-        expect(page.get_by_label("This server asks for an API key")).to_be_focused()
+        expect(page.get_by_label("This server requires an API key")).to_be_focused()
         expect(page.locator("#key-error")).to_be_hidden()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
@@ -274,4 +274,4 @@ def test_markup_in_a_reply_or_a_message_stays_text(tab: Tab, fake: Fake) -> None
     text.locator(".token").nth(3).focus()
     assert tab.page.locator("main img, main script, main b:not(.numbers b), #tip img, #tip script").count() == 0
     assert tab.page.title() == "Paceline"
-    expect(tab.page.locator(".said p")).to_have_text("markup <b>bold</b><img src=x onerror='document.title=3'>")
+    expect(tab.page.locator(".message p")).to_have_text("markup <b>bold</b><img src=x onerror='document.title=3'>")

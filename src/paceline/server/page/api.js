@@ -1,6 +1,6 @@
-// What the page asks of the server. Addresses are relative, so that it also works under a proxy's path.
+// Requests to the server. URLs are relative, so that the page also works under a proxy's path.
 
-/** An answer that is not what was asked for; `message` is the server's own where it gave one. */
+/** A failed request; `message` is the server's own if it sent one. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -8,11 +8,11 @@ export class ServerError extends Error {
   }
 }
 
-// Of this tab only, and gone with it.
+// For this tab only, until it is closed.
 export const keepKey = (key) => sessionStorage.setItem("api-key", key);
 const key = () => sessionStorage.getItem("api-key");
 
-async function ask(path, options = {}) {
+async function request(path, options = {}) {
   const headers = { "Content-Type": "application/json" };
   if (key()) headers.Authorization = `Bearer ${key()}`;
   let response;
@@ -30,20 +30,20 @@ async function failure(response) {
   const body = await response.json().catch(() => null);
   let message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`;
   const wait = response.headers.get("Retry-After");
-  if (wait) message += ` (free again in about ${wait} s)`;
+  if (wait) message += ` (try again in about ${wait} s)`;
   return new ServerError(message, response.status);
 }
 
-/** The model that the server holds: {id, paceline: {drafters, default, guarantee, context_length}}. */
+/** The model that is served: {id, paceline: {drafters, default, guarantee, context_length}}. */
 export async function model() {
-  const { data } = await (await ask("v1/models")).json();
+  const { data } = await (await request("v1/models")).json();
   return data[0];
 }
 
 /** Yields {tokens, round, content, finish} for each round of the reply, and {usage} at its end. */
 export async function* chat(body, signal) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true }, trace: true };
-  const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true }, trace: true };
+  const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streamed), signal });
   for await (const event of events(response.body)) {
     if (event.error) throw new ServerError(event.error.message);
     const choice = event.choices?.[0];
@@ -55,7 +55,7 @@ export async function* chat(body, signal) {
   }
 }
 
-// A server that sends no trace still gets its text shown.
+// Shows the text of a server that sends no trace.
 const untraced = (content) => (content ? [{ text: content, origin: "plain" }] : []);
 
 /** The events of a stream of `data:` lines, parsed, up to `[DONE]`. */

@@ -1,39 +1,39 @@
-// The conversation: sends, shows, stops, tries again.
-import { ServerError, chat, keepKey, model as askModel } from "./api.js";
+// The conversation: send, show, stop, retry.
+import { ServerError, chat, keepKey, model as fetchModel } from "./api.js";
+import { Announcer } from "./announcer.js";
 import { verdict } from "./compare.js";
 import { $, make } from "./dom.js";
 import { watch } from "./inspect.js";
 import { Reply } from "./reply.js";
 import * as settings from "./settings.js";
-import { Speaker } from "./speaker.js";
 
 const field = $("#prompt");
 const keyForm = $("#key-form");
 let turns = [];
 let model = null;
-let running = null; // The AbortController of the turn that is being answered.
+let running = null; // The AbortController of the running turn.
 
 async function connect() {
   try {
-    model = await askModel();
-    name(model.id);
+    model = await fetchModel();
+    showStatus(model.id);
     settings.offer(model);
     keyForm.hidden = true;
     return true;
   } catch (error) {
     if (error.status === 401) askKey(error);
-    else name(error.message, true);
+    else showStatus(error.message, true);
     return false;
   }
 }
 
-function name(text, problem = false) {
+function showStatus(text, problem = false) {
   $("#model").textContent = text;
   $("#model").classList.toggle("problem", problem);
 }
 
 function askKey(error) {
-  // Before any key was tried there is nothing wrong yet.
+  // No error before the first key was tried.
   $("#key-error").textContent = keyForm.hidden ? "" : error.message;
   keyForm.hidden = false;
   $("#key").focus();
@@ -44,9 +44,9 @@ async function send() {
   if (!prompt || running || !settings.valid()) return;
   if (!model && (!(await connect()) || running)) return;
   field.value = "";
-  const said = make("div", "said", make("h3", "hidden", "You"), make("p", "", prompt));
+  const message = make("div", "message", make("h3", "hidden", "You"), make("p", "", prompt));
   const turn = { prompt, text: "", replies: make("div", "replies") };
-  turn.element = make("section", "turn", said, turn.replies);
+  turn.element = make("section", "turn", message, turn.replies);
   turns.push(turn);
   $("#turns").append(turn.element);
   $("#intro").hidden = true;
@@ -55,11 +55,11 @@ async function send() {
   await answer(turn);
 }
 
-/** The messages up to a turn; one that failed before it said anything is left out. */
+/** The messages up to a turn, without turns that failed before their first text. */
 function history(turn) {
   const before = turns.slice(0, turns.indexOf(turn)).filter((other) => other.text);
-  const said = before.flatMap(({ prompt, text }) => [["user", prompt], ["assistant", text]]);
-  return [...said, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
+  const messages = before.flatMap(({ prompt, text }) => [["user", prompt], ["assistant", text]]);
+  return [...messages, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
 }
 
 async function answer(turn) {
@@ -77,10 +77,10 @@ async function fill(turn, body, { speculation, compare, parallel }) {
   turn.replies.replaceChildren();
   turn.replies.classList.toggle("pair", compare);
   const drafter = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
-  const scale = { most: 4 };
+  const scale = { max: 4 };
   const on = column(turn, compare ? `Speculation: ${drafter}` : "Reply", scale);
-  const first = stream(on, { ...body, speculation }, turn, new Speaker());
-  if (compare) await beside(turn, on, column(turn, "Speculation off", scale), first, body, parallel);
+  const first = stream(on, { ...body, speculation }, turn, new Announcer());
+  if (compare) await compareWithout(turn, on, column(turn, "Speculation off", scale), first, body, parallel);
   else await first;
   turn.text = on.content;
 }
@@ -91,36 +91,36 @@ function column(turn, title, scale) {
   return reply;
 }
 
-/** The same request without speculation, in a second column, and whether both are equal. */
-async function beside(turn, on, off, first, body, parallel) {
-  // The speculating one goes first: what a drafter could have learned from the other reply would be unfair, and the
-  // prompt that the second need not compute again is not counted in its rate.
+/** Sends the same request without speculation, for a second column, and compares the replies. */
+async function compareWithout(turn, on, off, first, body, parallel) {
+  // The reply with speculation goes first, because its drafter must not learn from the other one. That the second finds
+  // its prompt in the prefix cache does not matter: the rate does not include the prompt.
   if (!parallel) {
-    const waits = off.say("Waits for its turn, so that each has the machine to itself.");
+    const notice = off.say("Waiting, so that each reply has the machine to itself.");
     const fine = await first;
-    waits.remove();
-    if (!fine || running.signal.aborted) return void off.say("Not begun: the other reply did not end.");
+    notice.remove();
+    if (!fine || running.signal.aborted) return void off.say("Not started: the other reply did not finish.");
   }
   const done = await Promise.all([first, stream(off, { ...body, speculation: "off" }, turn)]);
   if (!done.every(Boolean)) return;
   const { same, at, head, rest } = verdict(on, off, { fair: !parallel, guarantee: model.paceline.guarantee });
   turn.replies.append(make("p", same ? "verdict same" : "verdict differs", make("strong", "", head), ` ${rest}`));
   if (!same) for (const reply of [on, off]) reply.mark(at);
-  new Speaker().say(`${head} ${rest}`);
+  new Announcer().say(`${head} ${rest}`);
   follow();
 }
 
-/** Fills a reply from the server; false where it failed. */
-async function stream(reply, body, turn, speaker = null) {
+/** Fills a reply from the server; returns false if it failed. */
+async function stream(reply, body, turn, announcer = null) {
   reply.element.classList.add("running");
   try {
     for await (const event of chat(body, running.signal)) {
-      reply.take(event);
-      speaker?.hear(event.content ?? "");
+      reply.update(event);
+      announcer?.add(event.content ?? "");
       follow();
     }
-    if (reply.finish === "length") reply.say("Ended at the token limit.");
-    speaker?.end();
+    if (reply.finish === "length") reply.say("Stopped at the token limit.");
+    announcer?.end();
     return true;
   } catch (error) {
     if (error.name === "AbortError") reply.say("Stopped.");
@@ -148,11 +148,11 @@ function busy(controller) {
   $("#stop").hidden = !controller;
 }
 
-// The end of the page stays in sight while a reply grows, unless the reader has scrolled away from it.
+// Keeps the end of the page in view while a reply grows, unless the reader has scrolled up.
 let atEnd = true;
 let height = 0;
 addEventListener("scroll", () => {
-  // Text that has grown since the last scroll is no reason to stay behind; only a move upwards is the reader's.
+  // Only a move upwards is the reader's: new text since the last scroll moves the end of the page away, too.
   const near = scrollY + innerHeight > document.documentElement.scrollHeight - 60;
   atEnd = near || (atEnd && scrollY >= height);
   height = scrollY;
@@ -177,7 +177,7 @@ $("#composer").addEventListener("submit", (event) => {
   send();
 });
 field.addEventListener("keydown", (event) => {
-  // A key that completes a character of an input method is not meant for us.
+  // Ignore keys that belong to an input method.
   if (event.isComposing) return;
   if (event.key === "Escape") stop();
   if (event.key !== "Enter" || event.shiftKey) return;

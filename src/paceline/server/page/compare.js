@@ -1,6 +1,6 @@
-// Whether two replies are the same, and what that took.
+// Comparison of two replies: text and speed.
 
-/** {same, head, rest} in words, and where they part {at}, for two finished replies: with speculation, and without. */
+/** Compares two finished replies, with and without speculation: {same, head, rest}, and `at`, the first difference. */
 export function verdict(on, off, { fair, guarantee }) {
   const at = firstDifference(on, off);
   const shorter = Math.min(on.tokens.length, off.tokens.length);
@@ -8,7 +8,7 @@ export function verdict(on, off, { fair, guarantee }) {
     return { same: true, head: "Same text, token for token.", rest: `${count(at)}. ${speed(on, off, fair)}` };
   }
   if (at === shorter && !(on.finish && off.finish)) {
-    return { same: true, head: "Same text as far as both go.", rest: `${count(at)}, then one was stopped.` };
+    return { same: true, head: "Same text up to the shorter reply's end.", rest: `${count(at)}, then one was stopped.` };
   }
   const reason = guarantee === "bits" ? "This should not happen: please report it." : "This model is exact up to rounding here.";
   return { same: false, at, head: `The texts differ from token ${at + 1} on.`, rest: reason };

@@ -1,6 +1,6 @@
-// What is known of one token, shown beside it: by pointer, by keyboard, by tap.
+// Details of a token, shown beside it on hover, keyboard focus or tap.
 import { $, make } from "./dom.js";
-import { told } from "./reply.js";
+import { tokenInfo } from "./reply.js";
 
 const NAMES = {
   draft: "Drafted and accepted",
@@ -12,7 +12,7 @@ const NAMES = {
 const tip = $("#tip");
 let shown = null;
 
-const tokenAt = (node) => (told.has(node) ? node : null);
+const tokenAt = (node) => (tokenInfo.has(node) ? node : null);
 
 export function watch(root) {
   root.addEventListener("pointerover", (event) => open(tokenAt(event.target) ?? focused()));
@@ -20,7 +20,7 @@ export function watch(root) {
   root.addEventListener("focusin", () => open(focused()));
   root.addEventListener("focusout", () => open(null));
   root.addEventListener("keydown", step);
-  // The tip stands still while the page moves under it.
+  // Keep the tip at its token while the page scrolls.
   addEventListener("scroll", () => shown && place(shown), { passive: true });
 }
 
@@ -32,7 +32,7 @@ function open(token) {
   shown = token;
   tip.hidden = !token;
   if (!token) return;
-  tip.replaceChildren(...facts(told.get(token)));
+  tip.replaceChildren(...facts(tokenInfo.get(token)));
   token.setAttribute("aria-describedby", "tip");
   place(token);
 }
@@ -56,7 +56,7 @@ function bar(p) {
   return make("span", "bar", full);
 }
 
-/** Above the token, or below where there is no room; never over the window's edge. */
+/** Places the tip above the token, or below it if there is no room, and within the window. */
 function place(token) {
   const at = token.getClientRects()[0] ?? token.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
@@ -65,7 +65,7 @@ function place(token) {
   tip.style.top = `${above > 60 ? above : at.bottom + 8}px`;
 }
 
-/** Arrow keys: left and right by tokens, up and down by rounds; Home, End; Escape back to the whole reply. */
+/** Arrow keys: left and right by tokens, up and down by rounds; Home, End; Escape to the whole reply. */
 function step(event) {
   const text = event.target.closest(".text");
   if (!text || event.altKey || event.ctrlKey || event.metaKey) return;
@@ -86,11 +86,11 @@ function step(event) {
   event.preventDefault();
 }
 
-/** The first token of the next round, or of the one before. */
+/** Index of the first token of the next or the previous round. */
 function nearest(all, now, way) {
   if (now < 0) return 0;
-  const round = told.get(all[now]).of;
-  const rounds = all.map((token) => told.get(token).of);
+  const round = tokenInfo.get(all[now]).of;
+  const rounds = all.map((token) => tokenInfo.get(token).of);
   const other = way > 0 ? rounds.find((of) => of > round) : rounds.findLast((of) => of < round);
   return other === undefined ? now : rounds.indexOf(other);
 }

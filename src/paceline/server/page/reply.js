@@ -1,13 +1,13 @@
-// One reply as it grows: its tokens, marked by how they came, and its numbers.
+// One reply as it grows: tokens marked by their origins, and statistics.
 import { make, svg } from "./dom.js";
 
 const ORIGINS = new Set(["draft", "correction", "bonus", "plain"]);
 
-/** What the server told of each token that is shown: {text, id, origin, p, drafter, number, round}. */
-export const told = new WeakMap();
+/** The server's trace of each token that is shown: {text, id, origin, p, drafter, number, round}. */
+export const tokenInfo = new WeakMap();
 
 export class Reply {
-  /** `scale` {most}: tokens that a full bar stands for; replies side by side share it. */
+  /** `scale` {max}: tokens of a full bar, shared by replies side by side. */
   constructor(title, scale) {
     this.tokens = [];
     this.content = "";
@@ -19,12 +19,12 @@ export class Reply {
     this.text.setAttribute("role", "group");
     this.text.setAttribute("aria-label", title);
     this.text.setAttribute("aria-describedby", "token-note");
-    this.numbers = new Numbers(scale);
+    this.numbers = new Statistics(scale);
     this.element = make("article", "reply", make("h3", "title", title), this.text, this.numbers.element);
   }
 
-  /** Takes one event of `chat`. */
-  take({ tokens = [], round, content = "", finish, usage }) {
+  /** Adds one event of `chat`. */
+  update({ tokens = [], round, content = "", finish, usage }) {
     this.content += content;
     this.finish = finish ?? this.finish;
     this.usage = usage ?? this.usage;
@@ -41,13 +41,13 @@ export class Reply {
     const group = make("span", "round");
     for (const token of tokens) {
       this.tokens.push(token);
-      // A part of a character, or what a stop string may begin with, has no text of its own to show.
+      // A part of a character, or the possible start of a stop string, has no text to show.
       if (token.text) group.append(show({ ...token, number: this.tokens.length, round, of: this.rounds.length }));
     }
     this.text.append(group);
   }
 
-  /** Tokens a second since the first round; the prompt's share is left out, which the prefix cache may have saved. */
+  /** Tokens per second since the first round, without the prompt, which may come from the prefix cache. */
   get rate() {
     const seconds = (this.last - this.first) / 1000;
     return seconds > 0 ? (this.tokens.length - this.rounds[0]) / seconds : null;
@@ -57,7 +57,7 @@ export class Reply {
     return this.usage?.speculation?.tokens_per_round ?? this.tokens.length / this.rounds.length;
   }
 
-  /** Redraws the numbers, at most once a frame: rounds may come faster than anyone can see. */
+  /** Redraws the statistics, at most once per frame. */
   paint(now = false) {
     if (now) {
       cancelAnimationFrame(this.frame);
@@ -68,13 +68,13 @@ export class Reply {
     }
   }
 
-  /** Marks the token at which this reply leaves the other one. */
+  /** Marks the first token that differs from the other reply. */
   mark(at) {
     const all = [...this.text.querySelectorAll(".token")];
-    all.find((span) => told.get(span).number > at)?.classList.add("differs");
+    all.find((span) => tokenInfo.get(span).number > at)?.classList.add("differs");
   }
 
-  /** A line under the text: why the reply ended, or what went wrong. */
+  /** Adds a line under the text: why the reply ended, or what went wrong. */
   say(text, className = "muted small") {
     const line = make("p", className, text);
     this.text.after(line);
@@ -85,17 +85,17 @@ export class Reply {
 function show(token) {
   const origin = ORIGINS.has(token.origin) ? token.origin : "plain";
   const span = make("span", `token ${origin}`, token.text);
-  // Reached by the arrow keys, by a click or a tap; the Tab key stops at the reply only.
+  // Reached by arrow keys, click or tap; the Tab key stops at the whole reply only.
   span.tabIndex = -1;
-  told.set(span, { ...token, origin });
+  tokenInfo.set(span, { ...token, origin });
   return span;
 }
 
 const BARS = 60;
 const HEIGHT = 24;
 
-/** Tokens per round, tokens a second, counts, and a bar for each of the last rounds. */
-class Numbers {
+/** Tokens per round, tokens per second, counts, and a bar for each of the last rounds. */
+class Statistics {
   constructor(scale) {
     this.scale = scale;
     this.bars = svg("svg", { class: "bars", role: "img", preserveAspectRatio: "none" });
@@ -127,10 +127,10 @@ class Numbers {
   draw(rounds) {
     const last = rounds.slice(-BARS);
     const slots = Math.max(BARS / 2, last.length);
-    this.scale.most = Math.max(this.scale.most, ...last);
+    this.scale.max = Math.max(this.scale.max, ...last);
     this.bars.setAttribute("viewBox", `0 0 ${slots * 2} ${HEIGHT}`);
     this.bars.replaceChildren(...last.map((count, i) => {
-      const height = (HEIGHT * count) / this.scale.most;
+      const height = (HEIGHT * count) / this.scale.max;
       return svg("rect", { x: i * 2, y: HEIGHT - height, width: 1.4, height });
     }));
     this.bars.setAttribute("aria-label", `Tokens of the last ${last.length} rounds, ${Math.max(...last)} at most`);

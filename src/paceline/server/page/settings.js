@@ -1,4 +1,4 @@
-// The settings: what they add to a request, and how the panel behaves.
+// The settings: their values for a request, and the panel.
 import { $, make } from "./dom.js";
 
 const form = $("#settings-form");
@@ -6,7 +6,7 @@ const panel = $("#settings");
 const button = $("#settings-button");
 const wide = matchMedia("(min-width: 60rem)");
 
-/** What the form says now: {sampling, speculation, compare, parallel}. */
+/** Reads the form: {sampling, speculation, compare, parallel}. */
 export function read() {
   const fields = form.elements;
   const sampling = {};
@@ -19,29 +19,29 @@ export function read() {
   };
 }
 
-/** A length without a drafter's name is one for the server's default drafter. */
+/** A draft length without a drafter is sent for the server's default drafter. */
 function speculation(drafter, length) {
   if (drafter === "off" || (drafter === "auto" && !length)) return drafter;
   return { ...(drafter !== "auto" && { drafter }), ...(length && { max_draft: length }) };
 }
 
-/** Shows the first field that is out of its range, if there is one. */
+/** Returns whether all fields are valid, and shows the first that is not. */
 export function valid() {
   if (form.checkValidity()) return true;
   toggle(true);
   return form.reportValidity();
 }
 
-/** Offers the drafters that the server knows, and begins with what the model recommends. */
+/** Offers the server's drafters, and sets the model's recommended sampling. */
 export function offer({ id, paceline: { drafters = [], guarantee, context_length: room, sampling = {} } = {} }) {
   for (const name of ["temperature", "top_p"]) {
     const input = form.elements[name];
-    // Where nobody has changed it yet.
+    // Only if the user has not changed it.
     if (name in sampling && input.value === input.defaultValue) input.value = sampling[name];
   }
   const off = form.elements.drafter.querySelector("[value=off]");
   for (const option of [...form.elements.drafter.options]) if (!["auto", "off"].includes(option.value)) option.remove();
-  // A server that was told no other name calls its own choice "auto", too.
+  // "auto" is in the list already.
   off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
   const kept = guarantee === "bits" ? "bit for bit" : "up to rounding";
   $("#promise").textContent =
@@ -57,7 +57,7 @@ function toggle(open) {
 function sync() {
   const { drafter, max_draft, compare } = form.elements;
   const off = drafter.querySelector("[value=off]");
-  // Off beside off would show nothing.
+  // Comparing off with off would show nothing.
   off.disabled = compare.checked;
   if (compare.checked && drafter.value === "off") drafter.value = "auto";
   max_draft.disabled = drafter.value === "off";
@@ -77,7 +77,7 @@ export function start() {
     button.focus();
   });
   panel.addEventListener("focusout", ({ relatedTarget: next }) => {
-    // Where the panel lies over the page, what has the focus must not be under it.
+    // If the panel covers the page, it must not cover the element with the focus.
     if (next && next !== button && !panel.contains(next) && !wide.matches) toggle(false);
   });
   form.addEventListener("change", sync);
@@ -99,7 +99,7 @@ function startTheme() {
     try {
       localStorage.setItem("theme", root.dataset.theme);
     } catch {
-      // Storage is forbidden here: the choice lasts as long as the page.
+      // Storage is not allowed: the choice lasts as long as the page.
     }
     show();
   });

@@ -1,9 +1,9 @@
-// A classic script in the head: it runs before the first paint, so that a chosen theme does not flash the other one.
+// A classic script in the head: it runs before the first paint, so that the other theme does not flash.
 (() => {
   try {
     const theme = localStorage.getItem("theme");
     if (theme) document.documentElement.dataset.theme = theme;
   } catch {
-    // Storage is forbidden here: the system's theme is used.
+    // Storage is not allowed: use the system's theme.
   }
 })();

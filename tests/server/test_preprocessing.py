@@ -19,7 +19,7 @@ from paceline.sampling.grammar_cache import live_bytes
 from paceline.server import bodies
 from paceline.server import grammar_trials as trials
 from paceline.server.errors import ApiError
-from paceline.server.planning import Planning
+from paceline.server.preprocessing import Preprocessor
 from paceline.server.schema import CompletionRequest, TokenizeRequest
 from tests.server.running import Serving, serving
 from tests.server.test_limits import slow_llm
@@ -83,7 +83,7 @@ def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> Non
 
 
 def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_LIVE", 1)
+    monkeypatch.setattr(trials, "_MAX_LIVE", 1)
     answer = spoken.post("/v1/completions", {"prompt": "a", "guided_regex": "[ab]{3}c"})
     assert answer.status_code == 429
 
@@ -152,25 +152,25 @@ def test_clients_take_turns() -> None:
     """A client that asks for much waits behind one that asks for little."""
     done: list[str] = []
 
-    async def ask(planning: Planning, client: str, count: int) -> None:
-        await asyncio.gather(*(planning.run("long", client, lambda: done.append(client)) for _ in range(count)))
+    async def ask(preprocessor: Preprocessor, client: str, count: int) -> None:
+        await asyncio.gather(*(preprocessor.run("long", client, lambda: done.append(client)) for _ in range(count)))
 
     async def main() -> None:
-        planning = Planning()
+        preprocessor = Preprocessor()
         held = threading.Event()
-        first = asyncio.create_task(planning.run("long", "a", lambda: held.wait(20)))
-        many = asyncio.create_task(ask(planning, "a", 9))
+        first = asyncio.create_task(preprocessor.run("long", "a", lambda: held.wait(20)))
+        many = asyncio.create_task(ask(preprocessor, "a", 9))
         await asyncio.sleep(0.05)
-        gone = [asyncio.create_task(ask(planning, "c", 3)) for _ in range(2)]
-        few = asyncio.create_task(ask(planning, "b", 2))
+        gone = [asyncio.create_task(ask(preprocessor, "c", 3)) for _ in range(2)]
+        few = asyncio.create_task(ask(preprocessor, "b", 2))
         await asyncio.sleep(0.05)
         for task in gone:
             task.cancel()
         await asyncio.sleep(0.05)
         held.set()
         await asyncio.gather(first, many, few)
-        assert await planning.run("long", "d", lambda: "free") == "free"
-        planning.close()
+        assert await preprocessor.run("long", "d", lambda: "free") == "free"
+        preprocessor.close()
 
     asyncio.run(main())
     assert done == ["a", "b", "a", "b", *"aaaaaaa"]
@@ -204,14 +204,14 @@ def test_requests_for_tokens_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_PATIENCE", 1.0)
+    monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
     with serving(toy_llm()) as it, sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 50_000) as stalled:
         answer = stalled.recv(4096)  # within the minute that `sent` waits
     assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_PATIENCE", 1.0)
+    monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
     with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
         time.sleep(2)  # the bytes that have come are good for three seconds more
         slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')
@@ -237,17 +237,17 @@ PARTS = [{"type": "text", "text": ""}]
 )
 def test_bodies_count_until_they_are_planned(body: Any) -> None:
     async def check() -> None:
-        planning = Planning()
-        reader = bodies.Bodies(planning, 2**20, 2_500_000 if "messages" in body else 1_000_000)
+        preprocessor = Preprocessor()
+        reader = bodies.BodyReader(preprocessor, 2**20, 2_500_000 if "messages" in body else 1_000_000)
         async with reader.read(posted(body), TokenizeRequest), reader.read(posted(body), TokenizeRequest):
-            with pytest.raises(ApiError, match="too many large requests"):
+            with pytest.raises(ApiError, match="too many large requests at once"):
                 async with reader.read(posted({"prompt": "a" * 450_000}), TokenizeRequest):
                     pass
             async with reader.read(posted({"prompt": "a"}), TokenizeRequest) as (small, _):
                 assert small.prompt == "a"
         async with reader.read(posted({"prompt": "a" * 450_000}), TokenizeRequest) as (large, _):
             assert large.prompt == "a" * 450_000
-        planning.close()
+        preprocessor.close()
 
     asyncio.run(check())
 

@@ -1,0 +1,168 @@
+"""Replies as clients see them: rounds, tokens with their log-probabilities and origins, choices that grow."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from paceline.engine.detokenizer import Chunk, Logprobs
+from paceline.server.worker import ReplyJob
+from paceline.text.tokenizer import Tokenizer
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""The engine's finish reasons -> OpenAI's."""
+_MIN_LOGPROB = -9999.0
+"""OpenAI's value for a log-probability of minus infinity, which JSON cannot express."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRound:
+    """One round of the reply with this index. `drafted`: tokens proposed in it. `ms`: milliseconds since its last."""
+
+    index: int
+    chunks: Sequence[Chunk]
+    drafted: int
+    drafter: str | None
+    ms: float
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(chunk.drafted for chunk in self.chunks)
+
+    @property
+    def text(self) -> str:
+        """The text of all its chunks."""
+        return "".join(chunk.text for chunk in self.chunks)
+
+
+class TokenTexts:
+    """Tokens of a model as text and bytes, in the shapes of OpenAI's API."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {index: name for name, index in self._tokenizer.vocabulary.items()}
+
+    def bytes(self, token: int) -> bytes:
+        """Return a token's bytes: a special token's name; nothing for an unused row of the vocabulary."""
+        found = self._tokenizer.token_bytes.get(token)
+        return self._names.get(token, "").encode(errors="replace") if found is None else found
+
+    def text(self, token: int) -> str:
+        """Return a token's bytes as text."""
+        return self.bytes(token).decode(errors="replace")
+
+    def chat_logprobs(self, chunk: Chunk) -> dict[str, Any]:
+        """Return one token's log-probabilities in the shape of chats."""
+        logprobs = _logprobs(chunk)
+        top = [self._entry(token, logprob) for token, logprob in logprobs.top]
+        return {**self._entry(chunk.token_id, logprobs.chosen), "top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(self.bytes(token))}
+
+    def text_logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any]:
+        """Return log-probabilities in the shape of completions, null for a prompt's first token.
+
+        `offset`: characters of the text before them.
+        """
+        offsets = []
+        for chunk in chunks:
+            offsets.append(offset)
+            offset += len(chunk.text)
+        return {
+            "tokens": [self.text(chunk.token_id) for chunk in chunks],
+            "token_logprobs": [chunk.logprobs and max(chunk.logprobs.chosen, _MIN_LOGPROB) for chunk in chunks],
+            "top_logprobs": [self._top(chunk) for chunk in chunks],
+            "text_offset": offsets,
+        }
+
+    def _top(self, chunk: Chunk) -> dict[str, float] | None:
+        """The likeliest tokens and the chosen one."""
+        if not chunk.logprobs or not chunk.logprobs.top:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*chunk.logprobs.top, (chunk.token_id, chunk.logprobs.chosen)):
+            found.setdefault(self.text(token), max(logprob, _MIN_LOGPROB))
+        return found
+
+
+def _logprobs(chunk: Chunk) -> Logprobs:
+    assert chunk.logprobs is not None
+    return chunk.logprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice(ABC):
+    """One reply in OpenAI's shape, as it grows. `logprobs`, `trace`: whether the client requested them."""
+
+    index: int
+    token_texts: TokenTexts
+    logprobs: bool = False
+    trace: bool = False
+    text: str = ""
+    traced: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @abstractmethod
+    def first_event(self) -> dict[str, Any] | None:
+        """Return the first event of a stream, if there is something to send before the first round."""
+
+    def add_round(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        """Add a round and return its events. The one with the finish reason has no other content."""
+        events = self._events(round_)
+        if reason := round_.chunks[-1].finish_reason:
+            self.finish_reason = self._finish(reason)
+            events.append({**self._event(), "finish_reason": self.finish_reason})
+        return events
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole reply so far."""
+
+    @abstractmethod
+    def _event(self) -> dict[str, Any]:
+        """An event without content."""
+
+    @abstractmethod
+    def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        """Add a round's content and return its events."""
+
+    def _finish(self, reason: str) -> str:
+        return FINISH_REASONS.get(reason, reason)
+
+    def _trace(self, round_: ReplyRound) -> dict[str, Any]:
+        """Trace a round if that was requested. `p`: each token's probability under the model."""
+        if not self.trace:
+            return {}
+        tokens = [
+            {
+                "text": chunk.text,
+                "id": chunk.token_id,
+                "origin": chunk.origin,
+                "p": round(math.exp(_logprobs(chunk).chosen), 6),
+                "drafter": round_.drafter if chunk.drafted else None,
+            }
+            for chunk in round_.chunks
+        ]
+        self.traced += tokens
+        counts = {"drafted": round_.drafted, "accepted": round_.accepted, "ms": round(round_.ms, 3)}
+        return {"trace": tokens, "round": counts}
+
+    def _all_traced(self) -> dict[str, Any]:
+        return {"trace": self.traced} if self.trace else {}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """The jobs of a request, and the choice that shows the reply of each."""
+
+    jobs: Sequence[ReplyJob]
+    choice: Callable[[int], Choice]

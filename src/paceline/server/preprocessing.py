@@ -1,0 +1,113 @@
+"""Thread pools that prepare requests off the event loop: templates, tokens, grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Literal, TypeVar
+
+from starlette.requests import Request
+
+from paceline.text.sandbox import ABANDONED
+
+T = TypeVar("T")
+PoolName = Literal["parse", "short", "long", "grammar", "tokens"]
+"""Kind of work: parse a large body; prepare a request with little text, with much, with a grammar; /tokenize."""
+
+LONG = 1 << 16
+"""Bytes from which a body is long: it takes milliseconds to parse and more to tokenise."""
+
+_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1}
+
+
+def client_of(request: Request) -> str:
+    """Identify the client by its API key, or by its address if it has none."""
+    return request.headers.get("authorization") or (request.client.host if request.client else "")
+
+
+class Preprocessor:
+    """One small thread pool for each kind of work, so that no kind waits for another. Clients take turns."""
+
+    def __init__(self) -> None:
+        self._pools = {name: _Pool(name, count) for name, count in _THREADS.items()}
+
+    async def run(self, pool: PoolName, client: str, work: Callable[[], T]) -> T:
+        """Return what `work` returns. Cancelling drops work that has not begun and ends its jobs in the sandbox."""
+        return await self._pools[pool].run(client, work)
+
+    def close(self) -> None:
+        """Drop work that has not begun."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class _Pool:
+    """Threads for one kind of work. Used from the event loop only."""
+
+    def __init__(self, name: PoolName, count: int) -> None:
+        self._executor = ThreadPoolExecutor(count, f"paceline-{name}", None if name == "short" else _lower_priority)
+        self._free = count
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """Waiting work by client; the first client is next."""
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        await self._acquire(client)
+        abandoned = threading.Event()
+        context = copy_context()
+        context.run(ABANDONED.set, abandoned)
+        future = self._executor.submit(context.run, work)
+        loop = asyncio.get_running_loop()
+        # Not when this coroutine ends: cancelled or not, the thread is busy until the work is done.
+        future.add_done_callback(lambda _: self._release_from_thread(loop))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            abandoned.set()
+
+    async def _acquire(self, client: str) -> None:
+        """Wait for a free thread."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release()  # the thread had just been given to this work
+            raise
+
+    def _release(self) -> None:
+        """Give a free thread to the next client."""
+        while self._waiting:
+            client, turns = self._waiting.popitem(last=False)
+            while turns:
+                turn = turns.popleft()
+                if not turn.done():
+                    if turns:
+                        self._waiting[client] = turns
+                    turn.set_result(None)
+                    return
+        self._free += 1
+
+    def _release_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._release)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    """Let the engine's threads go first on the processor. Only Linux has a priority for each thread."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
