@@ -83,9 +83,17 @@ class BenchOptions:
     )
     seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of every system.")] = None
+    batch: Annotated[
+        str,
+        typer.Option(
+            "--batch",
+            help="Batch widths to measure, separated by commas, such as 1,8: the number of requests answered together, "
+            "all of one category.",
+        ),
+    ] = "1"
 
-    def order(self) -> Comparison:
-        """In the library's terms. Raises `InvalidOption`."""
+    def comparison(self) -> Comparison:
+        """Return the options in the library's terms. Raises `InvalidOption`."""
         import torch
 
         from paceline.bench.systems import Comparison
@@ -100,6 +108,7 @@ class BenchOptions:
             self.repeats,
             self.seed,
             torch.get_num_threads(),
+            _widths(self.batch),
         )
 
 
@@ -122,7 +131,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure drafters, and other programs, side by side on your prompts: interleaved, text to text."""
-    order = options.order()
+    comparison = options.comparison()
     target.precisions()
     _check_places(out, report or [])
     from paceline.bench.questions import pick, read_questions
@@ -132,7 +141,7 @@ def bench(
     questions = pick(everything, count)
     if context is not None:
         questions = _lengthened(questions, everything, context, next(iter(targets.values())))
-    result = _run(targets, order, questions, quiet, prompts=str(prompts), context=context)
+    result = _run(targets, comparison, questions, quiet, prompts=str(prompts), context=context)
     _show(result)
     if out is not None:
         _write(out, json.dumps(result, indent=1) + "\n")
@@ -141,7 +150,7 @@ def bench(
 
 
 def _run(
-    targets: Mapping[str, LLM], order: Comparison, questions: Sequence[Question], quiet: bool, **settings: Any
+    targets: Mapping[str, LLM], comparison: Comparison, questions: Sequence[Question], quiet: bool, **settings: Any
 ) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
@@ -152,7 +161,7 @@ def _run(
         task = bar.add_task("getting ready", total=None)
         return run(
             targets,
-            order,
+            comparison,
             questions,
             lambda sample, total: bar.update(task, total=total, advance=1, description=sample.question.category),
             **settings,
@@ -167,12 +176,16 @@ def _lengthened(questions: Sequence[Question], others: Sequence[Question], conte
 
 def _check_places(out: Path | None, reports: Sequence[Path]) -> None:
     """Raises `InvalidOption` before an hour is spent on what cannot be written."""
+    from paceline.bench.plots import require_matplotlib
+
     for path in [*([out] if out else []), *reports]:
         if not path.absolute().parent.is_dir():
             raise InvalidOption(f"{path.absolute().parent} is no folder", "Name a file in a folder that is there")
     for path in reports:
         if path.suffix not in (".md", ".html"):
             raise InvalidOption(f"--report {path} is of no known kind", "Name a file that ends in .md or .html")
+        if path.suffix == ".html":
+            require_matplotlib()
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -208,6 +221,13 @@ def _temperatures(text: str) -> tuple[float, ...]:
         return tuple(dict.fromkeys(map(float, _names(text)))) or (0.0,)
     except ValueError:
         raise InvalidOption(f"--temperature {text!r} is not possible", "Give numbers such as 0,0.7") from None
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(map(int, _names(text)))) or (1,)
+    except ValueError:
+        raise InvalidOption(f"--batch must be whole numbers, got {text!r}", "Give numbers such as 1,8") from None
 
 
 def _write(path: Path, text: str) -> None:
