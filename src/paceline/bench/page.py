@@ -61,7 +61,7 @@ def _plots(systems: Sequence[Summary]) -> list[str]:
         if drafting := [s for s in part if s["inside"] and s["inside"]["accepted_at"]]:
             shares = [s["inside"]["accepted_at"] for s in drafting]
             names = [series[s["system"]] for s in drafting]
-            plot = line_plot(shares, names, "depth, in draft tokens", "rounds that accepted a draft to this depth")
+            plot = line_plot(shares, names, "accepted depth, in draft tokens", "share of rounds")
             parts.append(_plot(f"Acceptance by depth{suffix}", plot))
     spent = {s["system"]: s["inside"]["milliseconds"] for s in systems if s["inside"]}
     phases = [Series(phase, i) for i, phase in enumerate(next(iter(spent.values())))]

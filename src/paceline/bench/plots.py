@@ -128,7 +128,7 @@ def _svg(title: str, height: float, series: Sequence[Series], draw: Any) -> str:
     columns = max(1, min(4, 90 // (6 + max(len(one.name) for one in series))))
     with rc_context(_STYLE):
         legend = 0.2 * -(-len(series) // columns) + 0.1
-        figure: Figure = Figure(figsize=(8.5, height + legend + 0.4), layout="constrained")
+        figure: Figure = Figure(figsize=(10, height + legend + 0.4), layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         figure.legend(loc="outside upper left", ncols=columns)
