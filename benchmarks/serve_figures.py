@@ -1,4 +1,4 @@
-"""What a load test's replies say."""
+"""Figures and goals of a load test."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import Grid, bootstrap, median
-from serve_client import Load, Reply
-from serve_systems import AUTO, OFF, OPENVINO, OURS, Ask
+from serve_systems import AUTO, OFF, OPENVINO, OURS, LoadRequest
+from tests.server.load_client import Load, Reply
 
 Text = tuple[str, str, int]
-"""What must be equal of two replies: text, finish reason, tokens."""
+"""Parts of a reply that must not depend on load: text, finish reason, number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One system, measured once with so many clients. `server_seconds`: CPU time that it took."""
+    """One measurement of a system with some number of clients. `server_seconds`: its CPU time."""
 
     system: str
     temperature: float
     clients: int
     number: int
-    asks: Sequence[Ask]
+    requests: Sequence[LoadRequest]
     load: Load
     server_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For the result: every reply's figures, but not its text."""
+        """Return every reply's figures, without its text, for JSON."""
         about = {"system": self.system, "temperature": self.temperature, "clients": self.clients, "turn": self.number}
         load = self.load
         about |= {"tokens_per_second": load.speed, "wall": load.wall, "window": load.dry - load.full}
         about |= {"client_seconds": load.client_seconds, "server_seconds": self.server_seconds}
-        return about | {"replies": [_row(a, r) for a, r in zip(self.asks, load.replies, strict=True)]}
+        return about | {"replies": [_row(a, r) for a, r in zip(self.requests, load.replies, strict=True)]}
 
 
-def _row(ask: Ask, reply: Reply) -> dict[str, Any]:
-    found: dict[str, Any] = {"question": ask.question, "tokens": reply.tokens, "prompt_tokens": reply.prompt_tokens}
+def _row(request: LoadRequest, reply: Reply) -> dict[str, Any]:
+    found: dict[str, Any] = {"question": request.question, "tokens": reply.tokens, "prompt_tokens": reply.prompt_tokens}
     found |= {"cached": reply.cached, "finish": reply.finish, "seconds": round(reply.ended - reply.began, 4)}
     found["first"] = round(reply.first, 4) if reply.texts else None
     found["rounds"] = reply.speculation.get("rounds")
@@ -45,22 +45,26 @@ def _row(ask: Ask, reply: Reply) -> dict[str, Any]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; NaN of nothing."""
+    """Return the smallest value that at least `share` of them do not exceed, NaN of nothing."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def told(reply: Reply) -> Text:
+def text_of(reply: Reply) -> Text:
+    """Return the parts of a reply to compare."""
     return reply.text, reply.finish, reply.tokens
 
 
 def summarise(turns: Sequence[Turn], alone: Mapping[tuple[str | int, float], Text]) -> dict[str, Any]:
-    """Of one system at one temperature and number of clients. `alone`: what each question's reply must be (a text by
-    itself without speculation); `differ` is None for other programs, which round otherwise."""
+    """Summarise one system at one temperature and number of clients.
+
+    `alone`: each question's reply to a single client without speculation, from which no reply may differ; `differ` is
+    None for other programs, whose rounding is different.
+    """
     first = turns[0]
-    pairs = [(a, r) for t in turns for a, r in zip(t.asks, t.load.replies, strict=True)]
+    pairs = [(a, r) for t in turns for a, r in zip(t.requests, t.load.replies, strict=True)]
     good = [r for _, r in pairs if not r.error]
-    differ = sum(not r.error and told(r) != alone[a.question, a.temperature] for a, r in pairs)
+    differ = sum(not r.error and text_of(r) != alone[a.question, a.temperature] for a, r in pairs)
     rounds = sum(r.speculation.get("rounds", 0) for r in good)
     speeds = [t.load.speed for t in turns]
     return {
@@ -87,7 +91,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Of two systems' speeds, turn by turn: the median and its 95 % bootstrap interval."""
+    """Return the ratio of two systems' speeds over the turns, median with its 95 % bootstrap interval."""
     values = [a / b for a, b in zip(above, below, strict=True)]
     low, high = bootstrap(values)
     return {"median": median(values), "low": low, "high": high}
@@ -104,7 +108,7 @@ class Table:
         return self._at.get((system, temperature, clients))
 
     def ratio(self, above: tuple[str, float, int], below: tuple[str, float, int]) -> dict[str, float] | None:
-        """None where one of them was not measured."""
+        """Return the ratio of two systems' speeds, None where one was not measured."""
         a, b = self._at.get(above), self._at.get(below)
         return ratio(a["speeds"], b["speeds"]) if a and b else None
 
@@ -139,7 +143,7 @@ def _interval(found: Mapping[str, float] | None) -> str:
 
 
 def goals(table: Table, temperatures: Sequence[float], clients: Sequence[int]) -> list[tuple[str, str, bool]]:
-    """What was asked for, what was found, whether it holds; only of what was measured."""
+    """Return (goal, figure, whether it holds) for what was measured."""
     ours = [s for s in table.rows if s["system"] in OURS]
     failed, differ = (sum(s[key] for s in ours) for key in ("failed", "differ"))
     requests = sum(s["requests"] for s in ours)
@@ -177,4 +181,4 @@ def _speed(summary: Mapping[str, Any]) -> float:
 
 def goal_grid(found: Sequence[tuple[str, str, bool]]) -> Grid:
     rows = [[asked, says, "yes" if held else "NO"] for asked, says, held in found]
-    return Grid("Asked for", ["goal", "found", "held"], rows)
+    return Grid("Goals", ["goal", "found", "held"], rows)

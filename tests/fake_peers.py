@@ -1,4 +1,4 @@
-"""Programs to compare with that cost nothing, good and bad ones; begun in processes of their own by name."""
+"""Fake peers, good and bad ones, started in processes of their own by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
 
 
 def counting(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Writes what it was told and asked, as numbers; and prints to stdout, as libraries do."""
+    """Answers with its setup and prompt as numbers, and prints to stdout as libraries do."""
     print("loading ...")
 
     def answer(ask: PeerPrompt) -> MeasuredReply:
@@ -40,7 +40,7 @@ def without_lookup(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
 
 
 def dying(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Its third reply is its last word."""
+    """Ends its process at the third prompt."""
     left = [2]
 
     def answer(ask: PeerPrompt) -> MeasuredReply:
