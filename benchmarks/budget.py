@@ -1,8 +1,9 @@
 """Time of a round by part and rows, beside the floor that reading the weights sets.
 
 Parts are timed alone and in turns: matrix products (every layer's, then the head's), attention (a pass after the prefix
-less one after almost nothing), the rest of the layers (norms, rotary factors, activations, rounding, barriers), sampling
-and acceptance, Python. The floor is the bytes of weights over the memory bandwidth, as `paceline doctor` measures it.
+less one after almost nothing), the rest of the layers (norms, rotary factors, activations, rounding, barriers),
+sampling and acceptance, Python. The floor is the bytes of weights over the memory bandwidth that `paceline doctor`
+measures.
 """
 
 from __future__ import annotations

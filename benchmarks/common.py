@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: where questions and results are, and parts of `paceline.bench`. Makes `tests` importable."""
+"""Helpers of the benchmarks, beside parts of `paceline.bench`. Importing this makes `tests` importable."""
 
 from __future__ import annotations
 
