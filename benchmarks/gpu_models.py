@@ -81,7 +81,7 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def read_bytes(self, context: int) -> int:
-        """Return the bytes that a small pass reads after `context` tokens: the cache, all matrices but the embedding."""
+        """Return the bytes that a small pass reads after `context` tokens: cache, all matrices but the embedding."""
         c = self.config
         numbers = sum(torch.Size(s).numel() for name, s in self.shapes.items() if "embed_tokens" not in name or c.tied)
         return (numbers + 2 * c.layers * c.kv_heads * c.head_dim * context) * self._dtype.itemsize

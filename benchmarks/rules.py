@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import paceline
 from paceline import LLM, DraftBudget, Sampling, Stats
+from paceline.bench.figures import tokens_per_round
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.model import DraftModel
@@ -84,21 +85,13 @@ class Sample:
 
     case: Case
     prompt: int | str
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    guarantee: str
+    stats: Stats
 
 
 def measure(llm: LLM, case: Case, prompts: Sequence[Question], tokens: int) -> list[Sample]:
     """Answer all prompts, each with its own seed."""
-    samples = []
-    for prompt in prompts:
-        sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=int(prompt.id))
-        s = llm.generate(prompt.text, sampling).stats
-        samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.guarantee))
-    return samples
+    how = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule)
+    return [Sample(case, p.id, llm.generate(p.text, replace(how, seed=int(p.id))).stats) for p in prompts]
 
 
 def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], tokens: int) -> float:
@@ -108,15 +101,15 @@ def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], 
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
 
-def tokens_per_round(samples: Sequence[Sample]) -> float:
-    """Return all tokens over all rounds."""
-    return sum(s.tokens for s in samples) / sum(s.rounds for s in samples)
+def mean(samples: Sequence[Sample]) -> float:
+    """Return tokens per round over all samples."""
+    return tokens_per_round([s.stats for s in samples]) or 0.0
 
 
 def interval(samples: Sequence[Sample], draws: int = 1000) -> tuple[float, float]:
-    """Return a 95 % percentile-bootstrap interval of `tokens_per_round` over prompts, the same in every run."""
+    """Return a 95 % percentile-bootstrap interval of `mean` over prompts, the same in every run."""
     generator = random.Random(0)
-    values = sorted(tokens_per_round(generator.choices(samples, k=len(samples))) for _ in range(draws))
+    values = sorted(mean(generator.choices(samples, k=len(samples))) for _ in range(draws))
     return values[round(draws * 0.025)], values[draws - 1 - round(draws * 0.025)]
 
 
@@ -126,7 +119,7 @@ def grid(samples: Sequence[Sample], shape: str, noise: float, agrees: float) -> 
     temperatures = sorted({s.case.temperature for s in own})
     rows = []
     for rule in RULES:
-        label = next(s.guarantee for s in own if s.case.rule == rule)
+        label = next(s.stats.guarantee for s in own if s.case.rule == rule)
         cells = [[s for s in own if (s.case.rule, s.case.temperature) == (rule, t)] for t in temperatures]
         rows.append([rule, label, *[_cell(cell) for cell in cells]])
     title = f"Tokens per round, {shape}, drafter with {noise} noise: greedy agreement {agrees:.0%}"
@@ -137,7 +130,7 @@ def _cell(samples: Sequence[Sample]) -> str:
     if not samples:
         return "as match"
     low, high = interval(samples)
-    return f"{tokens_per_round(samples):.2f} [{low:.2f}, {high:.2f}]"
+    return f"{mean(samples):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -173,7 +166,11 @@ def main(arguments: Sequence[str]) -> int:
             samples += measure(llms[case.shape], case, prompts, args.tokens)
     grids = [grid(samples, shape, noise, agrees[noise]) for noise in args.noise for shape in shapes]
     report(grids)
-    result: dict[str, Any] = {"provenance": source, "agreement": agrees, "samples": [asdict(s) for s in samples]}
+    result: dict[str, Any] = {
+        "provenance": source,
+        "agreement": agrees,
+        "samples": [asdict(s) | {"stats": s.stats.as_dict()} for s in samples],
+    }
     write("rules", result, grids, folder=args.out)
     return 0
 

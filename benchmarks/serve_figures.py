@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import Grid, bootstrap, median
+from common import Grid, median
 from serve_systems import AUTO, OFF, OPENVINO, OURS, LoadRequest
 from tests.server.load_client import Load, Reply
+
+from paceline.bench.figures import ratio_interval
+from paceline.bench.tables import interval
 
 Text = tuple[str, str, int]
 """Parts of a reply that must not depend on load: text, finish reason, number of tokens."""
@@ -90,13 +93,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "p99": percentile(values, 0.99)}
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Return the ratio of two systems' speeds over the turns, median with its 95 % bootstrap interval."""
-    values = [a / b for a, b in zip(above, below, strict=True)]
-    low, high = bootstrap(values)
-    return {"median": median(values), "low": low, "high": high}
-
-
 class Table:
     """Summaries by system, temperature and clients."""
 
@@ -110,7 +106,7 @@ class Table:
     def ratio(self, above: tuple[str, float, int], below: tuple[str, float, int]) -> dict[str, float] | None:
         """Return the ratio of two systems' speeds, None where one was not measured."""
         a, b = self._at.get(above), self._at.get(below)
-        return ratio(a["speeds"], b["speeds"]) if a and b else None
+        return ratio_interval([x / y for x, y in zip(a["speeds"], b["speeds"], strict=True)]) if a and b else None
 
     def grid(self, temperature: float) -> Grid:
         rows = [self._row(s) for s in self.rows if s["temperature"] == temperature]
@@ -130,16 +126,12 @@ class Table:
     def _row(self, s: Mapping[str, Any]) -> list[str]:
         key = (s["temperature"], s["clients"])
         times = None if s["system"] == OFF else self.ratio((s["system"], *key), (OFF, *key))
-        found = [f"{s['clients']}, {s['system']}", f"{s['tokens_per_second']:.0f}", _interval(times)]
+        found = [f"{s['clients']}, {s['system']}", f"{s['tokens_per_second']:.0f}", interval(times)]
         found += [f"{1e3 * s[what][which]:.0f}" for what in ("first", "per_token") for which in ("median", "p99")]
         found += [f"{1e3 * s['gap']['p99']:.0f}"]
         found += ["" if s["tokens_per_round"] is None else f"{s['tokens_per_round']:.2f}"]
         found += [f"{s['failed']} of {s['requests']}", "" if s["differ"] is None else str(s["differ"])]
         return [*found, f"{s['server_cores']:.2f}", f"{s['client_cores']:.2f}"]
-
-
-def _interval(found: Mapping[str, float] | None) -> str:
-    return "" if found is None else f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def goals(table: Table, temperatures: Sequence[float], clients: Sequence[int]) -> list[tuple[str, str, bool]]:
@@ -160,25 +152,23 @@ def _goals_at(table: Table, temperature: float, most: int) -> list[tuple[str, st
     heat = f", T={temperature:g}" if temperature else ""
     found = []
     if times := table.ratio((AUTO, temperature, 16), (OFF, temperature, 1)):
-        asked = f"16 clients: 3 times the throughput of one without speculation{heat}"
-        found.append((asked, _interval(times), times["median"] >= 3))
+        goal = f"16 clients: 3 times the throughput of one without speculation{heat}"
+        found.append((goal, interval(times), times["median"] >= 3))
     if times := table.ratio((AUTO, temperature, 16), (OFF, temperature, 16)):
         # A median of few turns is noisy: what must not be is an interval that lies below.
-        found.append((f"16 clients: not below speculation off{heat}", _interval(times), times["high"] >= 1))
+        found.append((f"16 clients: not below speculation off{heat}", interval(times), times["high"] >= 1))
     if (at := table.get(AUTO, temperature, 16)) and not math.isnan(at["first"]["median"]):
         times_median = at["first"]["p99"] / at["first"]["median"]
-        asked = f"16 clients: p99 of time to first text under 4 times its median{heat}"
-        found.append((asked, f"{times_median:.2f} times", times_median < 4))
-    best = max((s for name in OURS if (s := table.get(name, temperature, most))), key=_speed, default=None)
+        goal = f"16 clients: p99 of time to first text under 4 times its median{heat}"
+        found.append((goal, f"{times_median:.2f} times", times_median < 4))
+    ours = [s for name in OURS if (s := table.get(name, temperature, most))]
+    best = max(ours, key=lambda s: float(s["tokens_per_second"]), default=None)
     if best and (times := table.ratio((best["system"], temperature, most), (OPENVINO, temperature, most))):
-        found.append((f"{most} clients: past OpenVINO GenAI{heat}", _interval(times), times["median"] > 1))
+        found.append((f"{most} clients: past OpenVINO GenAI{heat}", interval(times), times["median"] > 1))
     return found
 
 
-def _speed(summary: Mapping[str, Any]) -> float:
-    return float(summary["tokens_per_second"])
-
-
 def goal_grid(found: Sequence[tuple[str, str, bool]]) -> Grid:
-    rows = [[asked, says, "yes" if held else "NO"] for asked, says, held in found]
+    """Return the goals as a table."""
+    rows = [[goal, figure, "yes" if held else "NO"] for goal, figure, held in found]
     return Grid("Goals", ["goal", "found", "held"], rows)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline import DraftBudget, Sampling
+from paceline.engine.stats import Stats
 from paceline.testing import Oracle, run, tiny_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -93,7 +94,9 @@ def rules():
 
 
 def rule_sample(module, rule, temperature, tokens, rounds, guarantee="distribution"):
-    return module.Sample(module.Case(0.1, "chain", rule, temperature), 1, tokens, rounds, 0, 0, guarantee)
+    return module.Sample(
+        module.Case(0.1, "chain", rule, temperature), 1, Stats(0, guarantee, rounds=rounds, tokens=tokens)
+    )
 
 
 def test_rules_are_not_run_where_they_are_match(rules):
@@ -104,7 +107,7 @@ def test_rules_are_not_run_where_they_are_match(rules):
 
 def test_tokens_per_round_counts_all_tokens_by_all_rounds(rules):
     samples = [rule_sample(rules, "block", 0.7, 30, 10), rule_sample(rules, "block", 0.7, 10, 10)]
-    assert rules.tokens_per_round(samples) == 2.0
+    assert rules.mean(samples) == 2.0
     low, high = rules.interval(samples)
     assert (low, high) == (1.0, 3.0)
 
@@ -139,8 +142,8 @@ def test_every_rule_runs_on_a_toy(rules):
     prompts = [common.Question(1, "qa", "why?"), common.Question(2, "qa", "how?")]
     samples = [s for case in rules.cases([0.1], ["tree"], [0.0, 0.7]) for s in rules.measure(llm, case, prompts, 6)]
     assert len(samples) == 10
-    assert {s.guarantee for s in samples} >= {"distribution", "lossy"}
-    assert all(1 <= rules.tokens_per_round([s]) <= 3 for s in samples)
+    assert {s.stats.guarantee for s in samples} >= {"distribution", "lossy"}
+    assert all(1 <= rules.mean([s]) <= 3 for s in samples)
 
 
 # --- never_slower ---------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from types import FunctionType
+from types import CellType, FunctionType
 
 import torch
 from torch import Tensor
@@ -52,20 +53,11 @@ def _tensors(root: object) -> list[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             tensors[id(item) if item.is_mkldnn else item.data_ptr()] = item
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, (list, tuple)):
-            pending += item
         elif isinstance(item, FunctionType):
-            pending += [cell.cell_contents for cell in item.__closure__ or ()]
-        elif type(item).__module__.startswith("paceline"):
-            pending += _attributes(item)
+            pending += item.__closure__ or ()
+        elif isinstance(item, (dict, list, tuple, CellType)) or type(item).__module__.startswith("paceline"):
+            pending += gc.get_referents(item)
     return list(tensors.values())
-
-
-def _attributes(item: object) -> list[object]:
-    slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [getattr(item, name, None) for name in slots] if slots else [*vars(item).values()]
 
 
 @dataclass(frozen=True, slots=True)
