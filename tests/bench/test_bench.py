@@ -22,8 +22,9 @@ from paceline.bench.measure import MeasuredReply, Sample, SystemFailed, measure
 from paceline.bench.page import page
 from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
+from paceline.bench.plots import Series, dot_plot, require_matplotlib
 from paceline.bench.provenance import provenance
-from paceline.bench.questions import Question, lengthen, pick, read_questions
+from paceline.bench.questions import Question, batches, lengthen, pick, read_questions
 from paceline.bench.run import run
 from paceline.bench.systems import Comparison, System, own_systems, peer_systems, render, split_size
 from paceline.bench.tables import Grid, all_grids, main_grids
@@ -79,6 +80,42 @@ def test_a_question_is_lengthened_by_the_text_of_others() -> None:
     assert lengthen(asked, others, 8, toy_tokenizer()) == asked
     with pytest.raises(InvalidOption, match="18 tokens in all, but 92 must precede question 0"):
         lengthen(asked, others, 100, toy_tokenizer())
+
+
+def test_batches_hold_one_category_where_it_has_enough() -> None:
+    joined = batches([*questions_of(math=3), *questions_of(qa=2), *questions_of(math=1)], 2)
+    assert [(q.category, q.texts) for q in joined] == [
+        ("math", ["math 0", "math 1"]),
+        ("math", ["math 2", "math 0"]),
+        ("qa", ["qa 0", "qa 1"]),
+    ]
+    assert [q.category for q in batches(questions_of(math=3, qa=2), 2)] == ["math", "mixed", "qa"]
+
+
+def test_batches_are_measured_at_every_width() -> None:
+    comparison = Comparison(("suffix",), tokens=8, widths=(1, 3))
+    found = run({"": toy_llm()}, comparison, questions_of(ab=5))
+    systems = {s["system"]: s for s in found["systems"]}
+    assert list(systems) == ["plain", "plain batch 3", "suffix", "suffix batch 3"]
+    assert {s["tokens"] for s in systems.values()} == {40}
+    assert all(s["same_text"] == 1.0 for s in systems.values())
+    assert systems["plain"]["categories"]["ab"]["questions"] == 5
+    assert [len(s["stats"]) for s in found["samples"]] == [3] * 4 + [2] * 4
+    assert [line.partition(":")[0] for line in found["findings"]] == ["plain batch 3", "suffix batch 3"]
+    assert found["findings"][0].endswith("the throughput of plain")
+    assert main_grids(found)[0].title == "Text to text, in batches"
+
+
+def test_plots_are_deterministic_and_name_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = [Series("a & b", 0), Series("c", 11, hollow=True)]
+    drawn = dot_plot({"<x>": [1.0, 2.0]}, series, "speed", "tok/s")
+    assert drawn == dot_plot({"<x>": [1.0, 2.0]}, series, "speed", "tok/s")
+    assert drawn.startswith("<svg ")
+    assert "<title>a &amp; b, &lt;x&gt;: 1.0 tok/s</title>" in drawn
+    assert ' id="tip' not in drawn
+    monkeypatch.setattr("paceline.bench.plots.find_spec", lambda name: None)
+    with pytest.raises(InvalidOption, match=r"needs matplotlib .* pip install .*\[bench\]"):
+        require_matplotlib()
 
 
 def sample(system: str, seconds: float, tokens: int = 10, question: str = "a", repeat: int = 0, first: float = 0.5):
@@ -413,6 +450,9 @@ def test_the_command_shows_a_table_and_writes_files(
         (["--against", "vllm"], "not a program to compare with"),
         (["--out", "/nowhere/x.json"], "/nowhere is no folder"),
         (["--report", "x.pdf"], "x.pdf is of no known kind"),
+        (["--batch", "many"], "--batch must be whole numbers"),
+        (["--batch", "0"], "1 request or more, got 0"),
+        (["--batch", "2", "--against", "openvino"], "one request at a time"),
         (["--temperature", "warm"], "--temperature 'warm'"),
         (["--rule", "mine"], "mine"),
         (["--quantize", "int4+int3"], "int3"),

@@ -76,12 +76,14 @@ def pick(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def batches(questions: Sequence[Question], size: int) -> list[Question]:
-    """Join the questions of each category into batches of at most `size` prompts, each one question to measure."""
-    return [
-        replace(group[start], more=tuple(question.text for question in group[start + 1 : start + size]))
-        for group in _by_category(questions).values()
-        for start in range(0, len(group), size)
-    ]
+    """Join the questions, ordered by category, into batches of `size` prompts, each one question to measure."""
+    ordered = [question for group in _by_category(questions).values() for question in group]
+    joined = []
+    for start in range(0, len(ordered), size):
+        first, *others = batch = ordered[start : start + size]
+        category = first.category if len({question.category for question in batch}) == 1 else "mixed"
+        joined.append(replace(first, category=category, more=tuple(question.text for question in others)))
+    return joined
 
 
 def lengthen(question: Question, others: Sequence[Question], tokens: int, tokenizer: Tokenizer) -> Question:

@@ -27,8 +27,8 @@ def run(
     """Return the result for JSON: {"provenance", "systems", "findings", "missing", "samples"}.
 
     `targets`: the model by precision, "" where it is not quantised. `on_sample` gets each sample and the expected
-    number of samples. `settings` are added to the provenance. With batch widths above 1 the prompts of a category are
-    answered in batches of the largest width, by every system. Raises `PacelineError`.
+    number of samples. `settings` are added to the provenance. With batch widths above 1 every
+    system answers batches of the largest width, one `width` of requests at a time. Raises `PacelineError`.
     """
     llm, width = next(iter(targets.values())), max(comparison.widths)
     settings = {"model": llm.model.path, **asdict(comparison), "questions": len(questions)} | settings

@@ -87,8 +87,7 @@ class BenchOptions:
         str,
         typer.Option(
             "--batch",
-            help="Batch widths to measure, separated by commas, such as 1,8: the number of requests answered together, "
-            "all of one category.",
+            help="Batch widths to measure, separated by commas, such as 1,8: how many requests are answered together.",
         ),
     ] = "1"
 
