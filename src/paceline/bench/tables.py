@@ -56,19 +56,19 @@ def main_grids(result: Mapping[str, Any]) -> list[Grid]:
 def all_grids(result: Mapping[str, Any]) -> list[Grid]:
     """Return the main tables and the details behind them: by category, by depth and by phase of a round."""
     summaries = result["systems"]
-    own = [s for s in summaries if s["inside"]]
+    ours = [s for s in summaries if s["inside"]]
     grids = [
         *main_grids(result),
         _by_category("Tok/s, end to end", summaries, lambda c: f"{c['tokens_per_second']:.1f}"),
     ]
-    if drafting := [s for s in own if s["drafter"]]:
+    if drafting := [s for s in ours if s["drafter"]]:
         over = "Speed over the same without drafts, median of questions"
         grids += [
             _by_category(over, drafting, lambda c: f"{c['ratio']:.2f}"),
             _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
             _depths(drafting),
         ]
-    return [*grids, _rounds(own)]
+    return [*grids, _rounds(ours)]
 
 
 def by_temperature(summaries: Sequence[Summary]) -> list[list[Summary]]:
@@ -133,10 +133,10 @@ def _depths(drafting: Sequence[Summary]) -> Grid:
     return Grid("Share of rounds that accepted a draft to depth", ["drafter", *map(str, range(1, deepest + 1))], rows)
 
 
-def _rounds(own: Sequence[Summary]) -> Grid:
-    phases = list(own[0]["inside"]["milliseconds"])
+def _rounds(ours: Sequence[Summary]) -> Grid:
+    phases = list(ours[0]["inside"]["milliseconds"])
     rows = []
-    for s in own:
+    for s in ours:
         spent = s["inside"]["milliseconds"]
         cells = [f"{spent[phase]:.2f}" for phase in phases]
         rows.append([s["system"], *cells, f"{sum(spent.values()):.2f}", f"{s['inside']['drafted_per_round']:.2f}"])
