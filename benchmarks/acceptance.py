@@ -1,7 +1,7 @@
-"""What drafts of every size give, by drafter and category: the figures that `paceline doctor` predicts from.
+"""Acceptance of drafts of every size, by drafter and category: the figures that `paceline doctor` predicts from.
 
-At every place of the demo model's greedy answers each drafter is asked for drafts of every size that the controller may
-choose; nothing of them is used. A round's figures follow by walking through the answers. No times are taken.
+In every round of the demo model's greedy replies each drafter proposes drafts of every size that the controller may
+choose, which are scored and never verified. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from common import PROMPTS, Grid, progress, provenance, report
 
 import paceline
-from paceline.bench.doctor.acceptance import STORED, Acceptance, name_of, watched
-from paceline.bench.doctor.watch import Onlooker
+from paceline.bench.doctor.acceptance import STORED, Acceptance, name_of, observe
+from paceline.bench.doctor.shadow import ShadowDrafter
 from paceline.bench.questions import pick, read_questions
 from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller
 from paceline.types import DraftBudget
 
 FURTHER = {"eagle3": [DraftBudget.chain(4), DraftBudget.chain(5)]}
-"""Sizes beside those that the controller considers here."""
+"""Sizes beside those that the controller considers on this machine."""
 
 
 def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str, list[float]]]:
-    """Size -> category -> [tokens, rows] of a round."""
+    """Return size -> category -> [tokens, rows] per round."""
     gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
     return {
         name_of(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         if drafter is None:
             continue
         sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)
-        found = watched(loaded, Onlooker(drafter, sizes), sizes, texts, args.tokens)
+        found = observe(loaded, ShadowDrafter(drafter, sizes), sizes, texts, args.tokens)
         tables[name] = table(found, sizes)
         result["prompt_tokens"] = {kind: round(k.prompt, 1) for kind, k in found.kinds.items()}
         rows = [[size, *[f"{tokens:.2f}" for tokens, _ in line.values()]] for size, line in tables[name].items()]

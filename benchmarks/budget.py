@@ -1,9 +1,9 @@
-"""Where the time of a round goes, by the rows of its pass, beside the floor that reading the weights sets.
+"""Time of a round by part and rows, beside the floor that reading the weights sets.
 
-Parts are measured alone, all in turns: matrix products (every layer's, then the head's), attention (a pass after the
-prefix less one after almost nothing), what else the layers do (norms, rotary factors, activations, rounding, barriers),
-choosing and accepting, and Python around it. The floor is the bytes of weights a pass reads over the bandwidth of
-reading memory, as `paceline doctor` measures it.
+Parts are timed alone and in turns: matrix products (every layer's, then the head's), attention (a pass after the prefix
+less one after almost nothing), the rest of the layers (norms, rotary factors, activations, rounding, barriers),
+sampling and acceptance, Python. The floor is the bytes of weights over the memory bandwidth that `paceline doctor`
+measures.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _line(target: Decoder, products: Sequence[NativeLinear], rows: int, args: ar
 
 
 def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
-    """A verify pass of so many rows after a prefix; nothing is committed, so that it can be repeated."""
+    """Return a verify pass of `rows` after a prefix; nothing is committed, so that it can be repeated."""
     cache = target.new_cache()
     slot = cache.acquire(length)
     tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
@@ -104,7 +104,7 @@ def _products(layer: Layer) -> list[NativeLinear]:
 
 
 def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """The median milliseconds of each."""
+    """Return the median milliseconds of each call."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, times in zip(calls, seconds, strict=True):
@@ -115,7 +115,7 @@ def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float
 
 
 def _round_overhead(llm: paceline.LLM) -> float:
-    """Milliseconds of a plain round that are not its forward pass."""
+    """Return the milliseconds of a plain round beyond its forward pass."""
     inside = 0.0
     forward = llm.engine.target.forward
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: most of it is `paceline.bench`'s, the rest is where questions and results lie."""
+"""Helpers of the benchmarks, beside parts of `paceline.bench`. Importing this makes `tests` importable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.progress import track
 
 from paceline import DraftBudget
 from paceline.bench.figures import bootstrap, median
+from paceline.bench.provenance import provenance
 from paceline.bench.questions import Question, pick, read_questions
-from paceline.bench.source import provenance
 from paceline.bench.tables import Grid, markdown
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT.parent / "shared" / "data" / "prompts" / "spec_bench_dev.jsonl"
 RESULTS = ROOT / "benchmarks" / "results"
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 T = TypeVar("T")
 
@@ -43,14 +45,14 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr, exit code 1."""
+    """Exit with code 1 and a line on stderr."""
     raise SystemExit(f"error: {message}")
 
 
 def load_prompts(path: Path = PROMPTS) -> list[Question]:
-    """Every question of a Spec-Bench file; ends the program where there is none."""
+    """Read all questions of a Spec-Bench file; exit where it does not exist."""
     if not path.exists():
-        fail(f"{path} is not there: this script needs the shared folder beside the checkout")
+        fail(f"{path} does not exist: this script needs the shared folder beside the checkout")
     return read_questions(path)
 
 
@@ -65,7 +67,7 @@ def report(grids: Sequence[Grid], lines: Sequence[str] = ()) -> None:
 def write(
     name: str, result: Mapping[str, Any], grids: Sequence[Grid] = (), lines: Sequence[str] = (), folder: Path = RESULTS
 ) -> Path:
-    """`<date>-<name>.json` with the whole result, which holds its "provenance"; beside it an .md of the tables."""
+    """Write `<date>-<name>.json` with a result that has a "provenance", and an .md with the tables; return the path."""
     source = result["provenance"]
     path = folder / f"{source['date'][:10]}-{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,11 +79,11 @@ def write(
 
 
 def tree_option(text: str) -> DraftBudget:
-    """An option NODES,DEPTH,BRANCH."""
+    """Parse NODES,DEPTH,BRANCH."""
     nodes, depth, branch = map(int, text.split(","))
     return DraftBudget(nodes, depth, branch)
 
 
 def progress(items: Sequence[T], title: str) -> Iterator[T]:
-    """The items, with a bar on stderr that goes away."""
+    """Yield the items under a transient progress bar on stderr."""
     yield from track(items, title, console=Console(stderr=True), transient=True)

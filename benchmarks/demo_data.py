@@ -1,7 +1,7 @@
-"""The texts from which the demo model's heads were trained: prompts of its own and given ones, with its answers.
+"""Write the training data of the demo model's heads: self-generated and given prompts, with the model's answers.
 
-Its own prompts and greedy answers come first (they cost the most: 20 minutes for a thousand on two cores) and are
-continued where they were left; then answers to given prompts are mixed in by source, and two files lie in DIR for
+Self-generated prompts and their greedy answers come first (they take 20 minutes per thousand on two cores; an
+interrupted run is continued), then answers to given prompts are mixed in by source. The two files in DIR are for
 `paceline train --prompts DIR/prompts.jsonl --answers DIR/answers.jsonl`. No benchmark question is among them.
 """
 
@@ -25,7 +25,7 @@ from paceline.train.writing import write_answers
 
 SHARED = PROMPTS.parents[1]
 QUOTAS = {"self_instruct_user": None, "self_instruct_seed": None, "t0": 1500, "gsm8k_train": 500}
-"""Answers taken of each source; None: all."""
+"""Number of answers from each source, None for all."""
 
 Row = Mapping[str, Any]
 
@@ -35,20 +35,20 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def own(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
-    """Prompts that the demo model made and its answers, by ids that no given prompt has."""
+def self_generated(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
+    """Return prompts that the demo model generated and its answers, under ids that no given prompt has."""
     llm = paceline.load("demo", drafter=None)
     prompts, answers = folder / "own-prompts.jsonl", folder / "own-answers.jsonl"
     write_prompts(llm, prompts, count, width=48)
     write_answers(llm, Prompts(prompts), answers, AnswerPlan((0.0,), answer_tokens=256, width=48))
-    said = [row | {"id": f"own-{row['id']}"} for row in rows(answers)]
-    known = {row["id"] for row in said}
-    asked = [{"id": f"own-{row['id']}", "prompt": row["prompt"]} for row in rows(prompts)]
-    return [row for row in asked if row["id"] in known], said
+    replies = [row | {"id": f"own-{row['id']}"} for row in rows(answers)]
+    known = {row["id"] for row in replies}
+    questions = [{"id": f"own-{row['id']}", "prompt": row["prompt"]} for row in rows(prompts)]
+    return [row for row in questions if row["id"] in known], replies
 
 
 def given(seed: int) -> tuple[list[Row], list[Row]]:
-    """Given prompts and as many of the answers to them as `QUOTAS` says."""
+    """Return given prompts and answers to them, `QUOTAS` of each source."""
     prompts = {row["id"]: row for row in rows(SHARED / "prompts" / "train_prompts.jsonl")}
     answers = list(rows(SHARED / "demo_answers.jsonl"))
     chosen = []
@@ -62,11 +62,11 @@ def given(seed: int) -> tuple[list[Row], list[Row]]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--own", type=int, default=1400, help="prompts that the model makes itself (1400)")
-    parser.add_argument("--seed", type=int, default=5, help="of the choice among given answers (5)")
+    parser.add_argument("--own", type=int, default=1400, help="prompts that the model generates itself (1400)")
+    parser.add_argument("--seed", type=int, default=5, help="seed of the choice among given answers (5)")
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
-    parts = own(args.folder, args.own), given(args.seed)
+    parts = self_generated(args.folder, args.own), given(args.seed)
     for name, index in (("prompts", 0), ("answers", 1)):
         with (args.folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for part in parts for row in part[index])

@@ -1,9 +1,8 @@
-"""What a GPU gives: plain decoding against the memory's bandwidth, rows that cost nothing, rounds that cost little.
+"""GPU figures: plain decoding against memory bandwidth, cost of more rows, overhead of a round.
 
-Llama-8B- and Qwen2.5-7B-shaped models with random weights, made on the device, and a drafter whose acceptance is that
-asked for. `--tiny` runs the same steps over toys on a CPU, whose figures mean nothing.
-
-A part that fails is named in the result and the others go on; the exit code then is 1.
+Models of the shapes of Llama 3.1 8B and Qwen2.5 7B with random weights, made on the device, and a drafter of a given
+acceptance. `--tiny` runs the same steps on toys on a CPU, whose figures mean nothing. A part that fails is named in the
+result and the others go on; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 CHAIN = 7
 """Drafted tokens per round: 8 rows."""
 
-AIMS = "aims: plain decoding at 80 % of the copy bandwidth, 64 rows at most 1.15x of one, 100 us per round outside"
+GOALS = "goals: plain decoding at 80 % of the copy bandwidth, 64 rows at most 1.15x of one, 100 us per round outside"
 
 
 @dataclass(slots=True)
 class Run:
-    """Options, the clock, and what has been found so far. `parts`: model -> part -> figures."""
+    """Options, start time, and results so far. `parts`: model -> part -> figures."""
 
     args: argparse.Namespace
     device: torch.device
@@ -55,7 +54,7 @@ class Run:
     """Bytes per second of a copy on the device, read and written."""
 
     def part(self, model: str, name: str, measure: Callable[[], Any]) -> None:
-        """Do one part; what goes wrong there stays there. Nothing begins after the time that was allowed."""
+        """Run one part and record its error if it fails; skip it once the time is up."""
         if time.perf_counter() - self.began > 60 * self.args.minutes:
             self.failed.append(f"{model}, {name}: no time left")
             return
@@ -70,8 +69,7 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        settings = {key: str(x) if isinstance(x, Path) else x for key, x in vars(self.args).items()}
-        source = provenance(**settings, device=device_name(self.device))
+        source = provenance(**vars(self.args), device=device_name(self.device))
         result = {"provenance": source, "copy": self.copy, "parts": self.parts, "failed": self.failed}
         write("gpu-tiny" if self.args.tiny else "gpu", result, grids(self), lines(self), self.args.out)
 
@@ -86,7 +84,7 @@ def wait(device: torch.device) -> None:
 
 
 def timed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
-    """The median of the seconds of one run after the other, each waited for, after three that warm up."""
+    """Return the median seconds of a run, each synchronised, after three warm-ups."""
     seconds = []
     for turn in range(repeats + 3):
         wait(device)
@@ -100,7 +98,7 @@ def timed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
 
 
 def packed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one run of many, with one wait at the end: the device's time alone."""
+    """Return the seconds per run of many with one synchronisation at the end: the device's time alone."""
     run()
     wait(device)
     began = time.perf_counter()
@@ -111,7 +109,7 @@ def packed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes read and written per second by a copy of `size` bytes, over random data."""
+    """Return the bytes read and written per second by a copy of `size` random bytes."""
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / packed(device, lambda: target.copy_(source), 20)
@@ -121,7 +119,7 @@ KINDS = ("eager", "graphs", "exact")
 
 
 def make(kind: str, weights: RandomWeights, run: Run) -> Target:
-    """ "eager": torch's kernels one after the other; "graphs": a graph per pass; "exact": with products of one tile."""
+    """Build a target: "eager" kernels, a CUDA graph per pass ("graphs"), the same with one-tile products ("exact")."""
     given = (weights.config, weights, run.dtype, run.device)
     if kind == "eager":
         return Decoder(*given)
@@ -132,7 +130,7 @@ def make(kind: str, weights: RandomWeights, run: Run) -> Target:
 
 @contextmanager
 def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
-    """A cache, and a slot of it that holds `context` tokens."""
+    """Yield a cache and a slot of it that holds `context` tokens."""
     cache = target.new_cache()
     slot = cache.acquire(context)
     for done in range(0, context, PREFILL_ROWS):
@@ -145,7 +143,7 @@ def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
 
 
 def passes(target: Target, weights: RandomWeights, run: Run) -> dict[str, Any]:
-    """Milliseconds of a verify pass by its rows: as a call, waited for, and where there are graphs the device alone."""
+    """Return milliseconds of a verify pass by its rows: of a synchronised call, and of its graph alone."""
     call, alone = {}, {}
     with filled(target, run.args.context) as (cache, slot):
         for count in run.args.rows:
@@ -167,14 +165,14 @@ def passes(target: Target, weights: RandomWeights, run: Run) -> dict[str, Any]:
 
 
 def graph_of(cache: KVCache, rows: int) -> Callable[[], Any] | None:
-    """The graph that a pass of one slot and so many rows takes."""
+    """Return the graph of a pass of one slot and `rows` rows."""
     graphs = getattr(cache, "graphs", {})
     sizes = sorted(size for (size, taps) in graphs if size[0] == 1 and size[1] >= rows)
     return graphs[sizes[0], ()][1] if sizes else None
 
 
 def texts(target: Target, run: Run) -> dict[str, Any]:
-    """Whole replies by how many tokens a round keeps: 1 (nothing is drafted) and what else was asked for."""
+    """Measure whole replies by tokens per round; 1 means no drafts."""
     args = run.args
     text = torch.randint(target.vocab_size, (args.context + args.tokens + CHAIN + 2,), generator=torch.Generator())
     known = text.tolist()
@@ -187,11 +185,11 @@ def texts(target: Target, run: Run) -> dict[str, Any]:
 
 
 def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
-    """One reply after one that warms up: the prompt's share of the time is left out."""
+    """Measure one reply, prefill left out, after one that warms up."""
     prompt, sampling = text[: run_.args.context], Sampling(max_new_tokens=run_.args.tokens)
     for _ in range(2):
         tokens, _, stats = run(engine.target, prompt, sampling, engine=engine)
-    assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the text is not the one that was asked for"
+    assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the reply is not the given text"
     seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
     each = {f"{name}_us": 1e6 * stats.seconds[name] / stats.rounds for name in ("draft", "verify", "commit", "other")}
     nodes = max((policy.draft.nodes for policy in engine.policies), default=0)
@@ -209,7 +207,7 @@ def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
 
 
 def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
-    """Paceline's own ways to run one model."""
+    """Measure every kind of Paceline's decoding of one model."""
     weights = RandomWeights(raw, run.dtype, run.device)
     for kind in KINDS:
         made: list[Target] = []
@@ -221,7 +219,7 @@ def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
 
 
 def peers(name: str, raw: Mapping[str, Any], run: Run) -> None:
-    """Plain decoding by others, of the same length after the same context."""
+    """Measure plain decoding by other programs, of the same length after the same context."""
     args = run.args
     weights = RandomWeights(raw, run.dtype, run.device)
     compiled = run.device.type == "cuda"
@@ -234,7 +232,7 @@ def peers(name: str, raw: Mapping[str, Any], run: Run) -> None:
 
 
 def speed(peer: Callable[[list[int], int], list[int]], vocab: int, run: Run) -> dict[str, float]:
-    """Tokens per second without the prompt: a long reply less one of a single token, after one that compiles."""
+    """Return tokens per second without prefill: a long reply less one of a single token, after one that compiles."""
     prompt = [(7 * i + 1) % vocab for i in range(run.args.context)]
     peer(prompt, 8)
     seconds = []
@@ -248,7 +246,7 @@ def speed(peer: Callable[[list[int], int], list[int]], vocab: int, run: Run) -> 
 
 
 def demo(run: Run) -> None:
-    """SmolLM2 itself, with its own EAGLE-3 head: real text, wherever its file is (see benchmarks/README.md)."""
+    """Measure SmolLM2 with its EAGLE-3 head on real text, where its file is present (see benchmarks/README.md)."""
     import paceline
 
     def one(drafter: str | None, exact: bool) -> dict[str, float]:
@@ -303,8 +301,8 @@ def _texts_grid(run: Run) -> Grid:
 
 
 def lines(run: Run) -> list[str]:
-    device = f"{device_name(run.device)}, {run.dtype}; a copy moves {run.copy / 1e9:.0f} GB/s, read and written"
-    return [device, AIMS, *(f"FAILED: {failure}" for failure in run.failed)]
+    device = f"{device_name(run.device)}, {run.dtype}; a copy reaches {run.copy / 1e9:.0f} GB/s, read and written"
+    return [device, GOALS, *(f"FAILED: {failure}" for failure in run.failed)]
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -315,7 +313,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--taus", type=float, nargs="+", default=[1, 2, 3, 4], help="tokens per round (1 2 3 4)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a reply (256)")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many (8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no part after this time (8)")
     parser.add_argument("--no-peers", action="store_true", help="leave out transformers and the bare loop")
     parser.add_argument("--demo", action="store_true", help="SmolLM2 too")
     parser.add_argument("--tiny", action="store_true", help="toys on the CPU")

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights, and texts whose acceptance is the one asked for."""
+"""Models of a given shape with random weights, and drafts of a given acceptance."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ SHAPES = {"llama-8b": LLAMA_8B, "qwen2.5-7b": QWEN_7B}
 
 
 def tiny(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The same kind of model, small enough for a test on a CPU."""
+    """Return the same architecture, small enough for a test on a CPU."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "max_window_layers": 2}
     return {**shape, **{key: value for key, value in (sizes | heads).items() if key in shape}}
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Normal weights, made on the device when they are asked for and the same every time; norms at one."""
+    """Normal weights, made on the device on demand and always the same; norms are one."""
 
     def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.config: ModelConfig = read_config(raw)
@@ -81,7 +81,7 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def read_bytes(self, context: int) -> int:
-        """What a pass over few rows must read after `context` tokens: every matrix but the embedding, and the cache."""
+        """Return the bytes that a small pass reads after `context` tokens: cache, all matrices but the embedding."""
         c = self.config
         numbers = sum(torch.Size(s).numel() for name, s in self.shapes.items() if "embed_tokens" not in name or c.tied)
         return (numbers + 2 * c.layers * c.kv_heads * c.head_dim * context) * self._dtype.itemsize
@@ -91,10 +91,10 @@ BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 class Steered:
-    """A target that always chooses the next token of `text`, whatever its weights say.
+    """A target that always chooses the next token of `text`.
 
-    Its passes are those of the target and one more kernel or two. So a drafter that knows the text is right exactly as
-    often as it means to be, however many ties random weights have.
+    Its passes are those of the target and one or two kernels more. So a drafter that knows the text is right exactly as
+    often as intended, however many ties random weights produce.
     """
 
     def __init__(self, target: Target, text: Sequence[int]) -> None:
@@ -115,8 +115,8 @@ class Steered:
 
 
 def accuracy_for(tau: float, length: int) -> float:
-    """How often each token of a chain of `length` must be right for `tau` tokens per round, the target's own included:
-    the root of 1 + a + a^2 + ... + a^length = tau."""
+    """Return the accuracy per token at which a chain of `length` gives `tau` tokens per round, the target's own
+    included: the root a of 1 + a + a^2 + ... + a^length = tau."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

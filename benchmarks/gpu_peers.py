@@ -1,4 +1,4 @@
-"""What Paceline is held against on a GPU: plain decoding by transformers, and by a bare compiled loop."""
+"""Baselines on a GPU: plain decoding by transformers, and by a bare compiled loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_models import RandomWeights
 from torch import Tensor
 
 Peer = Callable[[Sequence[int], int], list[int]]
-"""(prompt, tokens) -> the greedy reply, of just so many tokens."""
+"""(prompt, tokens) -> the greedy reply of exactly that many tokens."""
 
 
 def transformers_static(raw: Mapping[str, Any], weights: RandomWeights) -> Peer:
@@ -46,7 +46,7 @@ class BareLoop:
     """
 
     def __init__(self, weights: RandomWeights, length: int, compiled: bool) -> None:
-        """`length`: of the static cache, which every step reads in full."""
+        """`length`: positions of the static cache, which every step reads in full."""
         c = self._config = weights.config
         first = weights["model.norm.weight"]
         self._w = {name: weights[name] for name in weights}
@@ -58,7 +58,7 @@ class BareLoop:
         self._step = self._compiled() if compiled else self._pass
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
-        # What is not said to stay where it is, a compiled graph copies at every step: the weights, here.
+        # A compiled graph copies at every step whatever is not marked static, here the weights.
         for tensor in (*self._w.values(), self._cache, self._mask, self._cos, self._sin):
             torch._dynamo.mark_static_address(tensor)
         compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(self._pass, mode="reduce-overhead", fullgraph=True)
@@ -68,7 +68,7 @@ class BareLoop:
     def __call__(self, prompt: Sequence[int], tokens: int) -> list[int]:
         text = torch.tensor([prompt], device=self._cos.device)
         place = torch.arange(len(prompt), device=self._cos.device)
-        # One prompt, not compiled: it is not what is measured.
+        # Prefill is not measured, and not compiled.
         token, out = self._pass(text, place), []
         place = place[-1:] + 1
         for _ in range(tokens):

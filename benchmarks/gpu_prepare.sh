@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Here, before a machine with a GPU is asked for: what it lacks, into .kernels/cuda/ (which git ignores).
+# Here, before a machine with a GPU is asked for: what it lacks, into .gpu/ (which git ignores).
 # gguf is a package that machine does not have; SmolLM2 goes in parts, since one transfer has a limit.
 set -euo pipefail
 cd "$(dirname "$0")/.."

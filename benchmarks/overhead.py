@@ -1,8 +1,8 @@
-"""What a round costs above its raw forwards, on a target so tiny that little else is left.
+"""Overhead of a round above its forward passes, on a target so small that little else is left.
 
-After every `Engine.step` the very passes it made (same rows, same cache length, target and draft model alike) are
-repeated bare, on caches of their own, so that step and forwards alternate and drift together. The difference is
-propose, packing, rule and sampling, stop conditions, commit, observe and emit. Issue 2 allows 0.5 ms.
+After every `Engine.step` its passes (same rows, same cache lengths, target and draft model) are repeated bare on a
+second cache, so that both drift together. The difference is drafting, packing, sampling and rule, stop conditions,
+commit, observe and emit. The goal is 0.5 ms.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ALLOWED_MS = 0.5
 TREE = DraftBudget(nodes=12, depth=6, branch=3)
 
 
-class Spy:
-    """A target that notes its passes and can repeat them bare, on a cache that keeps step with the real one."""
+class RecordingTarget:
+    """A target that records its passes and can repeat them on a second cache."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._shadow = target.new_cache()
-        self._shadow.acquire()
+        self._second = target.new_cache()
+        self._second.acquire()
         self._passes: list[tuple[Rows, Want]] = []
         self.vocab_size, self.context_length, self.device = target.vocab_size, target.context_length, target.device
 
@@ -52,40 +52,40 @@ class Spy:
         return self._target.forward(rows, cache, want)
 
     def repeat(self) -> tuple[float, int]:
-        """Repeat the passes noted since the last call: (seconds in the bare forwards, passes)."""
+        """Repeat the passes since the last call; return (seconds, number of passes)."""
         passes, self._passes, seconds = self._passes, [], 0.0
         for rows, want in passes:
             self._reach(rows.lengths[0])
             began = time.perf_counter()
-            self._target.forward(rows, self._shadow, want)
+            self._target.forward(rows, self._second, want)
             seconds += time.perf_counter() - began
         return seconds, len(passes)
 
     def restart(self) -> None:
         """Empty the cache for the next text."""
-        self._shadow.truncate(0, 0)
+        self._second.truncate(0, 0)
 
     def _reach(self, length: int) -> None:
-        """Count what was fed before as committed. Which rows they were does not matter to the time of a pass."""
-        missing = length - self._shadow.lengths[0]
+        """Commit up to `length`; which rows that commits does not change the time of a pass."""
+        missing = length - self._second.lengths[0]
         if missing > 0:
             rows = pack_prefix([0] * missing, 0, length - missing, self._target.device)
-            self._shadow.commit(rows, [range(1, missing)])
+            self._second.commit(rows, [range(1, missing)])
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A drafter, made anew for each text from the text that the target will write."""
+    """A drafter, made for each text from the text that the target will write."""
 
     name: str
     draft: DraftBudget
-    drafter: Callable[[Spy, list[int]], Drafter | None]
+    drafter: Callable[[RecordingTarget, list[int]], Drafter | None]
 
 
 def cases() -> list[Case]:
-    """The Oracle stands for a good drafter that costs nothing: several tokens per round are shaped and committed."""
+    """Return the drafters; the Oracle stands for a good drafter without cost."""
 
-    def oracle(target: Spy, text: list[int]) -> Drafter:
+    def oracle(target: RecordingTarget, text: list[int]) -> Drafter:
         return Oracle(text, 0.8, target.vocab_size)
 
     return [
@@ -109,8 +109,8 @@ class Round:
     passes: int
 
 
-def measure(target: Spy, case: Case, sampling: Sampling, prompts: Sequence[list[int]]) -> list[Round]:
-    """All rounds of a text per prompt, but for the first text's, which warms up."""
+def measure(target: RecordingTarget, case: Case, sampling: Sampling, prompts: Sequence[list[int]]) -> list[Round]:
+    """Measure all rounds of a text per prompt, after one text that warms up."""
     rounds: list[Round] = []
     for index, prompt in enumerate([prompts[0], *prompts]):
         known = prompt + run(target, prompt, sampling)[0]
@@ -122,7 +122,7 @@ def measure(target: Spy, case: Case, sampling: Sampling, prompts: Sequence[list[
     return rounds
 
 
-def _rounds(engine: Engine, target: Spy, prompt: list[int], sampling: Sampling) -> list[Round]:
+def _rounds(engine: Engine, target: RecordingTarget, prompt: list[int], sampling: Sampling) -> list[Round]:
     request = _start(engine, prompt, sampling)
     rounds = []
     try:
@@ -147,7 +147,7 @@ def _start(engine: Engine, prompt: list[int], sampling: Sampling) -> Request:
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians over rounds; the excess is the median of the differences, with its bootstrap interval."""
+    """Return medians over rounds; the excess is the median difference with its bootstrap interval."""
     excess = [r.step - r.bare for r in rounds]
     low, high = bootstrap(excess, draws=500)
     return {
@@ -177,14 +177,14 @@ def grid(results: Sequence[dict[str, Any]]) -> Grid:
 
 
 def make_target(vocab: int, context: int, scale: float) -> Target:
-    """Two random layers, float32. `scale` sets how peaked its distribution is: at 0.7 the nucleus of T=0.7, top_p=.9
-    holds some 25 tokens, as the demo model's does; at 0.4 a thousand and more, top-p's slow path."""
+    """Return two random float32 layers. At `scale` 0.7 the nucleus of T=0.7, top_p=.9 holds some 25 tokens, as the demo
+    model's does; at 0.4 a thousand and more, which takes top-p's slow path."""
     config = replace(TINY, vocab_size=vocab, context_length=context)
     return Decoder(config, random_tensors(config, scale=scale), torch.float32, torch.device("cpu"))
 
 
 def make_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
-    """Random prompts that repeat their first half, so that lookups have something to find."""
+    """Return random prompts that repeat their first half, so that lookups find something."""
     generator = torch.Generator().manual_seed(1)
     halves = torch.randint(1, vocab, (count, length // 2), generator=generator).tolist()
     return [half + half for half in halves]
@@ -214,12 +214,11 @@ def samplings(tokens: int) -> dict[str, Sampling]:
 def main(arguments: Sequence[str]) -> int:
     args = options(arguments)
     torch.set_num_threads(args.threads)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    source = provenance(**settings, cases=[{"name": c.name, "draft": asdict(c.draft)} for c in cases()])
+    source = provenance(**vars(args), cases=[{"name": c.name, "draft": asdict(c.draft)} for c in cases()])
     plan = [(v, name, case) for v in args.vocab for name in samplings(1) for case in cases()]
     results, raw = [], []
     for vocab, name, case in progress(plan, "rounds"):
-        target = Spy(make_target(vocab, args.length + args.tokens + 64, args.scale))
+        target = RecordingTarget(make_target(vocab, args.length + args.tokens + 64, args.scale))
         prompts = make_prompts(args.texts, args.length, vocab)
         rounds = measure(target, case, samplings(args.tokens)[name], prompts)
         results.append({"vocab": vocab, "sampling": name, "drafter": case.name, **summarise(rounds)})

@@ -1,9 +1,9 @@
-"""What each acceptance rule keeps: tokens per round by rule, temperature, shape of the draft and drafter.
+"""Tokens per round by acceptance rule, temperature, draft shape and drafter.
 
-The target is the demo model, the drafters are the demo model with noise in its weights: each weight matrix W becomes
-W + noise * std(W) * N(0, 1). That stands for a draft model whose greedy choice agrees with the target's as often as the
-table says (counted at temperature 0 with drafts of one token). Every combination answers the same Spec-Bench questions.
-Counts, no times: the machine need not be quiet. At temperature 0 all rules are `match`, which alone is run there.
+The target is the demo model; the drafters are the demo model with noise in its weights: each matrix W becomes
+W + noise * std(W) * N(0, 1). They stand for draft models whose greedy choice agrees with the target's as often as the
+table says (counted at temperature 0 with drafts of one token). All cases answer the same Spec-Bench questions. Nothing
+is timed. At temperature 0 all rules equal `match`, so only that is run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import paceline
 from paceline import LLM, DraftBudget, Sampling, Stats
+from paceline.bench.figures import tokens_per_round
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.model import DraftModel
@@ -34,7 +35,7 @@ RULES: tuple[RuleName, ...] = get_args(RuleName)
 
 
 class Noisy(Mapping[str, Tensor]):
-    """A checkpoint's tensors, the matrices with Gaussian noise of `share` standard deviations of their own."""
+    """A checkpoint's tensors with Gaussian noise of `share` of its own standard deviation in each matrix."""
 
     def __init__(self, tensors: Mapping[str, Tensor], share: float) -> None:
         self._tensors, self._share = tensors, share
@@ -54,7 +55,7 @@ class Noisy(Mapping[str, Tensor]):
 
 
 def drafter_of(loaded: Loaded, noise: float) -> DraftModel:
-    """The same model with noise in its weights."""
+    """Return the same model with noise in its weights."""
     checkpoint = open_checkpoint(loaded.path)
     tensors, device = Noisy(checkpoint.tensors, noise), loaded.target.device
     return DraftModel(
@@ -73,7 +74,7 @@ class Case:
 
 
 def cases(noises: Sequence[float], shapes: Sequence[str], temperatures: Sequence[float]) -> list[Case]:
-    """Every combination, but for rules that are `match`."""
+    """Return every combination, leaving out rules that equal `match`."""
     combined = itertools.product(noises, shapes, RULES, temperatures)
     return [Case(*c) for c in combined if c[2] == "match" or c[3] > 0.0]
 
@@ -84,49 +85,41 @@ class Sample:
 
     case: Case
     prompt: int | str
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    exact: str
+    stats: Stats
 
 
 def measure(llm: LLM, case: Case, prompts: Sequence[Question], tokens: int) -> list[Sample]:
-    """The replies to all prompts, each with a seed of its own."""
-    samples = []
-    for prompt in prompts:
-        sampling = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule, seed=int(prompt.id))
-        s = llm.generate(prompt.text, sampling).stats
-        samples.append(Sample(case, prompt.id, s.tokens, s.rounds, s.drafted, s.accepted, s.guarantee))
-    return samples
+    """Answer all prompts, each with its own seed."""
+    how = Sampling(max_new_tokens=tokens, temperature=case.temperature, rule=case.rule)
+    return [Sample(case, p.id, llm.generate(p.text, replace(how, seed=int(p.id))).stats) for p in prompts]
 
 
 def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], tokens: int) -> float:
-    """How often the drafter's greedy choice is the target's."""
+    """Return how often the drafter's greedy choice is the target's."""
     llm = LLM(loaded, drafter, DraftBudget.chain(1))
     stats: list[Stats] = [llm.generate(p.text, Sampling(max_new_tokens=tokens)).stats for p in prompts]
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
 
-def tokens_per_round(samples: Sequence[Sample]) -> float:
-    """All tokens by all rounds."""
-    return sum(s.tokens for s in samples) / sum(s.rounds for s in samples)
+def mean(samples: Sequence[Sample]) -> float:
+    """Return tokens per round over all samples."""
+    return tokens_per_round([s.stats for s in samples]) or 0.0
 
 
 def interval(samples: Sequence[Sample], draws: int = 1000) -> tuple[float, float]:
-    """A 95 % percentile-bootstrap interval of `tokens_per_round` over prompts; the same one every time."""
+    """Return a 95 % percentile-bootstrap interval of `mean` over prompts, the same in every run."""
     generator = random.Random(0)
-    values = sorted(tokens_per_round(generator.choices(samples, k=len(samples))) for _ in range(draws))
+    values = sorted(mean(generator.choices(samples, k=len(samples))) for _ in range(draws))
     return values[round(draws * 0.025)], values[draws - 1 - round(draws * 0.025)]
 
 
 def grid(samples: Sequence[Sample], shape: str, noise: float, agrees: float) -> Grid:
-    """Rules down, temperatures across."""
+    """Return a table with a row per rule and a column per temperature."""
     own = [s for s in samples if s.case.shape == shape and s.case.noise == noise]
     temperatures = sorted({s.case.temperature for s in own})
     rows = []
     for rule in RULES:
-        label = next(s.guarantee for s in own if s.case.rule == rule)
+        label = next(s.stats.guarantee for s in own if s.case.rule == rule)
         cells = [[s for s in own if (s.case.rule, s.case.temperature) == (rule, t)] for t in temperatures]
         rows.append([rule, label, *[_cell(cell) for cell in cells]])
     title = f"Tokens per round, {shape}, drafter with {noise} noise: greedy agreement {agrees:.0%}"
@@ -137,7 +130,7 @@ def _cell(samples: Sequence[Sample]) -> str:
     if not samples:
         return "as match"
     low, high = interval(samples)
-    return f"{tokens_per_round(samples):.2f} [{low:.2f}, {high:.2f}]"
+    return f"{mean(samples):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -159,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     args = options(arguments)
     torch.set_num_threads(args.threads)
     prompts = pick(load_prompts(), args.prompts)
-    source = provenance(**{key: str(value) if key in ("out", "tree") else value for key, value in vars(args).items()})
+    source = provenance(**vars(args))
     loaded = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None).model
     tree: DraftBudget = args.tree
     shapes = {f"chain of {args.chain}": DraftBudget.chain(args.chain), f"tree of {tree.nodes} nodes": tree}
@@ -173,7 +166,11 @@ def main(arguments: Sequence[str]) -> int:
             samples += measure(llms[case.shape], case, prompts, args.tokens)
     grids = [grid(samples, shape, noise, agrees[noise]) for noise in args.noise for shape in shapes]
     report(grids)
-    result: dict[str, Any] = {"provenance": source, "agreement": agrees, "samples": [asdict(s) for s in samples]}
+    result: dict[str, Any] = {
+        "provenance": source,
+        "agreement": agrees,
+        "samples": [asdict(s) | {"stats": s.stats.as_dict()} for s in samples],
+    }
     write("rules", result, grids, folder=args.out)
     return 0
 

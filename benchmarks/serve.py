@@ -1,9 +1,8 @@
-"""How much does the server write for many users at once, how soon, and is every text still the right one?
+"""Load test of the server: throughput, latency and correctness for many clients at once.
 
-Clients that each ask again as soon as they are answered put Spec-Bench questions to one server, with speculation and
-without, next to each other, and to other programs where they are given. Tokens are those of `usage`; throughput is
-taken while all clients are at work. Every reply is compared with what a single client got for the same question
-with speculation off. Exit code 1 unless all goals hold.
+Clients in a closed loop send Spec-Bench questions to one server, with speculation and without, in turns, and to other
+servers where they are given. Throughput counts the tokens of `usage` while all clients are busy. Every reply must be
+the one that a single client got without speculation. Exit code 1 unless all goals hold.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from common import PROMPTS, RESULTS, Question, load_prompts, pick, progress, provenance, report, write
-from serve_client import Load
-from serve_figures import Table, Text, Turn, goal_grid, goals, summarise, told
-from serve_servers import Server, ours
-from serve_systems import AUTO, LLAMA, LLAMA_EXTRA, OFF, Ask, Http, OpenVino, System, llama_command
+from serve_figures import Table, Text, Turn, goal_grid, goals, summarise, text_of
+from serve_systems import AUTO, LLAMA, LLAMA_EXTRA, OFF, Http, LoadRequest, OpenVino, System, llama_command
+from tests.server.load_client import Load
+from tests.server.server_process import ServerProcess, paceline_serve
 
 from paceline.files.locate import resolve
 
@@ -48,13 +47,13 @@ def main() -> None:
 
 
 def _systems(args: argparse.Namespace, stack: ExitStack) -> list[System]:
-    """Paceline's server with speculation off and on, first; then other programs."""
-    command = shlex.split(args.command or "") or ours(f"--model {args.model} {args.serve}")
-    server = stack.enter_context(Server("paceline serve", command))
+    """Paceline's server with speculation off and on, then other programs."""
+    command = shlex.split(args.command or "") or paceline_serve(f"--model {args.model} {args.serve}")
+    server = stack.enter_context(ServerProcess("paceline serve", command))
     found: list[System] = [Http(name, server, {"speculation": name}) for name in (OFF, AUTO)]
     if "llama.cpp" in args.against:
         command = llama_command(args.llama_server, resolve(args.model), args.threads, max(args.clients), args.context)
-        found.append(Http(LLAMA, stack.enter_context(Server(LLAMA, command)), LLAMA_EXTRA))
+        found.append(Http(LLAMA, stack.enter_context(ServerProcess(LLAMA, command)), LLAMA_EXTRA))
     if "openvino" in args.against:
         found.append(stack.enter_context(_openvino(args)))
     return found
@@ -69,45 +68,47 @@ def _openvino(args: argparse.Namespace) -> Iterator[OpenVino]:
         peer.close()
 
 
-def _asks(
+def _requests(
     questions: Sequence[Question], count: int, start: int, temperature: float, args: argparse.Namespace
-) -> list[Ask]:
-    """`count` requests over the questions in turn. Their limits differ, so that clients do not go in step."""
+) -> list[LoadRequest]:
+    """`count` requests over the questions in turn, with different limits, so that clients do not run in step."""
     low, high = args.tokens
     places = [(start + i) % len(questions) for i in range(count)]
-    return [Ask(questions[p].id, questions[p].text, low + p * 7 % (high - low + 1), temperature, p) for p in places]
+    return [
+        LoadRequest(questions[p].id, questions[p].text, low + p * 7 % (high - low + 1), temperature, p) for p in places
+    ]
 
 
 def _warm(systems: Sequence[System], questions: Sequence[Question], args: argparse.Namespace) -> None:
     for system in systems:
         for clients in sorted({1, *args.clients}):
-            asks = _asks(questions, clients, clients, max(args.temperatures), args)
-            system.answer([Ask(a.question, a.text, 24, a.temperature, a.seed) for a in asks], clients, 0.0)
+            requests = _requests(questions, clients, clients, max(args.temperatures), args)
+            system.answer([LoadRequest(a.question, a.text, 24, a.temperature, a.seed) for a in requests], clients, 0.0)
 
 
 def _alone(
     system: System, questions: Sequence[Question], temperature: float, args: argparse.Namespace
 ) -> dict[tuple[str | int, float], Text]:
-    """What a single client gets for each question with speculation off."""
-    asks = _asks(questions, len(questions), 0, temperature, args)
-    replies = system.answer(asks, 1, 0.0).replies
-    return {(a.question, temperature): told(r) for a, r in zip(asks, replies, strict=True)}
+    """The replies to a single client without speculation."""
+    requests = _requests(questions, len(questions), 0, temperature, args)
+    replies = system.answer(requests, 1, 0.0).replies
+    return {(a.question, temperature): text_of(r) for a, r in zip(requests, replies, strict=True)}
 
 
 def _turns(
     systems: Sequence[System], questions: Sequence[Question], temperature: float, args: argparse.Namespace
 ) -> Iterator[Turn]:
-    """All numbers of clients in every turn; for each the systems one after the other, in an order that rotates."""
+    """In every turn all numbers of clients, for each all systems in a rotating order."""
     cells = [(number, clients) for number in range(args.turns) for clients in args.clients]
     for place, (number, clients) in enumerate(progress(cells, f"T={temperature:g}")):
         count = max(args.least, args.each * clients)
-        asks = _asks(questions, count, place * 5, temperature, args)
+        requests = _requests(questions, count, place * 5, temperature, args)
         for index in range(len(systems)):
             system = systems[(index + number) % len(systems)]
             before = system.processor_seconds()
-            load: Load = system.answer(asks, clients, args.spacing)
+            load: Load = system.answer(requests, clients, args.spacing)
             spent = system.processor_seconds() - before
-            yield Turn(system.name, temperature, clients, number, asks, load, spent)
+            yield Turn(system.name, temperature, clients, number, requests, load, spent)
 
 
 def _conclude(
@@ -116,7 +117,7 @@ def _conclude(
     systems: Sequence[System],
     args: argparse.Namespace,
 ) -> bool:
-    """Tables, files; whether a goal was missed."""
+    """Write the result; return whether a goal was missed."""
     cells = {(t.temperature, t.clients, s.name): [] for t in turns for s in systems}
     for turn in turns:
         cells[turn.temperature, turn.clients, turn.system].append(turn)
@@ -125,8 +126,7 @@ def _conclude(
     grids = [goal_grid(asked), *(table.grid(t) for t in dict.fromkeys(t.temperature for t in turns))]
     lines = list(_lines(turns, systems, args))
     report(grids, lines)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    result: dict[str, Any] = {"provenance": provenance(**settings), "peers": _versions(systems, args)}
+    result: dict[str, Any] = {"provenance": provenance(**vars(args)), "peers": _versions(systems, args)}
     result |= {"goals": [{"goal": g, "found": f, "held": h} for g, f, h in asked]}
     result |= {"summaries": table.rows, "turns": [t.as_dict() for t in turns]}
     write("serve", result, grids, lines, args.out)
@@ -136,7 +136,7 @@ def _conclude(
 def _lines(turns: Sequence[Turn], systems: Sequence[System], args: argparse.Namespace) -> Iterator[str]:
     command = args.command or f"paceline serve --model {args.model} {args.serve}"
     yield f"`{command}`; {args.tokens[0]} to {args.tokens[1]} new tokens"
-    yield f"clients begin {args.spacing:g} s after each other; latencies count all requests, those of that time too"
+    yield f"clients start {args.spacing:g} s apart; latencies include requests of that time"
     for name, version in _versions(systems, args).items():
         yield f"{name}: {version}"
     errors = {r.error: t.system for t in turns for r in t.load.replies if r.error}
@@ -159,7 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument(
-        "--serve", default="--quantize int8 --slots 48 --prefix-memory 0", help="further words for `paceline serve`"
+        "--serve", default="--quantize int8 --slots 48 --prefix-memory 0", help="further options of `paceline serve`"
     )
     parser.add_argument("--command", help="another server's command instead")
     parser.add_argument("--questions", type=Path, default=PROMPTS)
@@ -171,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--each", type=int, default=3, help="requests per client in a turn")
     parser.add_argument("--least", type=int, default=8, help="requests in a turn, at least")
-    parser.add_argument("--spacing", type=float, default=0.1, help="seconds between the clients' beginnings")
+    parser.add_argument("--spacing", type=float, default=0.1, help="seconds between the starts of two clients")
     parser.add_argument("--against", nargs="*", choices=["openvino", "llama.cpp"], default=[])
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help="a Python that has openvino-genai")
     parser.add_argument("--llama-server", type=Path, default=LLAMA_SERVER, help="llama.cpp's program")
@@ -180,7 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.each < 2:
-        parser.error("--each must be 2 or more: throughput is taken while all clients are at work")
+        parser.error("--each must be 2 or more: throughput counts while all clients are busy")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What a load test's replies say."""
+"""Figures and goals of a load test."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import Grid, bootstrap, median
-from serve_client import Load, Reply
-from serve_systems import AUTO, OFF, OPENVINO, OURS, Ask
+from common import Grid, median
+from serve_systems import AUTO, OFF, OPENVINO, OURS, LoadRequest
+from tests.server.load_client import Load, Reply
+
+from paceline.bench.figures import ratio_interval
+from paceline.bench.tables import interval
 
 Text = tuple[str, str, int]
-"""What must be equal of two replies: text, finish reason, tokens."""
+"""Parts of a reply that must not depend on load: text, finish reason, number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One system, measured once with so many clients. `server_seconds`: CPU time that it took."""
+    """One measurement of a system with some number of clients. `server_seconds`: its CPU time."""
 
     system: str
     temperature: float
     clients: int
     number: int
-    asks: Sequence[Ask]
+    requests: Sequence[LoadRequest]
     load: Load
     server_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For the result: every reply's figures, but not its text."""
+        """Return every reply's figures, without its text, for JSON."""
         about = {"system": self.system, "temperature": self.temperature, "clients": self.clients, "turn": self.number}
         load = self.load
         about |= {"tokens_per_second": load.speed, "wall": load.wall, "window": load.dry - load.full}
         about |= {"client_seconds": load.client_seconds, "server_seconds": self.server_seconds}
-        return about | {"replies": [_row(a, r) for a, r in zip(self.asks, load.replies, strict=True)]}
+        return about | {"replies": [_row(a, r) for a, r in zip(self.requests, load.replies, strict=True)]}
 
 
-def _row(ask: Ask, reply: Reply) -> dict[str, Any]:
-    found: dict[str, Any] = {"question": ask.question, "tokens": reply.tokens, "prompt_tokens": reply.prompt_tokens}
+def _row(request: LoadRequest, reply: Reply) -> dict[str, Any]:
+    found: dict[str, Any] = {"question": request.question, "tokens": reply.tokens, "prompt_tokens": reply.prompt_tokens}
     found |= {"cached": reply.cached, "finish": reply.finish, "seconds": round(reply.ended - reply.began, 4)}
     found["first"] = round(reply.first, 4) if reply.texts else None
     found["rounds"] = reply.speculation.get("rounds")
@@ -45,22 +48,26 @@ def _row(ask: Ask, reply: Reply) -> dict[str, Any]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; NaN of nothing."""
+    """Return the smallest value that at least `share` of them do not exceed, NaN of nothing."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def told(reply: Reply) -> Text:
+def text_of(reply: Reply) -> Text:
+    """Return the parts of a reply to compare."""
     return reply.text, reply.finish, reply.tokens
 
 
 def summarise(turns: Sequence[Turn], alone: Mapping[tuple[str | int, float], Text]) -> dict[str, Any]:
-    """Of one system at one temperature and number of clients. `alone`: what each question's reply must be (a text by
-    itself without speculation); `differ` is None for other programs, which round otherwise."""
+    """Summarise one system at one temperature and number of clients.
+
+    `alone`: each question's reply to a single client without speculation, from which no reply may differ; `differ` is
+    None for other programs, whose rounding is different.
+    """
     first = turns[0]
-    pairs = [(a, r) for t in turns for a, r in zip(t.asks, t.load.replies, strict=True)]
+    pairs = [(a, r) for t in turns for a, r in zip(t.requests, t.load.replies, strict=True)]
     good = [r for _, r in pairs if not r.error]
-    differ = sum(not r.error and told(r) != alone[a.question, a.temperature] for a, r in pairs)
+    differ = sum(not r.error and text_of(r) != alone[a.question, a.temperature] for a, r in pairs)
     rounds = sum(r.speculation.get("rounds", 0) for r in good)
     speeds = [t.load.speed for t in turns]
     return {
@@ -86,13 +93,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "p99": percentile(values, 0.99)}
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Of two systems' speeds, turn by turn: the median and its 95 % bootstrap interval."""
-    values = [a / b for a, b in zip(above, below, strict=True)]
-    low, high = bootstrap(values)
-    return {"median": median(values), "low": low, "high": high}
-
-
 class Table:
     """Summaries by system, temperature and clients."""
 
@@ -104,9 +104,9 @@ class Table:
         return self._at.get((system, temperature, clients))
 
     def ratio(self, above: tuple[str, float, int], below: tuple[str, float, int]) -> dict[str, float] | None:
-        """None where one of them was not measured."""
+        """Return the ratio of two systems' speeds, None where one was not measured."""
         a, b = self._at.get(above), self._at.get(below)
-        return ratio(a["speeds"], b["speeds"]) if a and b else None
+        return ratio_interval([x / y for x, y in zip(a["speeds"], b["speeds"], strict=True)]) if a and b else None
 
     def grid(self, temperature: float) -> Grid:
         rows = [self._row(s) for s in self.rows if s["temperature"] == temperature]
@@ -126,7 +126,7 @@ class Table:
     def _row(self, s: Mapping[str, Any]) -> list[str]:
         key = (s["temperature"], s["clients"])
         times = None if s["system"] == OFF else self.ratio((s["system"], *key), (OFF, *key))
-        found = [f"{s['clients']}, {s['system']}", f"{s['tokens_per_second']:.0f}", _interval(times)]
+        found = [f"{s['clients']}, {s['system']}", f"{s['tokens_per_second']:.0f}", interval(times)]
         found += [f"{1e3 * s[what][which]:.0f}" for what in ("first", "per_token") for which in ("median", "p99")]
         found += [f"{1e3 * s['gap']['p99']:.0f}"]
         found += ["" if s["tokens_per_round"] is None else f"{s['tokens_per_round']:.2f}"]
@@ -134,12 +134,8 @@ class Table:
         return [*found, f"{s['server_cores']:.2f}", f"{s['client_cores']:.2f}"]
 
 
-def _interval(found: Mapping[str, float] | None) -> str:
-    return "" if found is None else f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
-
-
 def goals(table: Table, temperatures: Sequence[float], clients: Sequence[int]) -> list[tuple[str, str, bool]]:
-    """What was asked for, what was found, whether it holds; only of what was measured."""
+    """Return (goal, figure, whether it holds) for what was measured."""
     ours = [s for s in table.rows if s["system"] in OURS]
     failed, differ = (sum(s[key] for s in ours) for key in ("failed", "differ"))
     requests = sum(s["requests"] for s in ours)
@@ -156,25 +152,23 @@ def _goals_at(table: Table, temperature: float, most: int) -> list[tuple[str, st
     heat = f", T={temperature:g}" if temperature else ""
     found = []
     if times := table.ratio((AUTO, temperature, 16), (OFF, temperature, 1)):
-        asked = f"16 clients: 3 times the throughput of one without speculation{heat}"
-        found.append((asked, _interval(times), times["median"] >= 3))
+        goal = f"16 clients: 3 times the throughput of one without speculation{heat}"
+        found.append((goal, interval(times), times["median"] >= 3))
     if times := table.ratio((AUTO, temperature, 16), (OFF, temperature, 16)):
         # A median of few turns is noisy: what must not be is an interval that lies below.
-        found.append((f"16 clients: not below speculation off{heat}", _interval(times), times["high"] >= 1))
+        found.append((f"16 clients: not below speculation off{heat}", interval(times), times["high"] >= 1))
     if (at := table.get(AUTO, temperature, 16)) and not math.isnan(at["first"]["median"]):
         times_median = at["first"]["p99"] / at["first"]["median"]
-        asked = f"16 clients: p99 of time to first text under 4 times its median{heat}"
-        found.append((asked, f"{times_median:.2f} times", times_median < 4))
-    best = max((s for name in OURS if (s := table.get(name, temperature, most))), key=_speed, default=None)
+        goal = f"16 clients: p99 of time to first text under 4 times its median{heat}"
+        found.append((goal, f"{times_median:.2f} times", times_median < 4))
+    ours = [s for name in OURS if (s := table.get(name, temperature, most))]
+    best = max(ours, key=lambda s: float(s["tokens_per_second"]), default=None)
     if best and (times := table.ratio((best["system"], temperature, most), (OPENVINO, temperature, most))):
-        found.append((f"{most} clients: past OpenVINO GenAI{heat}", _interval(times), times["median"] > 1))
+        found.append((f"{most} clients: past OpenVINO GenAI{heat}", interval(times), times["median"] > 1))
     return found
 
 
-def _speed(summary: Mapping[str, Any]) -> float:
-    return float(summary["tokens_per_second"])
-
-
 def goal_grid(found: Sequence[tuple[str, str, bool]]) -> Grid:
-    rows = [[asked, says, "yes" if held else "NO"] for asked, says, held in found]
-    return Grid("Asked for", ["goal", "found", "held"], rows)
+    """Return the goals as a table."""
+    rows = [[goal, figure, "yes" if held else "NO"] for goal, figure, held in found]
+    return Grid("Goals", ["goal", "found", "held"], rows)

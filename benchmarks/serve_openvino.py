@@ -1,8 +1,8 @@
-"""OpenVINO GenAI's continuous batching, driven in a process of its own by serve.py: no HTTP, nothing of Paceline.
+"""OpenVINO GenAI's continuous batching in a process of its own, driven by serve.py: no HTTP, no Paceline.
 
-Needs the package openvino-genai alone. Arguments: the GGUF file, threads. A line of JSON in, {"clients", "spacing",
-"eos", "asks": [{"prompt", "tokens", "temperature", "seed"}]}, a line out: {"replies", "full", "dry", "wall"}, as
-`serve_client.Load`, `clients` sequences at work at a time.
+Needs only the package openvino-genai. Arguments: the GGUF file, threads. A line of JSON in, {"clients", "spacing",
+"eos", "requests": [{"prompt", "tokens", "temperature", "seed"}]}, a line out: {"replies", "full", "dry", "wall"}, as in
+`load_client.Load`, with `clients` sequences active at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import time
 from typing import Any
 
 import openvino_genai as genai
-
-STEPS = 1_000_000
 
 
 def main() -> None:
@@ -29,20 +27,20 @@ def main() -> None:
         print(json.dumps(run(pipeline, **json.loads(line))), flush=True)
 
 
-def run(pipeline: Any, clients: int, spacing: float, eos: list[int], asks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Answer all asks, each client taking the next one when its last is answered."""
+def run(pipeline: Any, clients: int, spacing: float, eos: list[int], requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Answer all requests, each client taking the next one when its last is answered."""
     began = time.perf_counter()
     tokenizer = pipeline.get_tokenizer()
-    replies: list[dict[str, Any]] = [{} for _ in asks]
+    replies: list[dict[str, Any]] = [{} for _ in requests]
     active: dict[int, Any] = {}
     asked, full, dry = 0, 0.0, 0.0
-    while asked < len(asks) or active:
+    while asked < len(requests) or active:
         now = time.perf_counter()
         entered = min(clients, 1 + int((now - began) / spacing) if spacing else clients)
-        while len(active) < entered and asked < len(asks):
-            ask, when = asks[asked], time.perf_counter()
-            ids = tokenizer.encode(ask["prompt"], add_special_tokens=False).input_ids
-            active[asked] = pipeline.add_request(asked, ids, config(ask, eos))
+        while len(active) < entered and asked < len(requests):
+            request, when = requests[asked], time.perf_counter()
+            ids = tokenizer.encode(request["prompt"], add_special_tokens=False).input_ids
+            active[asked] = pipeline.add_request(asked, ids, config(request, eos))
             replies[asked] = {"began": when, "texts": [], "ids": [], "prompt_tokens": ids.shape[1]}
             asked += 1
         full = full or (time.perf_counter() if entered == clients else 0.0)
@@ -51,13 +49,13 @@ def run(pipeline: Any, clients: int, spacing: float, eos: list[int], asks: list[
         for index in list(active):
             if take(active[index], replies[index], tokenizer):
                 del active[index]
-        if asked == len(asks) and len(active) < clients:
+        if asked == len(requests) and len(active) < clients:
             dry = dry or time.perf_counter()
     return {"replies": replies, "full": full, "dry": dry, "wall": time.perf_counter() - began}
 
 
 def take(handle: Any, reply: dict[str, Any], tokenizer: Any) -> bool:
-    """What has come of a reply since the last step; whether it is finished."""
+    """Collect the new tokens of a reply; return whether it is finished."""
     while handle.can_read():
         for output in handle.read().values():
             reply["ids"] += output.generated_ids
@@ -71,16 +69,16 @@ def take(handle: Any, reply: dict[str, Any], tokenizer: Any) -> bool:
     return True
 
 
-def config(ask: dict[str, Any], eos: list[int]) -> Any:
-    """How a reply is written."""
+def config(request: dict[str, Any], eos: list[int]) -> Any:
+    """Return the generation config of a request."""
     found = genai.GenerationConfig()
-    found.max_new_tokens = ask["tokens"]
+    found.max_new_tokens = request["tokens"]
     found.apply_chat_template = False
     found.set_eos_token_id(eos[0])
     found.stop_token_ids = set(eos)
-    found.do_sample = ask["temperature"] > 0
+    found.do_sample = request["temperature"] > 0
     if found.do_sample:
-        found.temperature, found.rng_seed = ask["temperature"], ask["seed"]
+        found.temperature, found.rng_seed = request["temperature"], request["seed"]
     return found
 
 

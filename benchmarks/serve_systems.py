@@ -1,4 +1,4 @@
-"""What serve.py measures: Paceline's server by setting, llama.cpp's server, OpenVINO GenAI in a process of its own."""
+"""Systems that serve.py measures: Paceline's server, llama.cpp's server, OpenVINO GenAI in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import psutil
 from common import fail
-from serve_client import Client, Load, Reply, closed_loop
-from serve_servers import Server
+from tests.server.load_client import Load, Reply, closed_loop
+from tests.server.server_process import ServerProcess
 
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 
@@ -23,8 +23,8 @@ OURS = (OFF, AUTO)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request. `tokens`: of the reply at most. `seed`: always the same for a question, so that its text is too."""
+class LoadRequest:
+    """A request for at most `tokens` tokens; a question always has the same seed and so the same reply."""
 
     question: str | int
     text: str
@@ -34,34 +34,36 @@ class Ask:
 
 
 class System(Protocol):
-    """Something that answers many at once."""
+    """A server, or a program that answers many requests at once."""
 
     name: str
 
-    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load: ...
+    def answer(self, requests: Sequence[LoadRequest], clients: int, spacing: float) -> Load:
+        """Answer all requests in a closed loop."""
+        ...
 
     def processor_seconds(self) -> float:
-        """CPU time that what answers took so far."""
+        """Return the CPU time of the server so far."""
         ...
 
 
 class Http:
-    """A server, and what all requests to it carry besides the question."""
+    """A server, and the fields that all requests to it carry."""
 
-    def __init__(self, name: str, server: Server, extra: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, server: ServerProcess, extra: Mapping[str, Any]) -> None:
         self.name, self._server = name, server
-        self._extra = {"model": model_name(server.port), **extra}
+        self._extra = {"model": server.model(), **extra}
 
-    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load:
-        bodies = [self.body(ask) for ask in asks]
+    def answer(self, requests: Sequence[LoadRequest], clients: int, spacing: float) -> Load:
+        bodies = [self.body(request) for request in requests]
         return asyncio.run(closed_loop(self._server.port, "/v1/chat/completions", bodies, clients, spacing))
 
-    def body(self, ask: Ask) -> bytes:
+    def body(self, request: LoadRequest) -> bytes:
         said = {
-            "messages": [{"role": "user", "content": ask.text}],
-            "max_tokens": ask.tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed,
+            "messages": [{"role": "user", "content": request.text}],
+            "max_tokens": request.tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -71,34 +73,18 @@ class Http:
         return self._server.processor_seconds
 
 
-def model_name(port: int) -> str:
-    """The first model that a server names."""
-
-    async def ask() -> str:
-        client = Client(port, timeout=10.0)
-        try:
-            found = await client.ask("/v1/models")
-        finally:
-            client.close()
-        if found.status != 200:
-            fail(f"/v1/models answered {found.status} {found.body[:200]!r} {found.error}")
-        return str(found.json()["data"][0]["id"])
-
-    return asyncio.run(ask())
-
-
 LLAMA_EXTRA = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
-"""Temperature as the only sampling parameter, and nothing kept of an earlier prompt."""
+"""Temperature alone, and no prefix cache."""
 
 
 def llama_command(program: Path, gguf: Path, threads: int, slots: int, context: int) -> list[str]:
-    """llama.cpp's own server (llama-server), continuous batching on `slots` sequences of `context` positions each."""
+    """Return the command of llama-server: continuous batching of `slots` sequences of `context` positions each."""
     many = ["-np", str(slots), "-c", str(slots * context), "-cb"]
     return [str(program), "-m", str(gguf), "-t", str(threads), "-tb", str(threads), *many, "--cache-ram", "0"]
 
 
 class OpenVino:
-    """See serve_openvino.py. It gets prompts as Paceline renders them, so that nobody's chat template differs."""
+    """See serve_openvino.py. It gets prompts as Paceline renders them, so that the chat template is the same."""
 
     name = OPENVINO
 
@@ -114,17 +100,17 @@ class OpenVino:
             encoding="utf-8",
         )
         self._ps = psutil.Process(self._process.pid)
-        self.version = str(self._hear()["ready"])
+        self.version = str(self._receive()["ready"])
 
-    def answer(self, asks: Sequence[Ask], clients: int, spacing: float) -> Load:
-        before = [{"prompt": self._render(a.text), "tokens": a.tokens} for a in asks]
-        how = [{"temperature": a.temperature, "seed": a.seed} for a in asks]
+    def answer(self, requests: Sequence[LoadRequest], clients: int, spacing: float) -> Load:
+        before = [{"prompt": self._render(a.text), "tokens": a.tokens} for a in requests]
+        how = [{"temperature": a.temperature, "seed": a.seed} for a in requests]
         job = {"clients": clients, "spacing": spacing, "eos": self._eos}
-        job["asks"] = [p | h for p, h in zip(before, how, strict=True)]
+        job["requests"] = [p | h for p, h in zip(before, how, strict=True)]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        said = self._hear()
+        said = self._receive()
         replies = [Reply(**reply) for reply in said.pop("replies")]
         for reply in replies:
             reply.error = "" if reply.finish == "finished" and reply.tokens else f"status {reply.finish}"
@@ -133,7 +119,7 @@ class OpenVino:
     def _render(self, text: str) -> str:
         return self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

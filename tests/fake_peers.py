@@ -1,4 +1,4 @@
-"""Programs to compare with that cost nothing, good and bad ones; begun in processes of their own by name."""
+"""Fake peers, good and bad ones, started in processes of their own by name."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import sys
 from collections.abc import Callable
 
 from paceline.bench.measure import MeasuredReply
-from paceline.bench.peers import Missing, PeerPrompt, PeerSetup
+from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
 
 
-def counting(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Writes what it was told and asked, as numbers; and prints to stdout, as libraries do."""
+def counting(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
+    """Answers with its setup and prompt as numbers, and prints to stdout as libraries do."""
     print("loading ...")
 
     def answer(ask: PeerPrompt) -> MeasuredReply:
         print("working ...")
-        told = [job.tokens, job.positions, job.threads, *job.eos]
+        told = [setup.tokens, setup.positions, setup.threads, *setup.eos]
         return MeasuredReply([*told, len(ask.prompt), int(ask.lookup), round(10 * ask.temperature), ask.seed], 0.25)
 
     return answer
 
 
-def absent(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    raise Missing("absent is not installed", "pip install absent")
+def absent(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
+    raise PeerUnavailable("absent is not installed", "pip install absent")
 
 
-def broken(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
+def broken(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     raise RuntimeError("no such\ninstruction")
 
 
-def without_lookup(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
+def without_lookup(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     def answer(ask: PeerPrompt) -> MeasuredReply:
         if ask.lookup:
             raise ValueError("prompt lookup is greedy only")
@@ -39,8 +39,8 @@ def without_lookup(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     return answer
 
 
-def dying(job: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Its third reply is its last word."""
+def dying(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
+    """Ends its process at the third prompt."""
     left = [2]
 
     def answer(ask: PeerPrompt) -> MeasuredReply:

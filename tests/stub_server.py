@@ -1,5 +1,5 @@
-"""A server of OpenAI's shape without a model, for the load tools: replies are made of the request. It can be told to
-err in the ways that the tools must notice. `python stub_server.py --host H --port P [--wrong N] ...`"""
+"""An OpenAI-compatible server without a model: replies are derived from the request. Options make it fail in the ways
+that the load tools must detect. `python stub_server.py --host H --port P [--wrong N] ...`"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KNOWN = {
 
 
 class Stub:
-    """`wrong`, `broken`: every so-manieth reply has another text, breaks off. `leak`: requests are never done."""
+    """`wrong`, `broken`: every n-th reply has another text, or breaks off. `leak`: requests are never finished."""
 
     def __init__(self, wrong: int = 0, broken: int = 0, leak: bool = False, delay: float = 0.002) -> None:
         self.wrong, self.broken, self.leak, self.delay = wrong, broken, leak, delay
         self.running, self.count = 0, 0
 
-    def words(self, body: dict[str, Any], sample: int) -> list[str]:
-        """The reply: a function of the request, but for what is told to go wrong."""
+    def pieces(self, body: dict[str, Any], sample: int) -> list[str]:
+        """Return the reply, a function of the request unless told otherwise."""
         asked = [body.get(key) for key in ("messages", "prompt", "temperature", "seed")]
         digest = hashlib.sha256(json.dumps([asked, sample]).encode()).hexdigest()
         found = [f"{digest[i % 60 : i % 60 + 3]} " for i in range(body.get("max_tokens") or 16)]
@@ -39,24 +39,24 @@ class Stub:
         return found
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        words = self.words(body, 0)
+        pieces = self.pieces(body, 0)
         try:
-            for i in range(0, len(words), 2):
+            for i in range(0, len(pieces), 2):
                 await asyncio.sleep(self.delay)
                 if self.broken and self.count % self.broken == 0 and i > 4:
                     raise RuntimeError("told to break off")
-                yield event({"choices": [choice(body, "delta", "".join(words[i : i + 2]), None)]})
+                yield event({"choices": [choice(body, "delta", "".join(pieces[i : i + 2]), None)]})
             yield event({"choices": [choice(body, "delta", "", "length")]})
-            yield event({"choices": [], "usage": usage(len(words))})
+            yield event({"choices": [], "usage": usage(len(pieces))})
             yield "data: [DONE]\n\n"
         finally:
             self.running -= not self.leak
 
     async def whole(self, body: dict[str, Any]) -> JSONResponse:
-        samples = [self.words(body, i) for i in range(body.get("n") or 1)]
+        samples = [self.pieces(body, i) for i in range(body.get("n") or 1)]
         await asyncio.sleep(self.delay * len(samples[0]))
         self.running -= not self.leak
-        choices = [choice(body, "message", "".join(words), "length") for words in samples]
+        choices = [choice(body, "message", "".join(pieces), "length") for pieces in samples]
         return JSONResponse({"choices": choices, "usage": usage(sum(map(len, samples)))})
 
 
@@ -78,7 +78,7 @@ def refused(why: str) -> JSONResponse:
 
 
 def out_of_range(body: dict[str, Any]) -> str | None:
-    """The name of a field whose value must be refused."""
+    """Return the name of a field whose value must be refused."""
     speculation = body.get("speculation", "auto")
     good = {
         "max_tokens": isinstance(body.get("max_tokens", 1), int),
@@ -113,7 +113,7 @@ def application(stub: Stub) -> FastAPI:
         try:
             body = await request.json()
         except ValueError:
-            return refused("no JSON")
+            return refused("not JSON")
         if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
             return refused("no prompt")
         if unknown := set(body) - KNOWN:

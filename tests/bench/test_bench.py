@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 import paceline.llm
-from paceline.bench import child as child_module
+from paceline.bench import peer_process as peer_module
 from paceline.bench import peers
-from paceline.bench.child import Child
 from paceline.bench.figures import bootstrap, decode_speed, median, ratios, same_text, summarise
-from paceline.bench.measure import Lost, MeasuredReply, Sample, measure
+from paceline.bench.measure import MeasuredReply, Sample, SystemFailed, measure
 from paceline.bench.page import page
-from paceline.bench.peers import Missing, PeerPrompt, PeerSetup
-from paceline.bench.questions import Question, lengthen, pick, read_questions
+from paceline.bench.peer_process import PeerProcess
+from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
+from paceline.bench.plots import Series, dot_plot, require_matplotlib
+from paceline.bench.provenance import provenance
+from paceline.bench.questions import Question, batches, lengthen, pick, read_questions
 from paceline.bench.run import run
-from paceline.bench.source import provenance
 from paceline.bench.systems import Comparison, System, own_systems, peer_systems, render, split_size
 from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.engine.stats import Stats
@@ -77,15 +78,51 @@ def test_a_question_is_lengthened_by_the_text_of_others() -> None:
     assert longer.text == "bbbbbbbb\n\ncc\n\naaaaaaaa"
     assert (longer.id, longer.category) == (0, "all")
     assert lengthen(asked, others, 8, toy_tokenizer()) == asked
-    with pytest.raises(InvalidOption, match="18 tokens together, and 92 are to stand before one"):
+    with pytest.raises(InvalidOption, match="18 tokens in all, but 92 must precede question 0"):
         lengthen(asked, others, 100, toy_tokenizer())
+
+
+def test_batches_hold_one_category_where_it_has_enough() -> None:
+    joined = batches([*questions_of(math=3), *questions_of(qa=2), *questions_of(math=1)], 2)
+    assert [(q.category, q.texts) for q in joined] == [
+        ("math", ["math 0", "math 1"]),
+        ("math", ["math 2", "math 0"]),
+        ("qa", ["qa 0", "qa 1"]),
+    ]
+    assert [q.category for q in batches(questions_of(math=3, qa=2), 2)] == ["math", "mixed", "qa"]
+
+
+def test_batches_are_measured_at_every_width() -> None:
+    comparison = Comparison(("suffix",), tokens=8, widths=(1, 3))
+    found = run({"": toy_llm()}, comparison, questions_of(ab=5))
+    systems = {s["system"]: s for s in found["systems"]}
+    assert list(systems) == ["plain", "plain batch 3", "suffix", "suffix batch 3"]
+    assert {s["tokens"] for s in systems.values()} == {40}
+    assert all(s["same_text"] == 1.0 for s in systems.values())
+    assert systems["plain"]["categories"]["ab"]["questions"] == 5
+    assert [len(s["stats"]) for s in found["samples"]] == [3] * 4 + [2] * 4
+    assert [line.partition(":")[0] for line in found["findings"]] == ["plain batch 3", "suffix batch 3"]
+    assert found["findings"][0].endswith("the throughput of plain")
+    assert main_grids(found)[0].title == "Text to text, in batches"
+
+
+def test_plots_are_deterministic_and_name_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = [Series("a & b", 0), Series("c", 11, hollow=True)]
+    drawn = dot_plot({"<x>": [1.0, 2.0]}, series, "speed", "tok/s")
+    assert drawn == dot_plot({"<x>": [1.0, 2.0]}, series, "speed", "tok/s")
+    assert drawn.startswith("<svg ")
+    assert "<title>a &amp; b, &lt;x&gt;: 1.0 tok/s</title>" in drawn
+    assert ' id="tip' not in drawn
+    monkeypatch.setattr("paceline.bench.plots.find_spec", lambda name: None)
+    with pytest.raises(InvalidOption, match=r"needs matplotlib .* pip install .*\[bench\]"):
+        require_matplotlib()
 
 
 def sample(system: str, seconds: float, tokens: int = 10, question: str = "a", repeat: int = 0, first: float = 0.5):
     stats = Stats(0, "bits", rounds=5, tokens=tokens, drafted=8, accepted=5, accepted_at=[4, 1])
     stats.seconds |= {"draft": 0.01, "verify": 0.1}
     return Sample(
-        system, Question(question, question, question), repeat, 0, seconds, MeasuredReply([1] * tokens, first, stats)
+        system, Question(question, question, question), repeat, 0, seconds, MeasuredReply([1] * tokens, first, (stats,))
     )
 
 
@@ -135,7 +172,10 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
 
 def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
     asked: list[str] = []
-    systems = {name: lambda text, name=name: asked.append(name + text) or MeasuredReply([1], 0.1) for name in "abc"}
+    systems = {
+        name: lambda question, name=name: asked.append(name + question.text) or MeasuredReply([1], 0.1)
+        for name in "abc"
+    }
     found = list(measure(systems, questions_of(x=3), repeats=2))
     assert asked[:3] == ["ax 0", "bx 0", "cx 0"]
     samples = [s for s in found if isinstance(s, Sample)]
@@ -147,15 +187,15 @@ def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
 def test_a_system_that_is_lost_is_asked_no_more() -> None:
     asked: list[str] = []
 
-    def failing(text: str) -> MeasuredReply:
-        asked.append(text)
-        if text == "x 1":
-            raise Lost("gone")
+    def failing(question: Question) -> MeasuredReply:
+        asked.append(question.text)
+        if question.text == "x 1":
+            raise SystemFailed("gone")
         return MeasuredReply([1], 0.1)
 
-    found = list(measure({"a": failing, "b": lambda text: MeasuredReply([1], 0.1)}, questions_of(x=4)))
+    found = list(measure({"a": failing, "b": lambda question: MeasuredReply([1], 0.1)}, questions_of(x=4)))
     assert asked == ["x 0", "x 0", "x 1"]
-    assert [(name, str(lost)) for name, lost in (e for e in found if isinstance(e, tuple))] == [("a", "gone")]
+    assert [(name, str(error)) for name, error in (e for e in found if isinstance(e, tuple))] == [("a", "gone")]
     assert Counter(s.system for s in found if isinstance(s, Sample)) == {"a": 1, "b": 4}
 
 
@@ -199,7 +239,7 @@ def test_a_peer_is_asked_what_the_model_would_read_and_rendering_counts() -> Non
     asked: list[PeerPrompt] = []
     child: Any = SimpleNamespace(ask=lambda ask: asked.append(ask) or MeasuredReply([1], 0.25))
     found = peer_systems("x", child, toy_llm(), Comparison(temperatures=(0.0, 0.7), seed=4))
-    replies = {system.name: write("why") for system, write in found.items()}
+    replies = {system.name: write(Question(1, "qa", "why")) for system, write in found.items()}
     assert list(replies) == ["x", "x lookup", "x T=0.7", "x lookup T=0.7"]
     assert asked == [PeerPrompt("<user:why><a:", heat, lookup, 4) for heat in (0.0, 0.7) for lookup in (False, True)]
     assert all(reply.first > 0.25 for reply in replies.values())
@@ -209,13 +249,13 @@ JOB = PeerSetup("toy", (36, 5), 8, 40, 2)
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
-    child = Child("tests.fake_peers:counting", JOB)
+def child() -> Iterator[PeerProcess]:
+    child = PeerProcess("tests.fake_peers:counting", JOB)
     yield child
     child.close()
 
 
-def test_a_peer_answers_from_a_process_of_its_own(child: Child) -> None:
+def test_a_peer_answers_from_a_process_of_its_own(child: PeerProcess) -> None:
     assert child.ask(PeerPrompt("abc", 0.7, True, 4)) == MeasuredReply([8, 40, 2, 36, 5, 3, 1, 7, 4], 0.25)
     assert child.ask(PeerPrompt("é\n")).token_ids[5:] == [2, 0, 0, 0]
 
@@ -223,16 +263,16 @@ def test_a_peer_answers_from_a_process_of_its_own(child: Child) -> None:
 def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    environment = child_module._environment()
+    environment = peer_module._environment()
     assert "GOMP_SPINCOUNT" not in environment
     assert environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_peer_that_cannot_begin_says_why() -> None:
-    with pytest.raises(Missing, match=r"^absent is not installed. pip install absent$"):
-        Child("tests.fake_peers:absent", JOB)
-    with pytest.raises(Missing, match=r"it could not begin \(RuntimeError: no such instruction\)"):
-        Child("tests.fake_peers:broken", JOB)
+    with pytest.raises(PeerUnavailable, match=r"^absent is not installed. pip install absent$"):
+        PeerProcess("tests.fake_peers:absent", JOB)
+    with pytest.raises(PeerUnavailable, match=r"it could not start \(RuntimeError: no such instruction\)"):
+        PeerProcess("tests.fake_peers:broken", JOB)
 
 
 class Page(HTMLParser):
@@ -299,7 +339,7 @@ def test_a_run_is_lossless_at_every_precision_and_temperature(result: dict[str, 
 
 def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any]) -> None:
     said = dict(line.split(": ", 1) for line in result["missing"])
-    assert said["bad"] == "it could not begin (RuntimeError: no such instruction)"
+    assert said["bad"] == "it could not start (RuntimeError: no such instruction)"
     assert said["good lookup"] == "ValueError: prompt lookup is greedy only"
     assert said["dead T=0.7"] == "its process ended by itself (out of luck)"
     assert set(said) == {
@@ -313,7 +353,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any])
 def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[str, Any]) -> None:
     best = [line for line in result["findings"] if line.startswith("the best of Paceline's, ")]
     assert [line.rpartition(", ")[2] for line in best] == ["good", "good T=0.7"]
-    warm = [line.partition(":")[0] for line in result["findings"] if line.endswith("of what it gives greedily")]
+    warm = [line.partition(":")[0] for line in result["findings"] if line.endswith("of its greedy speed-up")]
     assert warm == [f"{d}{p} T=0.7" for p in ("", " int8") for d in ("suffix", "ngram@2")]
 
 
@@ -325,10 +365,10 @@ def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> 
     assert html.count["table"] == len(all_grids(result))
     words = " ".join(html.words)
     assert "tokens per second, end to end" in words
-    assert "depth, in drafted tokens" in words
+    assert "depth, in draft tokens" in words
     assert "milliseconds per round" in words
     assert all(words.count(s["system"]) > 2 for s in result["systems"])
-    assert "not measured: bad: it could not begin" in words
+    assert "not measured: bad: it could not start" in words
 
 
 def test_a_page_of_plain_decoding_alone_has_no_plot_of_drafts() -> None:
@@ -345,7 +385,7 @@ def test_names_are_shown_as_they_are() -> None:
 
 
 def test_what_cannot_be_compared_is_refused_at_once() -> None:
-    with pytest.raises(InvalidOption, match="'vllm' is no program to compare with"):
+    with pytest.raises(InvalidOption, match="'vllm' is not a program to compare with"):
         Comparison(against=("vllm",))
     with pytest.raises(InvalidOption, match="no drafter is called 'magic'"):
         Comparison(("magic@3",))
@@ -357,7 +397,7 @@ def test_what_cannot_be_compared_is_refused_at_once() -> None:
 def test_a_peer_that_is_not_installed_names_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     module, _, begin = peers.PEERS[name].partition(":")
-    with pytest.raises(Missing, match=r"is not installed. pip install "):
+    with pytest.raises(PeerUnavailable, match=r"is not installed. pip install "):
         getattr(import_module(module), begin)(JOB)
 
 
@@ -407,9 +447,12 @@ def test_the_command_shows_a_table_and_writes_files(
     ("more", "said"),
     [
         (["--drafters", "magic"], "no drafter is called 'magic'"),
-        (["--against", "vllm"], "no program to compare with"),
+        (["--against", "vllm"], "not a program to compare with"),
         (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),
         (["--report", "x.pdf"], "must end in .md or .html, got x.pdf"),
+        (["--batch", "many"], "--batch must be whole numbers"),
+        (["--batch", "0"], "1 request or more, got 0"),
+        (["--batch", "2", "--against", "openvino"], "one request at a time"),
         (["--temperature", "warm"], "--temperature must be numbers, got 'warm'"),
         (["--rule", "mine"], "mine"),
         (["--quantize", "int4+int3"], "int3"),

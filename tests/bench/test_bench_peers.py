@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.peers import Missing, PeerPrompt, PeerSetup, llama_cpp, openvino, transformers
+from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable, llama_cpp, openvino, transformers
 from tests.toys import toy_tokenizer
 
 JOB = PeerSetup("model.gguf", (36, 5), 4, 40, 2)
@@ -156,9 +156,9 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
 def test_who_reads_gguf_on_a_cpu_alone_says_so(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "openvino_genai", StreamerBase=object)
     install(monkeypatch, "llama_cpp")
-    with pytest.raises(Missing, match="folder is no GGUF file"):
+    with pytest.raises(PeerUnavailable, match="folder is not a GGUF file"):
         begin(PeerSetup("folder", (1,), 4, 40, 2))
-    with pytest.raises(Missing, match=r"the model is on cuda:0\. Add --device cpu"):
+    with pytest.raises(PeerUnavailable, match=r"the model is on cuda:0\. Add --device cpu"):
         begin(PeerSetup("model.gguf", (1,), 4, 40, 2, "cuda:0"))
 
 
@@ -176,8 +176,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_transformers_answers_at_most_so_many_tokens_and_the_same_by_lookup(folder: Path) -> None:
-    job = PeerSetup(str(folder), (99,), 12, 40, torch.get_num_threads())
-    answer = transformers(job)
+    setup = PeerSetup(str(folder), (99,), 12, 40, torch.get_num_threads())
+    answer = transformers(setup)
     plain = answer(PeerPrompt("abcabcabc"))
     assert len(plain.token_ids) == 12
     assert plain.first > 0

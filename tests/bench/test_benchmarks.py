@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic: a number is worth what its script counts. No timings here."""
+"""The benchmarks' arithmetic, without timings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.engine.stats import Stats
 from paceline.testing import Oracle, run, tiny_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-common, divergence = import_module("common"), import_module("divergence")
+common, parity = import_module("common"), import_module("parity")
 
 LIMIT = 1e-3
 
@@ -26,7 +26,7 @@ def test_load_prompts_takes_the_first_turn(tmp_path):
     assert common.load_prompts(path) == [common.Question(3, "qa", "one")]
 
 
-def test_load_prompts_says_what_is_missing(tmp_path):
+def test_load_prompts_names_a_missing_file(tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*nowhere"):
         common.load_prompts(tmp_path / "nowhere.jsonl")
 
@@ -35,7 +35,7 @@ def test_load_prompts_says_what_is_missing(tmp_path):
     ("a", "b", "at"), [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([1, 2], [1], 1)]
 )
 def test_first_difference(a, b, at):
-    assert divergence.first_difference(a, b) == at
+    assert parity.first_difference(a, b) == at
 
 
 def row(**logits):
@@ -47,24 +47,24 @@ def row(**logits):
 
 
 def test_equal_texts_do_not_diverge():
-    assert divergence.classify(1, [4, 2], [4, 2], [row(t4=1), row(t2=1)], LIMIT) is None
+    assert parity.classify(1, [4, 2], [4, 2], [row(t4=1), row(t2=1)], LIMIT) is None
 
 
 def test_a_near_tie_is_excused():
-    found = divergence.classify(7, [4, 3], [4, 2], [row(t4=1), row(t2=1.0, t3=0.9995)], LIMIT)
+    found = parity.classify(7, [4, 3], [4, 2], [row(t4=1), row(t2=1.0, t3=0.9995)], LIMIT)
     assert (found.prompt, found.position, found.ours, found.theirs) == (7, 1, 3, 2)
     assert found.margin == pytest.approx(0.0005, abs=1e-6)
     assert found.excused
 
 
 def test_a_clear_choice_is_not_excused():
-    found = divergence.classify(7, [4, 3], [4, 2], [row(t4=1), row(t2=1.0, t3=0.99)], LIMIT)
+    found = parity.classify(7, [4, 3], [4, 2], [row(t4=1), row(t2=1.0, t3=0.99)], LIMIT)
     assert found.margin == pytest.approx(0.01, abs=1e-6)
     assert not found.excused
 
 
 def test_a_third_token_is_not_excused_by_the_tie_of_two_others():
-    found = divergence.classify(7, [5], [2], [row(t2=1.0, t3=1.0, t5=0.5)], LIMIT)
+    found = parity.classify(7, [5], [2], [row(t2=1.0, t3=1.0, t5=0.5)], LIMIT)
     assert found.margin == 0.0
     assert found.gap == pytest.approx(0.5)
     assert not found.excused
@@ -72,7 +72,7 @@ def test_a_third_token_is_not_excused_by_the_tie_of_two_others():
 
 @pytest.mark.parametrize(("ours", "theirs"), [([4], [4, 2]), ([4, 2], [4])])
 def test_a_text_that_ends_early_is_not_excused(ours, theirs):
-    found = divergence.classify(7, ours, theirs, [row(t4=1), row(t2=1.0, t3=1.0)][: len(theirs)], LIMIT)
+    found = parity.classify(7, ours, theirs, [row(t4=1), row(t2=1.0, t3=1.0)][: len(theirs)], LIMIT)
     assert found.position == 1
     assert not found.excused
 
@@ -93,8 +93,10 @@ def rules():
     return import_module("rules")
 
 
-def rule_sample(module, rule, temperature, tokens, rounds, exact="distribution"):
-    return module.Sample(module.Case(0.1, "chain", rule, temperature), 1, tokens, rounds, 0, 0, exact)
+def rule_sample(module, rule, temperature, tokens, rounds, guarantee="distribution"):
+    return module.Sample(
+        module.Case(0.1, "chain", rule, temperature), 1, Stats(0, guarantee, rounds=rounds, tokens=tokens)
+    )
 
 
 def test_rules_are_not_run_where_they_are_match(rules):
@@ -105,7 +107,7 @@ def test_rules_are_not_run_where_they_are_match(rules):
 
 def test_tokens_per_round_counts_all_tokens_by_all_rounds(rules):
     samples = [rule_sample(rules, "block", 0.7, 30, 10), rule_sample(rules, "block", 0.7, 10, 10)]
-    assert rules.tokens_per_round(samples) == 2.0
+    assert rules.mean(samples) == 2.0
     low, high = rules.interval(samples)
     assert (low, high) == (1.0, 3.0)
 
@@ -140,16 +142,8 @@ def test_every_rule_runs_on_a_toy(rules):
     prompts = [common.Question(1, "qa", "why?"), common.Question(2, "qa", "how?")]
     samples = [s for case in rules.cases([0.1], ["tree"], [0.0, 0.7]) for s in rules.measure(llm, case, prompts, 6)]
     assert len(samples) == 10
-    assert {s.guarantee for s in samples} >= {"distribution", "lossy"}
-    assert all(1 <= rules.tokens_per_round([s]) <= 3 for s in samples)
-
-
-def test_tokens_per_round_are_those_of_a_category():
-    module = import_module("tokens_per_round")
-    prompts = [common.Question(i, category, "") for i, category in enumerate(["qa", "math", "qa"])]
-    stats = [Stats(0, "bits", rounds=rounds, tokens=tokens) for rounds, tokens in ((2, 4), (4, 6), (6, 8))]
-    assert module.by_category(prompts, stats) == {"qa": 1.5, "math": 1.5}
-    assert module.by_category(prompts[:2], stats[:2]) == {"qa": 2.0, "math": 1.5}
+    assert {s.stats.guarantee for s in samples} >= {"distribution", "lossy"}
+    assert all(1 <= rules.mean([s]) <= 3 for s in samples)
 
 
 # --- never_slower ---------------------------------------------------------------------------------------------------
@@ -164,11 +158,11 @@ def test_prompts_of_random_words_are_the_same_every_time_and_of_several_lengths(
     assert {word for q in made for word in q.text.split()} == {"one", "two", "three", "four"}
 
 
-def test_a_spoilt_drafter_drafts_as_much_as_before_and_nothing_that_is_right():
+def test_a_wrong_drafter_drafts_as_much_and_is_never_right():
     never_slower = import_module("never_slower")
     target, sampling = tiny_target(), Sampling(max_new_tokens=30)
     text = [1, 2, 3, *run(target, [1, 2, 3], sampling)[0]]
-    for drafter in (never_slower.Spoilt(Oracle(text, 1.0, 37), 37), never_slower.Blind(37)):
+    for drafter in (never_slower.WrongDrafter(Oracle(text, 1.0, 37), 37), never_slower.RandomDrafter(37)):
         tokens, _, stats = run(target, [1, 2, 3], sampling, drafter, DraftBudget.chain(4))
         assert [1, 2, 3, *tokens] == text
         assert stats.drafted >= 4 * 26

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 import paceline.llm
 from paceline.bench.doctor import advice
 from paceline.bench.doctor import run as examination
-from paceline.bench.doctor.acceptance import Acceptance, TextKind, name_of, stored, stored_drafters, watched
-from paceline.bench.doctor.codes import quantised_bytes
+from paceline.bench.doctor.acceptance import Acceptance, TextKind, name_of, observe, stored, stored_drafters
 from paceline.bench.doctor.machine import (
     PREFIX,
     Machine,
@@ -26,10 +25,10 @@ from paceline.bench.doctor.machine import (
     by_threads,
     lengthen,
     passes,
-    weight_bytes,
 )
 from paceline.bench.doctor.predict import Drafting, forecast, overall
-from paceline.bench.doctor.watch import Gain, Onlooker, Outcome
+from paceline.bench.doctor.shadow import Gain, Replay, RoundCounts, ShadowDrafter
+from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.cli import app
 from paceline.drafters.base import Ask
 from paceline.drafters.suffix import Suffix
@@ -50,7 +49,7 @@ SIZES = {
 }
 
 
-class Hours:
+class FakeTimer:
     """A clock that goes when it is told to."""
 
     def __init__(self) -> None:
@@ -64,15 +63,16 @@ class Hours:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_looking_on_counts_the_rounds_that_every_size_would_take(kind: str) -> None:
+def test_shadow_drafts_count_the_rounds_that_every_size_would_take(kind: str) -> None:
     target, sizes, sampling = tiny_target(), SIZES[kind], Sampling(max_new_tokens=45)
-    onlooker = Onlooker(Suffix(floor=0.0), sizes)
-    text, _, plain = run(target, PROMPT, sampling, onlooker, sizes[-1])
+    shadow = ShadowDrafter(Suffix(floor=0.0), sizes)
+    text, _, plain = run(target, PROMPT, sampling, shadow, sizes[-1])
     assert text == run(target, PROMPT, sampling)[0]
-    assert (plain.rounds, plain.drafted) == (45, 0), "looking on uses no draft"
-    for size, outcome in zip(sizes, onlooker.outcome([*PROMPT, *text]), strict=True):
+    assert (plain.rounds, plain.drafted) == (45, 0), "shadow drafts are never verified"
+    for size, replay in zip(sizes, shadow.replays([*PROMPT, *text]), strict=True):
         stats = run(target, PROMPT, sampling, Suffix(floor=0.0), size)[2]
-        assert outcome.rounds()[:3] == (stats.rounds, 45, stats.drafted)
+        counts = replay.count(RoundCounts())
+        assert (counts.rounds, counts.tokens, counts.drafted) == (stats.rounds, 45, stats.drafted)
     assert stats.accepted > 5
 
 
@@ -81,25 +81,25 @@ def test_a_drafter_that_errs_is_seen_to_err() -> None:
     text = run(target, PROMPT, sampling)[0]
     rounds = []
     for accuracy in (0.0, 0.6, 1.0):
-        onlooker = Onlooker(Oracle([*PROMPT, *text], accuracy, 37), [DraftBudget.chain(4)])
-        run(target, PROMPT, sampling, onlooker, DraftBudget.chain(4))
-        rounds.append(onlooker.outcome([*PROMPT, *text])[0].rounds()[0])
+        shadow = ShadowDrafter(Oracle([*PROMPT, *text], accuracy, 37), [DraftBudget.chain(4)])
+        run(target, PROMPT, sampling, shadow, DraftBudget.chain(4))
+        rounds.append(shadow.replays([*PROMPT, *text])[0].count(RoundCounts()).rounds)
     assert rounds[0] == 40
     assert rounds[2] == 8
     assert rounds[2] < rounds[1] < rounds[0]
 
 
 def test_a_pass_has_four_rows_at_least() -> None:
-    fates = {10: (0, 0), 11: (1, 2), 12: (9, 9), 13: (5, 7)}
-    assert Outcome(fates, 19).rounds() == (3, 9, 9, 4 + 4 + 8)
+    scores = {10: (0, 0), 11: (1, 2), 12: (9, 9), 13: (5, 7)}
+    assert Replay(scores, 19).count(RoundCounts()) == RoundCounts(3, 9, 9, 4 + 4 + 8)
 
 
 def test_a_reply_in_which_nothing_was_asked_has_no_rounds() -> None:
-    assert Outcome({}, 12).rounds() == (0, 0, 0, 0)
+    assert Replay({}, 12).count(RoundCounts()) == RoundCounts()
 
 
 def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None:
-    clock = Hours()
+    clock = FakeTimer()
 
     class Slow(DrafterWrapper):
         """A second to catch up with each token, and one for each level."""
@@ -113,24 +113,24 @@ def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None
             return super().propose(asks)
 
     sizes = [DraftBudget.chain(1), DraftBudget.chain(3)]
-    onlooker = Onlooker(Slow(Oracle([], 0.0, 37)), sizes, clock)
-    run(tiny_target(), PROMPT, Sampling(max_new_tokens=11), onlooker, sizes[-1])
-    assert [len(taken) for taken in onlooker.seconds] == [5, 5], "ten rounds: the last one has room for no draft"
-    assert onlooker.seconds[0] == [2.0] * 5
-    assert onlooker.seconds[1][:4] == [4.0] * 4
+    shadow = ShadowDrafter(Slow(Oracle([], 0.0, 37)), sizes, clock)
+    run(tiny_target(), PROMPT, Sampling(max_new_tokens=11), shadow, sizes[-1])
+    assert [len(taken) for taken in shadow.seconds] == [5, 5], "ten rounds: the last one has room for no draft"
+    assert shadow.seconds[0] == [2.0] * 5
+    assert shadow.seconds[1][:4] == [4.0] * 4
 
 
 def test_acceptance_is_counted_over_all_replies_of_a_kind() -> None:
     model, sizes = toy_model(), SIZES["chains"]
     prompts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
-    found = watched(model, Onlooker(Suffix(), sizes), sizes, prompts, 24)
+    found = observe(model, ShadowDrafter(Suffix(), sizes), sizes, prompts, 24)
     assert list(found.kinds) == ["a", "b"]
     llm = toy_llm(Suffix(), DraftBudget.chain(4))
     done = [llm.generate(text, Sampling(max_new_tokens=24)) for text in prompts["b"]]
     tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
     assert found.kinds["b"].gains[DraftBudget.chain(4)].tokens == pytest.approx(tokens / rounds)
     assert found.kinds["b"].prompt == sum(len(llm.prompt_ids(text)) for text in prompts["b"]) / 2
-    assert "3 short replies" in found.source
+    assert found.source == "observed here, over 3 short replies"
 
 
 # --- what is stored -----------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_size_that_is_not_stored_is_not_made_up() -> None:
 # --- what is timed ------------------------------------------------------------------------------------------------
 
 
-def slow(clock: Hours, **changes: int) -> Decoder:
+def slow(clock: FakeTimer, **changes: int) -> Decoder:
     """A target whose pass takes 10 seconds, one more for each row, and one for each 100 tokens before it."""
 
     class Slow(Decoder):
@@ -192,16 +192,16 @@ def slow(clock: Hours, **changes: int) -> Decoder:
 
 
 def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
-    clock = Hours()
-    probe = PassTimer(slow(clock), clock=clock)
+    clock = FakeTimer()
+    probe = PassTimer(slow(clock), timer=clock)
     probe.feed(PREFIX)
     assert passes(probe, (1, 4, 8), repeats=3) == {1: 16.0, 4: 16.0, 8: 20.0}
     assert probe.length == PREFIX, "what was verified is not kept"
 
 
 def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
-    clock = Hours()
-    probe = PassTimer(slow(clock), clock=clock)
+    clock = FakeTimer()
+    probe = PassTimer(slow(clock), timer=clock)
     probe.feed(PREFIX)
     prefill, growth = lengthen(probe, 2048)
     assert growth == pytest.approx(0.01)
@@ -245,7 +245,7 @@ MACHINE = Machine(
 
 
 def drafting(seconds: Mapping[DraftBudget, float], **gains: Mapping[DraftBudget, Gain]) -> Drafting:
-    return Drafting("d", seconds, Acceptance({name: TextKind(96, each) for name, each in gains.items()}, "made up"))
+    return Drafting(seconds, Acceptance({name: TextKind(96, each) for name, each in gains.items()}, "made up"))
 
 
 THREE, SEVEN = DraftBudget.chain(3), DraftBudget.chain(7)
@@ -282,12 +282,12 @@ def test_a_longer_text_makes_every_pass_dearer() -> None:
 
 def test_it_says_why_a_draft_does_not_pay() -> None:
     gains = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.2, 8.0)}
-    (line,) = advice.reasons(MACHINE, forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
+    (line,) = advice.reasons(forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
     assert line == (
-        "writing: eagle3 keeps 1.10 tokens a round with drafts of 3, but drafting takes 0.25 of a plain round and a "
-        "pass of 4.0 rows 1.00: 0.88 of plain speed; nothing will be drafted"
+        "writing: eagle3 keeps 1.10 tokens per round with drafts of 3, but drafting takes 0.25 of a plain round and a "
+        "pass of 4.0 rows 1.00: 0.88 of the plain speed; nothing will be drafted"
     )
-    assert advice.reasons(MACHINE, forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
+    assert advice.reasons(forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
 
 
 def test_it_recommends_in_three_lines() -> None:
@@ -299,7 +299,7 @@ def test_it_recommends_in_three_lines() -> None:
     own = advice.settings(MACHINE, found, {"int8": 40_000_000, "int4": 40_000_000}, threads=4)
     assert own[1:] == [
         "--threads 4: as now",
-        "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes that the file holds anyway",
+        "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes of the file itself",
     ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
     lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, {}, threads=4)
@@ -319,7 +319,7 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
     busy = replace(MACHINE, passes=passes, threads={1: 0.012, 2: 0.048})
     (line,) = advice.warnings(busy, threads=2)
     assert "4.0 times as fast with 1 thread as with 2" in line
-    assert "another program held a core. Do not rely on the advice above" in line
+    assert "another program occupied a core. Do not rely on the advice above" in line
     sizes = {"int8": 53_000_000, "int4": 40_000_000}
     assert "int8 53 MB" in advice.settings(busy, {}, sizes, threads=2)[2], "5 ms of reading are 42 % of 12 ms"
     assert advice.warnings(replace(busy, threads={1: 0.040, 2: 0.048}), threads=2) == []
@@ -339,7 +339,7 @@ def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
 
 def test_it_says_what_a_pass_spends_its_time_on() -> None:
     first, second = advice.limits(MACHINE)
-    assert first == "in passes of one row, a pass costs: 8 rows 1.60, 16 rows 3.20"
+    assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second
     assert "100 MB of weights at 20.0 GB/s takes 5.0 of them (50%)" in second
 
@@ -351,7 +351,7 @@ def test_it_says_what_a_pass_spends_its_time_on() -> None:
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paceline.llm, "load", lambda *args, **options: toy_llm(context_length=700))
     monkeypatch.setattr("paceline.bench.doctor.machine._BUFFER", 1 << 20)
-    monkeypatch.setattr(examination, "_WATCHED", 16)
+    monkeypatch.setattr(examination, "_OBSERVED", 16)
 
 
 @pytest.mark.usefixtures("toy")
@@ -361,7 +361,7 @@ def test_the_command_gives_json() -> None:
     found = json.loads(result.stdout)
     assert list(found["machine"]["pass_ms"]) == ["1", "2", "4", "8", "16", "32"]
     (part,) = found["drafters"]
-    assert part["acceptance"] == "seen here, over 6 short replies"
+    assert part["acceptance"] == "observed here, over 6 short replies"
     assert set(part["draft_ms"]) == {"1x1x3", "3x3x3", "7x7x3", "15x15x3"}
     assert all(kind["ratio"] >= 1 for kind in part["kinds"].values())
     assert found["settings"]
@@ -391,6 +391,6 @@ def test_a_drafter_that_is_none_is_named_before_anything_is_loaded(monkeypatch: 
     assert "clairvoyant" in result.stderr
 
 
-def test_an_engine_with_an_onlooker_knows_how_much_to_ask_for() -> None:
-    (policy,) = Engine(tiny_target(), Onlooker(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).policies
+def test_an_engine_with_an_shadow_knows_how_much_to_ask_for() -> None:
+    (policy,) = Engine(tiny_target(), ShadowDrafter(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).policies
     assert policy.draft == DraftBudget(9, 4, 3)

@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI document of the server: what it calls right, at times with one wrong value."""
+"""Requests generated from the server's OpenAPI document: valid ones, some with one invalid value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx2 as httpx
 from hypothesis import strategies as st
 
-from tests.server.fuzz import MESSAGE, ODD, sound
+from tests.server.fuzz import MESSAGE, ODD, check_response
 from tests.server.running import Serving
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
@@ -24,35 +24,36 @@ _SMALL: Any = st.recursive(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request. `body`: None for those that have none."""
+class FuzzRequest:
+    """A request; `body` is None where the operation has none."""
 
     method: str
     path: str
     body: Any
     documented: frozenset[str]
 
-    def answer(self, served: Serving) -> httpx.Response:
+    def send(self, served: Serving) -> httpx.Response:
+        """Return the server's response."""
         sent = None if self.body is None else json.dumps(self.body)
         kind = {"Content-Type": "application/json"}
         return httpx.request(self.method, served.address + self.path, timeout=120, content=sent, headers=kind)
 
     def check(self, served: Serving) -> None:
-        """The answer has a status that the document names, and it is not the server that failed."""
-        answer = self.answer(served)
+        """Check that the response has a documented status below 500."""
+        answer = self.send(served)
         assert answer.status_code < 500, (self, answer.text)
         assert str(answer.status_code) in self.documented, (self, answer.status_code)
         if self.body is not None:
-            sound(answer)
+            check_response(answer)
 
 
 class Document:
-    """An OpenAPI document as a source of requests."""
+    """Generates requests from an OpenAPI document."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         self._said = said
 
-    def requests(self) -> st.SearchStrategy[Asked]:
+    def requests(self) -> st.SearchStrategy[FuzzRequest]:
         found = [
             self._operation(path, method, operation)
             for path, operations in self._said["paths"].items()
@@ -60,18 +61,18 @@ class Document:
         ]
         return st.one_of(found)
 
-    def _operation(self, path: str, method: str, operation: Mapping[str, Any]) -> st.SearchStrategy[Asked]:
+    def _operation(self, path: str, method: str, operation: Mapping[str, Any]) -> st.SearchStrategy[FuzzRequest]:
         documented = frozenset(operation["responses"])
         names = st.sampled_from(["toy", "other/name", "a b", "../x", "%", "é"]).map(quote)
         paths = names.map(lambda name: path.replace("{name}", name))
         body: Any = st.none()
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            body = self.values(schema).flatmap(spoilt).map(bounded)
-        return st.builds(partial(Asked, method.upper(), documented=documented), path=paths, body=body)
+            body = self.values(schema).flatmap(with_odd_value).map(bounded)
+        return st.builds(partial(FuzzRequest, method.upper(), documented=documented), path=paths, body=body)
 
     def values(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-        """What a schema allows."""
+        """Return values that a schema allows."""
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             made = st.deferred(lambda: self.values(self._said["components"]["schemas"][name]))
@@ -124,14 +125,14 @@ def _number(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def spoilt(body: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """The body, or the same with one value that is not right."""
+def with_odd_value(body: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Return the body, sometimes with one invalid value."""
     one = st.sampled_from([*body, "odd"]).flatmap(lambda name: ODD.map(lambda value: {**body, name: value}))
     return st.one_of(st.just(body), st.just(body), st.just(body), one)
 
 
 def bounded(body: dict[str, Any]) -> dict[str, Any]:
-    """The same for a short reply, with time for it: a deadline that is missed is the client's own wish."""
+    """Limit a body to a short reply without a timeout."""
     if not {"messages", "prompt"} & body.keys():
         return body
     given = next((body[name] for name in _LENGTHS if isinstance(body.get(name), int)), 4)

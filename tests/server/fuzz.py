@@ -1,4 +1,4 @@
-"""Bodies that are nearly right, made out of the server's own description of what is right."""
+"""Nearly valid bodies, generated from tables of valid fields."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SCHEMA = st.one_of(
         optional={"properties": _JSON, "enum": _JSON, "pattern": st.text(max_size=5), "$ref": st.text(max_size=5)},
     ),
 )
-_RIGHT: dict[str, Any] = {
+_VALID: dict[str, Any] = {
     "model": st.sampled_from(["toy", "other/name"]),
     "max_tokens": st.integers(1, 5),
     "max_completion_tokens": st.integers(1, 5),
@@ -122,24 +122,24 @@ _TEXT = ("echo", "best_of", "suffix")
 
 
 def _known(path: str) -> dict[str, Any]:
-    """The parameters of a path."""
+    """Fields of a path."""
     if not path.startswith("/v1"):
         return _NEEDED[path]
     others = _TEXT if path.endswith("chat/completions") else _CHAT
-    return {name: made for name, made in _RIGHT.items() if name not in others} | _NEEDED[path]
+    return {name: made for name, made in _VALID.items() if name not in others} | _NEEDED[path]
 
 
 @st.composite
 def _body(draw: Any, path: str) -> bytes:
-    """A few parameters, most of them plausible, some odd; sometimes bytes broken afterwards."""
+    """A few fields, most of them plausible, some odd; sometimes with bytes changed."""
     known = _known(path)
-    # Most bodies get what they need, so that what is behind the first check is reached too.
+    # Most bodies get their required field, so that the later checks are reached too.
     names = set(draw(st.lists(st.sampled_from(sorted(known)), max_size=4)))
     if draw(st.integers(0, 9)):
         names |= set(list(_NEEDED[path])[:1])
     body = {name: draw(_JSON if draw(st.integers(0, 15)) == 0 else known[name]) for name in sorted(names)}
     if draw(st.integers(0, 9)) == 0:
-        body[draw(st.sampled_from([*_RIGHT, "odd", ""]))] = draw(_JSON)
+        body[draw(st.sampled_from([*_VALID, "odd", ""]))] = draw(_JSON)
     if path.startswith("/v1") and draw(st.booleans()):
         body["max_tokens"] = 2
     data = json.dumps(body).encode()
@@ -152,8 +152,8 @@ def _body(draw: Any, path: str) -> bytes:
 BODIES = {path: _body(path) for path in PATHS}
 
 
-def sound(answer: Any) -> None:
-    """A reply, or an error that is the client's, in OpenAI's shape; a stream may end with one."""
+def check_response(answer: Any) -> None:
+    """Check that a response is a reply or a client's error in OpenAI's shape; a stream may end with one."""
     assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
     if answer.status_code != 200:
         error = answer.json()["error"]

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
 from paceline.server.schema import ChatRequest, CompletionRequest
-from tests.server.described import Asked, Document
-from tests.server.fuzz import BODIES, PATHS, sound
+from tests.server.described import Document, FuzzRequest
+from tests.server.fuzz import BODIES, PATHS, check_response
 from tests.server.running import Serving
 
 JSON = {"Content-Type": "application/json"}
@@ -160,7 +160,7 @@ def test_a_charset_may_be_said(served: Serving) -> None:
 )
 def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> None:
     path, data = case
-    sound(served.post(path, content=data, headers=JSON))
+    check_response(served.post(path, content=data, headers=JSON))
 
 
 def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
@@ -169,7 +169,7 @@ def test_documented_requests_are_not_the_servers_failure(served: Serving) -> Non
 
     @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(requests)
-    def check(asked: Asked) -> None:
+    def check(asked: FuzzRequest) -> None:
         asked.check(served)
 
     check()

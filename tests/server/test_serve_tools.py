@@ -1,25 +1,22 @@
-"""The load, soak and fault tools of the server: what they must notice, on a server without a model."""
+"""The load client, the load figures and the faults: what they must detect, on a stub server without a model."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from tests.server import faults, traffic
+from tests.server import load_client as client
+from tests.server.server_process import ServerProcess
+
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
-client, faults, figures = import_module("serve_client"), import_module("serve_faults"), import_module("serve_figures")
-requests, servers, systems = (
-    import_module("serve_requests"),
-    import_module("serve_servers"),
-    import_module("serve_systems"),
-)
+figures, systems = import_module("serve_figures"), import_module("serve_systems")
 
 STREAM = b"""data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\r\n\r\n\
 data: {"choices": [{"delta": {"content": "one "}, "finish_reason": null}]}\n\n\
@@ -59,15 +56,15 @@ def test_a_time_is_that_of_the_part_that_ends_the_event():
             STREAM[: STREAM.index(b"data: [DONE]")] + b'data: {"error": {"message": "oh"}}\n\ndata: [DONE]\n\n',
             "error event",
         ),
-        (b"data: {oh\n\ndata: [DONE]\n\n", "no JSON"),
+        (b"data: {oh\n\ndata: [DONE]\n\n", "not JSON"),
         (b"data: [DONE]\n\n", "incomplete"),
     ],
 )
-def test_a_stream_that_is_no_reply_is_told(parts, error):
+def test_an_invalid_stream_is_an_error(parts, error):
     assert error in client.read(exchange(parts)).error
 
 
-def test_another_status_is_told():
+def test_another_status_is_an_error():
     assert "status 429" in client.read(exchange(b"{}", kind="application/json", status=429)).error
 
 
@@ -83,19 +80,20 @@ def test_percentile_is_a_value_that_occurred():
     assert figures.percentile([5.0], 0.5) == 5.0
 
 
-@contextmanager
-def stub(*words: str) -> Iterator[object]:
-    with servers.Server("stub", [sys.executable, str(HERE / "stub_server.py"), *words]) as server:
-        yield server
+STUB = [sys.executable, str(HERE / "stub_server.py")]
+
+
+def stub(*options: str) -> ServerProcess:
+    return ServerProcess("stub", [*STUB, *options])
 
 
 def measured(server, clients: int = 4) -> dict[str, object]:
-    """Figures of forty requests, beside what single clients would have got."""
-    asks = [systems.Ask(i % 7, f"question {i % 7}", 12, 0.0, i % 7) for i in range(40)]
+    """Figures of forty requests, compared with the replies to a single client."""
+    requests = [systems.LoadRequest(i % 7, f"question {i % 7}", 12, 0.0, i % 7) for i in range(40)]
     system = systems.Http("auto", server, {"speculation": "auto"})
-    right = {(i, 0.0): figures.told(r) for i, r in enumerate(system.answer(asks[:7], 1, 0.0).replies)}
-    load = system.answer(asks, clients, 0.01)
-    return figures.summarise([figures.Turn("auto", 0.0, clients, 0, asks, load, 1.0)], right)
+    right = {(i, 0.0): figures.text_of(r) for i, r in enumerate(system.answer(requests[:7], 1, 0.0).replies)}
+    load = system.answer(requests, clients, 0.01)
+    return figures.summarise([figures.Turn("auto", 0.0, clients, 0, requests, load, 1.0)], right)
 
 
 def test_all_is_well_with_a_good_server():
@@ -153,42 +151,48 @@ def test_goals_are_missed_where_they_are(at, change, goal):
     assert goal in found[0]
 
 
-def test_every_wish_is_whole_and_every_spoilt_body_is_not_it():
-    wishes = requests.Wishes("stub", ["one", "two", "three"], ["suffix"], 20, 1)
-    drawn = [wishes.draw() for _ in range(300)]
-    assert {w.kind.partition(":")[0] for w in drawn} >= {"chat", "long prompt", "client leaves", "garbage", "n > 1"}
+def test_traffic_has_every_kind_and_corrupt_bodies_differ():
+    mix = traffic.Traffic("stub", ["one", "two", "three"], ["suffix"], 20, 1)
+    drawn = [mix.draw() for _ in range(300)]
+    assert {request.kind.partition(":")[0] for request in drawn} >= {
+        "chat",
+        "long prompt",
+        "client leaves",
+        "invalid",
+        "n > 1",
+    }
     whole = {"model": "stub", "prompt": "x"}
-    assert all(requests.spoil(Random(i), whole)[1] != b'{"model": "stub", "prompt": "x"}' for i in range(100))
+    assert all(traffic.corrupt(Random(i), whole)[1] != b'{"model": "stub", "prompt": "x"}' for i in range(100))
 
 
-def act(server, fault) -> str:
-    return asyncio.run(faults.misbehave(faults.Site(server.port, "stub", slow=2.0), fault))
+def inject(server, fault) -> None:
+    asyncio.run(faults.inject(faults.FaultTarget(server.port, "stub", patience=2.0), fault))
 
 
 def test_faults_that_a_server_bears_are_passed():
     with stub("--delay", "0.01") as server:
-        for fault in faults.CLIENTS:
+        for fault in faults.CLIENT_FAULTS:
             if fault is not faults.stall:
-                act(server, fault)
+                inject(server, fault)
 
 
 def test_what_runs_on_after_its_client_left_is_noticed():
-    with stub("--leak") as server, pytest.raises(faults.Wrong, match="still"):
-        act(server, faults.vanish)
+    with stub("--leak") as server, pytest.raises(AssertionError, match="still"):
+        inject(server, faults.vanish)
 
 
 def test_another_reply_than_before_is_noticed():
     async def twice() -> None:
-        site = faults.Site(server.port, "stub", slow=2.0)
-        await site.probe()
-        await site.probe()
+        target = faults.FaultTarget(server.port, "stub", patience=2.0)
+        await target.probe()
+        await target.probe()
 
-    with stub("--wrong", "2") as server, pytest.raises(faults.Wrong, match="instead of"):
+    with stub("--wrong", "2") as server, pytest.raises(AssertionError, match="instead of"):
         asyncio.run(twice())
 
 
 def test_a_stream_that_sigterm_breaks_off_is_noticed():
-    command = [sys.executable, str(HERE / "stub_server.py"), "--delay", "0.1"]
-    with pytest.raises(faults.Wrong, match="a stream ended as"):
-        faults.terminated(command, 2000, 20.0, slow=20.0)
-    assert "4 of 4" in faults.terminated(command[:2], 60, 20.0, slow=20.0)
+    command = [*STUB, "--delay", "0.1"]
+    with pytest.raises(AssertionError, match="a stream ended as"):
+        faults.terminated(command, 2000, 20.0, patience=20.0)
+    assert faults.terminated(STUB, 60, 20.0, patience=20.0) == 4

@@ -1,61 +1,39 @@
-"""`paceline serve` under attack: other clients' waits, the process's memory and its end have hard bounds."""
+"""`paceline serve` under attack: other clients' waits, the process's memory and its shutdown have hard bounds."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import select
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
-import psutil
 import pytest
+
+from tests.server.server_process import ServerProcess, paceline_serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 WAIT = 6.0
-"""Seconds that a request for four tokens may take meanwhile; alone it takes some 0.1."""
+"""Seconds that a request for four tokens may take during an attack; alone it takes some 0.1."""
 GROWTH = 800 * 2**20
-"""Bytes by which the server and its helper may grow together."""
+"""Bytes by which the server and its helper process may grow together."""
 GRACE = 2
 END = 15.0
 """Seconds from SIGTERM to the end of the process."""
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 
 
-class Server:
+class Server(ServerProcess):
     """A served demo model. `prefix`: a command that runs the one behind it."""
 
     def __init__(self, *prefix: str) -> None:
-        command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--quantize", "int8", "--port", "0"]
-        command = [*prefix, *command, "--grace", str(GRACE)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self.port = self._port()
-        threading.Thread(target=self._read, daemon=True).start()
+        command = paceline_serve(f"--model demo --quantize int8 --grace {GRACE}")
+        super().__init__("paceline serve", [*prefix, *command], patience=300)
         self.seconds()
-
-    def _port(self) -> int:
-        assert self.process.stderr
-        until = time.monotonic() + 300
-        while time.monotonic() < until and self.process.poll() is None:
-            if select.select([self.process.stderr], [], [], 1)[0]:
-                self.lines.append(self.process.stderr.readline())
-                if found := re.search(r"http://127\.0\.0\.1:(\d+)", self.lines[-1]):
-                    return int(found[1])
-        raise AssertionError("".join(self.lines))
-
-    def _read(self) -> None:
-        assert self.process.stderr
-        self.lines.extend(self.process.stderr)
 
     def send(self, path: str, body: Any) -> socket.socket:
         data = json.dumps(body).encode()
@@ -65,56 +43,44 @@ class Server:
         return connection
 
     def seconds(self, **more: Any) -> float:
-        """How long an honest client waits for four tokens."""
+        """Return how long a well-behaved client waits for four tokens."""
         began = time.monotonic()
         answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=SHORT | more, timeout=120)
         assert answer.status_code == 200, answer.text
         return time.monotonic() - began
 
-    def memory(self) -> int:
-        server = psutil.Process(self.process.pid)
-        return sum(_resident(process) for process in [server, *server.children(recursive=True)])
-
     def end(self) -> float:
-        """Seconds that the process takes to end."""
+        """Send SIGTERM; return the seconds until the process ends."""
         began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
+        self.terminate()
         self.process.wait(60)
         return time.monotonic() - began
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     it = Server()
     yield it
-    it.process.kill()
-    it.process.wait(30)
+    it.kill()
 
 
 def status(connection: socket.socket) -> int:
-    """Of the answer, once it comes."""
+    """Return the status of the response."""
     with connection:
         return int(connection.recv(64).split()[1])
 
 
 def hold_out(server: Server, seconds: float, before: int | None = None, **more: Any) -> None:
-    """Asks for four tokens again and again; waits and memory keep to their bounds. `before`: bytes before it."""
-    before, until = before or server.memory(), time.monotonic() + seconds
+    """Ask for four tokens again and again: waits and memory stay within bounds. `before`: memory before the attack."""
+    before, until = before or server.resident, time.monotonic() + seconds
     while time.monotonic() < until:
         assert server.seconds(**more) < WAIT
-        assert server.memory() - before < GROWTH
+        assert server.resident - before < GROWTH
         time.sleep(0.1)
 
 
 def bombs(count: int, first: int = 10000301) -> list[dict[str, Any]]:
-    """Requests of a few bytes whose grammars take minutes and gigabytes to compile."""
+    """Small requests whose grammars take minutes and gigabytes to compile."""
     schemas = [{"type": "integer", "multipleOf": first + 2 * n} for n in range(count)]
     return [{"prompt": "a", "max_tokens": 4, "timeout": 2, "guided_json": schema} for schema in schemas]
 
@@ -178,7 +144,7 @@ def test_bodies_that_never_end(server: Server) -> None:
     for connection in connections:
         connection.close()
     time.sleep(1)
-    assert not [line for line in server.lines if "Traceback" in line]
+    assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize(
@@ -200,21 +166,21 @@ def test_grammars_that_are_slow_to_follow(server: Server, form: dict[str, str]) 
 
 
 def test_many_ends_beside_a_grammar(server: Server) -> None:
-    before = server.memory()
+    before = server.resident
     for token in range(3, 17):
         connections = [
             server.send("/v1/completions", {**SHORT, "guided_regex": "[a-z]+", "stop_token_ids": [token, other]})
             for other in range(3, 17, 4)
         ]
         assert [status(connection) for connection in connections] == [200] * len(connections)
-    assert server.memory() - before < 200 * 2**20
+    assert server.resident - before < 200 * 2**20
 
 
 def test_bodies_that_are_larger_in_memory(server: Server) -> None:
     """Tiny objects, in a field that is ignored and in one that is kept: up to thirty times the bytes that were sent."""
     ignored = {**SHORT, "user": [{"": 0}] * 400_000}
     kept = {**SHORT, "guided_json": {"enum": [{"": 0}] * 99_000}}
-    before = server.memory()
+    before = server.resident
     for body in (ignored, kept):
         connections = [server.send("/v1/completions", body) for _ in range(60)]
         hold_out(server, 5, before)
@@ -252,8 +218,7 @@ def narrow() -> Iterator[Server]:
     """A server that may open 512 files."""
     it = Server("sh", "-c", 'ulimit -n 512; exec "$@"', "sh")
     yield it
-    it.process.kill()
-    it.process.wait(30)
+    it.kill()
 
 
 def test_silent_connections(narrow: Server) -> None:
@@ -266,7 +231,7 @@ def test_silent_connections(narrow: Server) -> None:
     hold_out(narrow, 5)
     for connection in silent:
         connection.close()
-    assert not [line for line in narrow.lines if "Traceback" in line or "Too many" in line]
+    assert not re.search("Traceback|Too many", narrow.log())
 
 
 def test_sigterm_during_a_body(server: Server) -> None:
@@ -277,4 +242,4 @@ def test_sigterm_during_a_body(server: Server) -> None:
         assert server.end() < END
         assert connection.recv(64).startswith(b"HTTP/1.1 503")
     assert server.process.returncode == 0
-    assert not [line for line in server.lines if "Traceback" in line]
+    assert "Traceback" not in server.log()

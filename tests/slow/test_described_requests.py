@@ -10,7 +10,7 @@ import pytest
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.described import Asked, Document
+from tests.server.described import Document, FuzzRequest
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
 
@@ -28,7 +28,7 @@ def test_no_documented_request_makes_the_server_fail(served: Serving) -> None:
 
     @hypothesis.settings(max_examples=5000, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(requests)
-    def check(asked: Asked) -> None:
+    def check(asked: FuzzRequest) -> None:
         asked.check(served)
 
     check()

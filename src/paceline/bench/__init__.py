@@ -1,1 +1,1 @@
-"""`paceline bench`: drafters, and other programs, side by side on the same questions."""
+"""Measuring: `paceline bench`, `paceline doctor` and `paceline perplexity`."""

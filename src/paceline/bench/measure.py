@@ -1,4 +1,4 @@
-"""The interleaved run: every system answers every question, one after the other, in an order that rotates."""
+"""Interleaved measurement: every system answers every question in turn, in a rotating order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,38 @@ from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 
 
-class Lost(PacelineError):
-    """A system that cannot answer any more: it is left out, the others go on."""
+class SystemFailed(PacelineError):
+    """A system that cannot answer any more: it is dropped and the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReply:
-    """What a system wrote. `first`: seconds until its first token. `stats`: only of Paceline's own."""
+    """Reply to a question: token ids (of all its prompts, in order), seconds to the first token, and Paceline's
+    statistics per prompt (none for other programs)."""
 
     token_ids: list[int]
     first: float
-    stats: Stats | None = None
+    stats: tuple[Stats, ...] = ()
 
 
-Write = Callable[[str], MeasuredReply]
-"""A system: from a question's text to its answer, templates and tokenising included."""
+Answer = Callable[[Question], MeasuredReply]
+"""A system under test: from a question's text to its reply, chat template and tokenising included."""
+
+
+class FirstTokenTimer:
+    """Seconds from construction to the first `mark`."""
+
+    def __init__(self) -> None:
+        self._began, self.seconds = time.perf_counter(), 0.0
+
+    def mark(self) -> None:
+        """Note that a token has arrived."""
+        self.seconds = self.seconds or time.perf_counter() - self._began
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reply of one system. `order`: its turn among the systems of this question. `seconds`: wall time, text to
+    """One reply of one system. `order`: its turn among the systems for this question. `seconds`: wall time from text to
     text."""
 
     system: str
@@ -47,7 +59,7 @@ class Sample:
         return len(self.reply.token_ids) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the sample without its text, for JSON."""
         return {
             "system": self.system,
             "question": self.question.id,
@@ -57,24 +69,24 @@ class Sample:
             "seconds": round(self.seconds, 5),
             "first": round(self.reply.first, 5),
             "tokens": len(self.reply.token_ids),
-            "stats": self.reply.stats.as_dict() if self.reply.stats else None,
+            "stats": [stats.as_dict() for stats in self.reply.stats],
         }
 
 
 PAUSE = 0.02
-"""Seconds between replies: threads of the last one that spin while they wait have gone to sleep by then."""
+"""Seconds between replies, in which threads of the last system that spin while they wait go to sleep."""
 
 
 def measure(
-    systems: Mapping[str, Write], questions: Sequence[Question], repeats: int = 1
-) -> Iterator[Sample | tuple[str, Lost]]:
-    """Every system is warmed up with one reply that does not count; then samples come as they are made.
+    systems: Mapping[str, Answer], questions: Sequence[Question], repeats: int = 1
+) -> Iterator[Sample | tuple[str, SystemFailed]]:
+    """Warm every system up with one unrecorded reply, then yield samples as they are made.
 
-    A machine's speed drifts, so that what is compared must be measured side by side: ratios within a question count.
-    A system that is lost on the way is named with its reason, and asked no more.
+    A machine's speed drifts, so what is compared is measured side by side and only ratios within a question count.
+    A system that fails is yielded once with its error and then dropped.
     """
     left = dict(systems)
-    plan = [(-1, questions[0]), *((r, q) for r in range(repeats) for q in questions)]
+    plan = [(-1, questions[0]), *((repeat, question) for repeat in range(repeats) for question in questions)]
     for turn, (repeat, question) in enumerate(plan):
         names = list(left)
         start = max(0, turn - 1) % len(names) if names else 0
@@ -82,10 +94,10 @@ def measure(
             time.sleep(PAUSE)
             began = time.perf_counter()
             try:
-                reply = left[name](question.text)
-            except Lost as lost:
+                reply = left[name](question)
+            except SystemFailed as error:
                 del left[name]
-                yield name, lost
+                yield name, error
             else:
                 if repeat >= 0:
                     yield Sample(name, question, repeat, order, time.perf_counter() - began, reply)

@@ -1,4 +1,4 @@
-"""A run as one page that needs nothing else: speed by category, acceptance by depth, where a round's time goes."""
+"""A run as one self-contained page: speed by category, acceptance by depth, time of a round by phase."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.plots import Mark, dots, legend, lines, stacks
-from paceline.bench.tables import Summary, all_grids, at, by_temperature, main_grids, where
+from paceline.bench.plots import Series, dot_plot, line_plot, stacked_bars
+from paceline.bench.tables import Summary, all_grids, by_temperature, main_grids, temperature_suffix, where
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -19,15 +19,9 @@ h2{font-size:1.15rem;margin:2.2rem 0 .3rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap;font-weight:400}
 thead th{font-weight:600}
-th:first-child{position:sticky;left:0;background:Canvas}
-td:first-child,th:first-child{text-align:left;padding-left:0}
-.plot{width:100%;display:block;margin:.6rem 0 0;overflow:visible}
-.plot text{font:13px system-ui,sans-serif;fill:currentColor}
-.plot .tick{opacity:.75}
-.grid{stroke:#8883}
-.thread{stroke:#8885;stroke-dasharray:2 4}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1.1rem;margin:.4rem 0;padding:0}
-.legend svg{margin-right:.25rem;vertical-align:-1px}
+th:first-child{position:sticky;left:0;background:Canvas;text-align:left;padding-left:0}
+.plot{width:100%;min-width:40rem;height:auto;display:block}
+.plot text{font-family:system-ui,sans-serif!important}
 code,small{opacity:.8;overflow-wrap:anywhere}
 summary{cursor:pointer;margin-top:2rem}
 """
@@ -39,61 +33,56 @@ _HEAD = (
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """HTML of a result of `run`."""
-    systems, source = result["systems"], result["provenance"]
-    said = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
-    here = f"{source['date']}; {where(source)}"
+    """Return a result of `run` as HTML. Needs matplotlib (see `plots.require_matplotlib`)."""
+    source, main = result["provenance"], main_grids(result)
+    here = escape(f"{source['date']}; {where(source)}")
+    lines = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
     parts = [
         f"<h1>paceline bench: {escape(Path(source['settings']['model']).name)}</h1>",
-        f"<p><code>{escape(source['command'])}</code><br><small>{escape(here)}</small></p>",
-        f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>" if said else "",
-        *(_titled(grid.title, grid.html()) for grid in main_grids(result)),
-        *_plots(systems),
+        f"<p><code>{escape(source['command'])}</code><br><small>{here}</small></p>",
+        f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "",
+        *(_titled(grid.title, grid.html()) for grid in main),
+        *_plots(result["systems"]),
         "<details><summary>All figures as tables</summary>",
-        *(_titled(grid.title, grid.html()) for grid in all_grids(result)[len(main_grids(result)) :]),
+        *(_titled(grid.title, grid.html()) for grid in all_grids(result)[len(main) :]),
         "</details>",
     ]
     return f'<!doctype html><html lang="en"><head>{_HEAD}</head><body>{"".join(parts)}</body></html>\n'
 
 
 def _plots(systems: Sequence[Summary]) -> list[str]:
-    marks = _marks(systems)
+    series = _series(systems)
     parts = []
     for part in by_temperature(systems):
-        warm = at(part)
-        parts.append(_titled(f"Speed by category{warm}", _speeds(part, marks)))
-        kept = [(s["inside"]["accepted_at"], marks[s["system"]]) for s in part if s["inside"]]
-        kept = [(shares, mark) for shares, mark in kept if shares]
-        if kept:
-            series, drafting = zip(*kept, strict=True)
-            drawn = lines(series, drafting, "depth, in drafted tokens", "rounds that kept a draft to this depth")
-            parts.append(_titled(f"Acceptance by depth{warm}", legend(drafting) + drawn))
-    return [*parts, _titled("Where a round's time goes", _rounds([s for s in systems if s["inside"]]))]
+        suffix = temperature_suffix(part)
+        speeds = {c: [s["categories"][c]["tokens_per_second"] for s in part] for c in part[0]["categories"]}
+        plot = dot_plot(speeds, [series[s["system"]] for s in part], "tokens per second, end to end", "tok/s")
+        parts.append(_plot(f"Speed by category{suffix}", plot))
+        if drafting := [s for s in part if s["inside"] and s["inside"]["accepted_at"]]:
+            shares = [s["inside"]["accepted_at"] for s in drafting]
+            names = [series[s["system"]] for s in drafting]
+            plot = line_plot(shares, names, "accepted depth, in draft tokens", "share of rounds")
+            parts.append(_plot(f"Acceptance by depth{suffix}", plot))
+    spent = {s["system"]: s["inside"]["milliseconds"] for s in systems if s["inside"]}
+    phases = [Series(phase, i) for i, phase in enumerate(next(iter(spent.values())))]
+    bars = {name: list(parts_ms.values()) for name, parts_ms in spent.items()}
+    return [*parts, _plot("Time of a round", stacked_bars(bars, phases, "milliseconds per round", "ms"))]
 
 
-def _speeds(part: Sequence[Summary], marks: Mapping[str, Mark]) -> str:
-    used = [marks[s["system"]] for s in part]
-    speeds = {c: [s["categories"][c]["tokens_per_second"] for s in part] for c in part[0]["categories"]}
-    return legend(used) + dots(speeds, used, "tokens per second, end to end", "tok/s")
-
-
-def _rounds(own: Sequence[Summary]) -> str:
-    spent = {s["system"]: s["inside"]["milliseconds"] for s in own}
-    phases = [Mark(phase, i) for i, phase in enumerate(next(iter(spent.values())))]
-    bars = {name: list(parts.values()) for name, parts in spent.items()}
-    return legend(phases) + stacks(bars, phases, "milliseconds per round", "ms")
-
-
-def _marks(systems: Sequence[Summary]) -> dict[str, Mark]:
-    """Filled for Paceline's, hollow for the other programs'; one that is measured at several temperatures has one."""
-    places: dict[bool, dict[tuple[str, ...], int]] = {False: {}, True: {}}
-    marks = {}
+def _series(systems: Sequence[Summary]) -> dict[str, Series]:
+    """Filled markers for Paceline, hollow ones for other programs; the same one at every temperature."""
+    indices: dict[bool, dict[tuple[Any, ...], int]] = {False: {}, True: {}}
+    series = {}
     for s in systems:
         other = s["program"] != "paceline"
-        like = places[other]
-        place = like.setdefault((s["program"], s["drafter"], s["precision"]), len(like))
-        marks[s["system"]] = Mark(s["system"], place, other)
-    return marks
+        key = s["program"], s["drafter"], s["precision"], s["width"]
+        index = indices[other].setdefault(key, len(indices[other]))
+        series[s["system"]] = Series(s["system"], index, other)
+    return series
+
+
+def _plot(title: str, svg: str) -> str:
+    return _titled(title, f"<div class=scroll>{svg}</div>")
 
 
 def _titled(title: str, body: str) -> str:

@@ -1,12 +1,11 @@
-"""Other programs that write with the same weights, each an optional extra: transformers, llama.cpp, OpenVINO GenAI.
+"""Other programs that run the same weights, each an optional extra: transformers, llama.cpp, OpenVINO GenAI.
 
-Each runs in a process of its own (`child.py`). All read the same file at their own defaults, are given the same
-rendered prompt, which each tokenises itself, and end at the same tokens. None may keep anything of an earlier prompt.
+Each runs in a process of its own (`peer_process.py`), reads the same file at its own defaults, tokenises the same
+rendered prompt and ends at the same tokens. None may keep anything of an earlier prompt.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,18 +14,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.measure import MeasuredReply
+from paceline.bench.measure import FirstTokenTimer, MeasuredReply
 from paceline.errors import PacelineError
 
 
-class Missing(PacelineError):
+class PeerUnavailable(PacelineError):
     """A peer that is not installed, or cannot read this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What a peer is told before the first prompt. `path`: of the model. `eos`: tokens that end a reply. `tokens`: of a
-    reply at most. `positions`: of the longest prompt and its reply. `device`: as torch names it."""
+    """Setup of a peer: the model's path, token ids that end a reply, new tokens per reply at most, context length for
+    the longest prompt and its reply, CPU threads, and the device as torch names it."""
 
     path: str
     eos: tuple[int, ...]
@@ -38,7 +37,7 @@ class PeerSetup:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A prompt, rendered. `lookup`: whether to draft by prompt lookup. `temperature`: 0 is greedy."""
+    """A rendered prompt. `lookup`: whether to draft by prompt lookup. `temperature`: 0 is greedy."""
 
     prompt: str
     temperature: float = 0.0
@@ -53,27 +52,27 @@ PEERS: dict[str, str] = {
     "llama.cpp": f"{__name__}:llama_cpp",
     "openvino": f"{__name__}:openvino",
 }
-"""Name -> the function that begins it, `PeerSetup` to `PeerAnswer`, as module:function."""
+"""Name -> the function that starts it, `PeerSetup` to `PeerAnswer`, as module:function."""
 
 
 class Transformers:
-    """A dense model and a tokenizer by transformers, with its defaults: sdpa attention, dynamic KV cache."""
+    """A dense model and its tokenizer, with transformers' defaults: sdpa attention, dynamic KV cache."""
 
     lookup = 10
-    """Draft tokens of its prompt lookup, as its documentation has it."""
+    """Draft tokens of its prompt lookup, as in its documentation."""
 
     def __init__(self, path: Path, dtype: Any, device: str = "cpu") -> None:
-        """A GGUF file takes some 20 s: transformers converts it tensor by tensor."""
+        """Loading a GGUF file takes some 20 s: transformers converts it tensor by tensor."""
         self.library = _library("transformers", "transformers accelerate")
         self.library.logging.disable_progress_bar()
-        # Its note on packed weights is not about this load; `_check_dense` makes sure of it.
+        # Its warning about packed weights does not apply to this load, as `_check_dense` verifies.
         self.library.logging.set_verbosity_error()
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         dense: dict[str, Any] = {}
         if path.is_file():
             _library("accelerate", "accelerate")
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-            # Newer versions leave some GGUF weights packed, which is slow on a CPU and would flatter us.
+            # Newer versions leave some GGUF weights packed, which is slow on a CPU and would flatter Paceline.
             if hasattr(self.library, "GgufConfig"):
                 dense = {"quantization_config": self.library.GgufConfig(dequantize=True)}
         self.tokenizer = self.library.AutoTokenizer.from_pretrained(**where)
@@ -82,11 +81,11 @@ class Transformers:
         _check_dense(self.model, dtype)
 
     def encode(self, prompt: str) -> list[int]:
-        """Of a rendered prompt."""
+        """Return the token ids of a rendered prompt."""
         return list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     def generate(self, ids: list[int], count: int, eos: tuple[int, ...], **options: Any) -> Any:
-        """What its `generate` returns for `options` of its GenerationConfig; greedy without any."""
+        """Return what `generate` returns under `options` of its GenerationConfig; greedy without any."""
         streamer = options.pop("streamer", None)
         choices = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": count} | options
         config = self.library.GenerationConfig(eos_token_id=sorted(eos), pad_token_id=min(eos), **choices)
@@ -98,77 +97,75 @@ class Transformers:
             )
 
 
-def transformers(job: PeerSetup) -> PeerAnswer:
-    """`generate` in bfloat16, and its prompt lookup."""
+def transformers(setup: PeerSetup) -> PeerAnswer:
+    """Start transformers: `generate` in bfloat16, and its prompt lookup."""
     torch = import_module("torch")
-    torch.set_num_threads(job.threads)
-    peer = Transformers(Path(job.path), torch.bfloat16, job.device)
+    torch.set_num_threads(setup.threads)
+    peer = Transformers(Path(setup.path), torch.bfloat16, setup.device)
 
-    def answer(ask: PeerPrompt) -> MeasuredReply:
-        watch = Watch()
-        ids = peer.encode(ask.prompt)
-        options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if ask.lookup else {}
-        if ask.temperature:
-            torch.manual_seed(ask.seed)
-            options |= {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
-        out = peer.generate(ids, job.tokens, job.eos, streamer=_Puts(watch), **options)
+    def answer(prompt: PeerPrompt) -> MeasuredReply:
+        timer = FirstTokenTimer()
+        ids = peer.encode(prompt.prompt)
+        options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if prompt.lookup else {}
+        if prompt.temperature:
+            torch.manual_seed(prompt.seed)
+            options |= {"do_sample": True, "temperature": prompt.temperature, "top_k": 0, "top_p": 1.0}
+        out = peer.generate(ids, setup.tokens, setup.eos, streamer=_Streamer(timer), **options)
         reply = out[0, len(ids) :].tolist()
         peer.tokenizer.decode(reply, skip_special_tokens=True)
-        return MeasuredReply(reply, watch.first)
+        return MeasuredReply(reply, timer.seconds)
 
     return answer
 
 
-def llama_cpp(job: PeerSetup) -> PeerAnswer:
-    """llama-cpp-python on the GGUF file, at the file's own precision, and its prompt lookup of 10 tokens."""
+def llama_cpp(setup: PeerSetup) -> PeerAnswer:
+    """Start llama-cpp-python on the GGUF file, at the file's precision, with prompt lookup of 10 tokens."""
     library = _library("llama_cpp", "llama-cpp-python")
-    path = _gguf(job, "llama.cpp")
+    path = _gguf(setup, "llama.cpp")
 
     @cache
     def model(lookup: bool) -> Any:
         drafting = import_module("llama_cpp.llama_speculative")
         return library.Llama(
             model_path=path,
-            n_ctx=job.positions + 64,
-            n_threads=job.threads,
-            n_threads_batch=job.threads,
+            n_ctx=setup.positions + 64,
+            n_threads=setup.threads,
+            n_threads_batch=setup.threads,
             draft_model=drafting.LlamaPromptLookupDecoding(num_pred_tokens=10) if lookup else None,
             verbose=False,
         )
 
-    def answer(ask: PeerPrompt) -> MeasuredReply:
-        llama = model(ask.lookup)
-        watch = Watch()
-        llama.reset()  # it would keep what two prompts in a row begin with
-        ids = llama.tokenize(ask.prompt.encode(), add_bos=False, special=True)
+    def answer(prompt: PeerPrompt) -> MeasuredReply:
+        llama = model(prompt.lookup)
+        timer = FirstTokenTimer()
+        llama.reset()  # otherwise it keeps the common prefix of two prompts
+        ids = llama.tokenize(prompt.prompt.encode(), add_bos=False, special=True)
         reply: list[int] = []
-        sampling = {"temp": ask.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        sampling = {"temp": prompt.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
         for token in llama.generate(ids, **sampling):
-            watch.see()
+            timer.mark()
             reply.append(token)
-            if token in job.eos or len(reply) == job.tokens:
+            if token in setup.eos or len(reply) == setup.tokens:
                 break
         llama.detokenize(reply)
-        return MeasuredReply(reply, watch.first)
+        return MeasuredReply(reply, timer.seconds)
 
     model(False)
     return answer
 
 
-def openvino(job: PeerSetup) -> PeerAnswer:
-    """OpenVINO GenAI on the GGUF file, and its prompt lookup of 5 tokens."""
+def openvino(setup: PeerSetup) -> PeerAnswer:
+    """Start OpenVINO GenAI on the GGUF file, with prompt lookup of 5 tokens."""
     library = _library("openvino_genai", "openvino-genai")
-    path = _gguf(job, "OpenVINO GenAI")
+    path = _gguf(setup, "OpenVINO GenAI")
 
-    class Seen(library.StreamerBase):  # type: ignore[misc, name-defined]
-        """Notes when tokens come."""
-
-        def __init__(self, watch: Watch) -> None:
+    class Streamer(library.StreamerBase):  # type: ignore[misc, name-defined]
+        def __init__(self, timer: FirstTokenTimer) -> None:
             super().__init__()
-            self.watch = watch
+            self.timer = timer
 
         def write(self, tokens: Any) -> Any:
-            self.watch.see()
+            self.timer.mark()
             return library.StreamingStatus.RUNNING
 
         def end(self) -> None:
@@ -177,59 +174,48 @@ def openvino(job: PeerSetup) -> PeerAnswer:
     @cache
     def pipeline(lookup: bool) -> Any:
         options: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
-        # Its own default, but for the cache of prompts, out of which a second asking would be answered.
+        # The default scheduler without its prefix cache, which would answer a repeated question.
         options["scheduler_config"] = library.SchedulerConfig()
         options["scheduler_config"].max_num_batched_tokens = 2**31 - 1
         options["scheduler_config"].enable_prefix_caching = False
-        return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=job.threads, **options)
+        return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=setup.threads, **options)
 
-    def answer(ask: PeerPrompt) -> MeasuredReply:
-        writer, config = pipeline(ask.lookup), _openvino_config(library, job, ask)
-        watch = Watch()
+    def answer(prompt: PeerPrompt) -> MeasuredReply:
+        writer, config = pipeline(prompt.lookup), _openvino_config(library, setup, prompt)
+        timer = FirstTokenTimer()
         tokenizer = writer.get_tokenizer()
-        result = writer.generate(tokenizer.encode(ask.prompt, add_special_tokens=False), config, Seen(watch))
+        result = writer.generate(tokenizer.encode(prompt.prompt, add_special_tokens=False), config, Streamer(timer))
         reply = list(result.tokens[0])
         tokenizer.decode(reply)
-        return MeasuredReply(reply, watch.first)
+        return MeasuredReply(reply, timer.seconds)
 
     pipeline(False)
     return answer
 
 
-def _openvino_config(library: Any, job: PeerSetup, ask: PeerPrompt) -> Any:
+def _openvino_config(library: Any, setup: PeerSetup, prompt: PeerPrompt) -> Any:
     config = library.GenerationConfig()
-    config.max_new_tokens = job.tokens
+    config.max_new_tokens = setup.tokens
     config.apply_chat_template = False
-    config.set_eos_token_id(job.eos[0])
-    config.stop_token_ids = set(job.eos)
-    config.do_sample = ask.temperature > 0
+    config.set_eos_token_id(setup.eos[0])
+    config.stop_token_ids = set(setup.eos)
+    config.do_sample = prompt.temperature > 0
     if config.do_sample:
-        config.temperature, config.rng_seed = ask.temperature, ask.seed
-    if ask.lookup:
+        config.temperature, config.rng_seed = prompt.temperature, prompt.seed
+    if prompt.lookup:
         config.num_assistant_tokens, config.max_ngram_size = 5, 3
     return config
 
 
-class Watch:
-    """Time to the first token."""
+class _Streamer:
+    """Streamer for transformers, which puts the prompt before the tokens."""
 
-    def __init__(self) -> None:
-        self._began, self.first = time.perf_counter(), 0.0
-
-    def see(self) -> None:
-        """A token has come."""
-        self.first = self.first or time.perf_counter() - self._began
-
-
-class _Puts:
-    """A streamer of transformers: the prompt is put in before the tokens."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._prompt = watch, True
+    def __init__(self, timer: FirstTokenTimer) -> None:
+        self._timer, self._prompt = timer, True
 
     def put(self, value: Any) -> None:
         if not self._prompt:
-            self._watch.see()
+            self._timer.mark()
         self._prompt = False
 
     def end(self) -> None:
@@ -238,25 +224,29 @@ class _Puts:
 
 def _library(name: str, packages: str) -> Any:
     if find_spec(name) is None:
-        raise Missing(f"{name} is not installed", f"pip install {packages}")
+        raise PeerUnavailable(f"{name} is not installed", f"pip install {packages}")
     try:
         return import_module(name)
     except (ImportError, OSError) as error:
-        raise Missing(f"{name} cannot be imported ({error})", f"pip install {packages}") from error
+        raise PeerUnavailable(f"{name} cannot be imported ({error})", f"pip install {packages}") from error
 
 
-def _gguf(job: PeerSetup, name: str) -> str:
-    if not job.path.endswith(".gguf"):
-        raise Missing(f"{name} reads the same file, and {job.path} is no GGUF file", "Give a GGUF file")
-    if job.device != "cpu":
-        raise Missing(f"{name} is compared on the CPU alone, and the model is on {job.device}", "Add --device cpu")
-    return job.path
+def _gguf(setup: PeerSetup, name: str) -> str:
+    if not setup.path.endswith(".gguf"):
+        raise PeerUnavailable(f"{name} reads the same file, and {setup.path} is not a GGUF file", "Give a GGUF file")
+    if setup.device != "cpu":
+        raise PeerUnavailable(
+            f"{name} is compared on the CPU only, but the model is on {setup.device}", "Add --device cpu"
+        )
+    return setup.path
 
 
 def _check_dense(model: Any, dtype: Any) -> None:
-    """A baseline that unpacked its weights at every pass would flatter us."""
+    """Refuse packed weights: a baseline that unpacks them in every pass would flatter Paceline."""
     linear = import_module("torch.nn").Linear
     for name, module in model.named_modules():
         if name.endswith("_proj") and (type(module) is not linear or module.weight.dtype != dtype):
             kind = type(module).__name__
-            raise Missing(f"transformers loaded {name} as {kind}, not as a dense {dtype} layer", "Give a dense model")
+            raise PeerUnavailable(
+                f"transformers loaded {name} as {kind}, not as a dense {dtype} layer", "Give a dense model"
+            )

@@ -1,4 +1,4 @@
-"""How well a target predicts a text: what quantising its weights costs."""
+"""Perplexity of a target on a text: what quantising its weights costs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 _ROWS = 128
-"""Rows per pass: their logits are 130 MB where the vocabulary is the largest there is."""
+"""Rows per pass; their logits take 130 MB with the largest vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of each token that was predicted, in the text's order: `losses` [n], its -log p in nats (float64), and `best`
-    [n], the likeliest token in its place."""
+    """Scores of the predicted tokens, in the text's order: `losses` [n], -log p in nats (float64), and `best` [n], the
+    likeliest token at each position."""
 
     losses: Tensor
     best: Tensor
@@ -30,27 +30,28 @@ class TokenScores:
         return float(self.losses.mean().exp())
 
     def agreement(self, other: TokenScores) -> float:
-        """The share of places where both find the same token likeliest: at most so much of a draft is accepted."""
+        """Return the share of positions with the same likeliest token, which bounds the acceptance of greedy drafts."""
         return float((self.best == other.best).double().mean())
 
 
 @dataclass(frozen=True, slots=True)
 class TextWindow:
-    """A stretch of text that is fed by itself; the tokens from `first` on are predicted, those before are context."""
+    """A stretch of text, fed by itself: tokens from `first` on are predicted, those before are context."""
 
     tokens: Sequence[int]
     first: int
 
 
 def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int] = ()) -> list[TextWindow]:
-    """Stretches of `size` tokens, each but the first beginning with the last `context` of the one before: every token
-    is predicted once, most with more than `context` before them. `front` (a beginning-of-text token) opens each.
+    """Cut a text into windows of `size` tokens, each starting with the last `context` tokens of the one before, so that
+    every token is predicted once. `front` (a beginning-of-text token) starts each window.
 
     Raises `InvalidOption`, and `InvalidPrompt` for a text with nothing to predict.
     """
     if not 1 <= context < size:
         raise InvalidOption(
-            f"windows of {size} tokens cannot share {context}", "Give 1 or more, and fewer than a window"
+            f"context must be 1 or more and less than the window of {size} tokens, got {context}",
+            "Give a shorter context",
         )
     if len(tokens) + len(front) < 2:
         raise InvalidPrompt("the text has fewer than two tokens", "Give a longer one")
@@ -63,13 +64,13 @@ def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int]
 
 
 def score(target: Target, pieces: Sequence[TextWindow]) -> TokenScores:
-    """Feed every window on its own through the target's forward."""
+    """Feed every window by itself and score its predicted tokens."""
     cache = target.new_cache()
-    losses, best = zip(*(part for piece in pieces for part in _scored(target, cache, piece)), strict=True)
+    losses, best = zip(*(part for piece in pieces for part in _score_window(target, cache, piece)), strict=True)
     return TokenScores(torch.cat(losses), torch.cat(best))
 
 
-def _scored(target: Target, cache: KVCache, piece: TextWindow) -> Iterator[tuple[Tensor, Tensor]]:
+def _score_window(target: Target, cache: KVCache, piece: TextWindow) -> Iterator[tuple[Tensor, Tensor]]:
     slot = cache.acquire(len(piece.tokens))
     for start in range(0, len(piece.tokens) - 1, _ROWS):
         chunk = piece.tokens[start : min(start + _ROWS, len(piece.tokens) - 1)]
@@ -79,11 +80,8 @@ def _scored(target: Target, cache: KVCache, piece: TextWindow) -> Iterator[tuple
         # Row i predicts the token at i + 1.
         skipped = max(0, piece.first - 1 - start)
         if skipped < len(chunk):
+            scored = logits[skipped:]
             following = torch.tensor(piece.tokens[start + skipped + 1 : start + len(chunk) + 1], device=logits.device)
-            yield _judged(logits[skipped:], following)
+            losses = torch.nn.functional.cross_entropy(scored, following, reduction="none")
+            yield losses.double().cpu(), scored.argmax(-1).cpu()
     cache.release(slot)
-
-
-def _judged(logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    loss = torch.nn.functional.cross_entropy(logits, following, reduction="none")
-    return loss.double().cpu(), logits.argmax(-1).cpu()

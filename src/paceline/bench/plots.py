@@ -1,141 +1,147 @@
-"""Plots as SVG that stay readable at any width: places across are shares of it, sizes of text and marks are fixed."""
+"""Plots of a report as SVG text, drawn by matplotlib (extra `bench`): the same input gives the same text."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
+from importlib.util import find_spec
+from io import StringIO
+from typing import TYPE_CHECKING, Any
 
-COLOURS = (
-    *("#4269d0", "#ff725c", "#3ca951", "#efb118", "#a463f2"),
+from paceline.errors import InvalidOption, install_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = (
+    *("#4269d0", "#ff725c", "#3ca951", "#d9a00f", "#a463f2"),
     *("#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0"),
 )
-"""Told apart on light and on dark ground; the palette of Observable Plot in an order of our own."""
-
-_SHAPES = (
-    '<circle r="5.5"/>',
-    '<rect x="-5" y="-5" width="10" height="10"/>',
-    '<path d="M0 -6.5L6.5 0L0 6.5L-6.5 0Z"/>',
-)
+"""Distinguishable on light and on dark ground; after the palette of Observable Plot."""
+_INK, _FAINT = "#010203", "#010204"
+"""Replaced by the page's own text colour."""
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paceline",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _FAINT,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """How something looks in every plot. `place`: its number among its like, which choose colour, then shape."""
+class Series:
+    """A system or a phase, drawn alike in every plot: `index` chooses colour and marker, `hollow` is for other
+    programs."""
 
     name: str
-    place: int
+    index: int
     hollow: bool = False
 
     @property
     def colour(self) -> str:
-        return COLOURS[self.place % len(COLOURS)]
+        return _COLOURS[self.index % len(_COLOURS)]
 
-    def shape(self) -> str:
-        """Around the origin."""
-        paint = f'fill="{"none" if self.hollow else self.colour}" stroke="{self.colour}" stroke-width="2"'
-        return f"<g {paint}>{_SHAPES[self.place // len(COLOURS) % len(_SHAPES)]}</g>"
-
-
-def legend(marks: Sequence[Mark]) -> str:
-    """Which mark is whose."""
-    keys = [
-        f'<li><svg width="18" height="14" aria-hidden="true"><g transform="translate(8 7)">{m.shape()}</g></svg>'
-        f"{escape(m.name)}</li>"
-        for m in marks
-    ]
-    return f"<ul class=legend>{''.join(keys)}</ul>"
+    @property
+    def marker(self) -> dict[str, Any]:
+        """Options of matplotlib's `plot`."""
+        shape = "osD^v"[self.index // len(_COLOURS) % 5]
+        return {"marker": shape, "color": self.colour, "markerfacecolor": "none" if self.hollow else self.colour}
 
 
-def dots(rows: Mapping[str, Sequence[float]], marks: Sequence[Mark], axis: str, unit: str) -> str:
-    """A row per name, in it a mark per value, on one common scale from 0. `axis`: what the scale shows."""
-    most, ticks = _scale(max((v for values in rows.values() for v in values), default=0.0))
-    height = 40 * len(rows)
-    parts = _across(ticks, most, height, axis)
-    for i, (name, values) in enumerate(rows.items()):
-        y = 40 * i
-        parts.append(f'<text x="0" y="{y + 13}">{escape(name)}</text>')
-        parts.append(f'<line x1="{_x(0)}" x2="{_x(1)}" y1="{y + 27}" y2="{y + 27}" class="thread"/>')
-        for mark, value in zip(marks, values, strict=True):
-            parts.append(_placed(mark, _x(value / most), y + 27, f"{mark.name}, {name}: {value:.1f} {unit}"))
-    return _svg(height + 42, axis, parts)
+def require_matplotlib() -> None:
+    """Raises `InvalidOption` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        fix = f"Install it: {install_line('bench')}"
+        raise InvalidOption("an HTML report needs matplotlib for its plots, which is not installed", fix)
 
 
-def lines(series: Sequence[Sequence[float]], marks: Sequence[Mark], x_axis: str, y_axis: str) -> str:
-    """A line per mark over 1, 2, 3, ...; values are shares."""
-    deepest, height, top = max(len(values) for values in series), 240, 26
-    places = [_x((d + 0.6) / (deepest + 0.1)) for d in range(deepest)]
-    parts = [f'<text x="0" y="10">{escape(y_axis)}</text>']
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = top + (1 - share) * height
-        parts.append(f'<line x1="0" x2="100%" y1="{y:.0f}" y2="{y:.0f}" class="grid"/>')
-        parts.append(f'<text x="0" y="{y - 3:.0f}" class="tick">{share:.0%}</text>')
-    for d, x in enumerate(places):
-        parts.append(f'<text x="{x}" y="{top + height + 18}" class="tick" text-anchor="middle">{d + 1}</text>')
-    parts.append(f'<text x="50%" y="{top + height + 38}" text-anchor="middle">{escape(x_axis)}</text>')
-    for mark, values in zip(marks, series, strict=True):
-        heights = [top + (1 - value) * height for value in values]
-        ends = list(zip(places, heights, strict=False))
-        parts += [
-            f'<line x1="{a}" y1="{b:.1f}" x2="{c}" y2="{d:.1f}" stroke="{mark.colour}" stroke-width="2"/>'
-            for (a, b), (c, d) in pairwise(ends)
-        ]
-        parts += [_placed(mark, x, y, f"{mark.name}, depth {i + 1}: {values[i]:.0%}") for i, (x, y) in enumerate(ends)]
-    return _svg(top + height + 46, f"{y_axis} by {x_axis}", parts)
+def dot_plot(rows: Mapping[str, Sequence[float]], series: Sequence[Series], axis: str, unit: str) -> str:
+    """Draw one row per name with one dot per series, on a scale from 0 labelled `axis`."""
+
+    def draw(axes: Axes) -> None:
+        for y, (name, values) in enumerate(rows.items()):
+            for one, value in zip(series, values, strict=True):
+                tip = f"tip:{one.name}, {name}: {value:.1f} {unit}"
+                axes.plot([value], [y], linestyle="", gid=tip, label="" if y else one.name, **one.marker)
+        _name_rows(axes, list(rows), axis)
+
+    return _svg(axis, 0.32 * len(rows) + 0.5, series, draw)
 
 
-def stacks(bars: Mapping[str, Sequence[float]], marks: Sequence[Mark], axis: str, unit: str) -> str:
-    """A bar per name, made of a part per mark."""
-    most, ticks = _scale(1.15 * max((sum(values) for values in bars.values()), default=0.0))
-    height = 42 * len(bars)
-    parts = _across(ticks, most, height, axis)
-    for i, (name, values) in enumerate(bars.items()):
-        y, done = 42 * i, 0.0
-        parts.append(f'<text x="0" y="{y + 13}">{escape(name)}</text>')
-        for mark, value in zip(marks, values, strict=True):
-            parts.append(
-                f'<rect x="{_x(done / most)}" y="{y + 18}" width="{_WIDTH * value / most:.2f}%" height="16" '
-                f'fill="{mark.colour}"><title>{escape(f"{name}, {mark.name}: {value:.2f} {unit}")}</title></rect>'
-            )
-            done += value
-        parts.append(f'<text x="{_x(done / most)}" dx="5" y="{y + 31}">{done:.1f} {unit}</text>')
-    return _svg(height + 42, axis, parts)
+def line_plot(lines: Sequence[Sequence[float]], series: Sequence[Series], x_axis: str, y_axis: str) -> str:
+    """Draw one line of shares per series over 1, 2, 3, ..."""
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+        for one, shares in zip(series, lines, strict=True):
+            axes.plot(range(1, len(shares) + 1), shares, color=one.colour)
+            for depth, share in enumerate(shares, 1):
+                tip = f"tip:{one.name}, depth {depth}: {share:.0%}"
+                axes.plot([depth], [share], gid=tip, linestyle="", label=one.name if depth == 1 else "", **one.marker)
+        axes.set(xlabel=x_axis, ylabel=y_axis, ylim=(0, 1.02))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    return _svg(f"{y_axis} by {x_axis}", 3.0, series, draw)
 
 
-_LEFT, _WIDTH = 2.0, 95.0
-"""Where the scale begins and how much of the width it takes, in percent."""
+def stacked_bars(bars: Mapping[str, Sequence[float]], series: Sequence[Series], axis: str, unit: str) -> str:
+    """Draw one bar per name, stacked from one part per series, with its sum beside it."""
+
+    def draw(axes: Axes) -> None:
+        for y, (name, values) in enumerate(bars.items()):
+            for i, (one, value) in enumerate(zip(series, values, strict=True)):
+                tip = f"tip:{name}, {one.name}: {value:.2f} {unit}"
+                axes.barh(y, value, 0.6, sum(values[:i]), color=one.colour, gid=tip, label="" if y else one.name)
+            axes.text(sum(values), y, f" {sum(values):.1f} {unit}", va="center")
+        axes.margins(x=0.12)
+        _name_rows(axes, list(bars), axis)
+
+    return _svg(axis, 0.34 * len(bars) + 0.5, series, draw)
 
 
-def _x(share: float) -> str:
-    return f"{_LEFT + _WIDTH * share:.2f}%"
+def _name_rows(axes: Axes, names: Sequence[str], axis: str) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel=axis, ylim=(len(names) - 0.5, -0.5))
+    axes.set_xlim(left=0)
 
 
-def _scale(most: float) -> tuple[float, list[float]]:
-    """The end of a scale from 0 that holds `most`, and four to six round numbers along it."""
-    if not most > 0:
-        return 1.0, [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(most / 4))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if most / (power * factor) <= 5)
-    count = math.ceil(most / step)
-    return count * step, [i * step for i in range(count + 1)]
+def _svg(title: str, height: float, series: Sequence[Series], draw: Any) -> str:
+    """Draw on `height` inches of axes under a legend; a group whose id starts with "tip:" gets that as its tooltip."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = max(1, min(4, 90 // (6 + max(len(one.name) for one in series))))
+    with rc_context(_STYLE):
+        legend = 0.2 * -(-len(series) // columns) + 0.1
+        figure: Figure = Figure(figsize=(10, height + legend + 0.4), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        figure.legend(loc="outside upper left", ncols=columns)
+        out = StringIO()
+        empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=empty)
+    return _embeddable(out.getvalue(), title)
 
 
-def _across(ticks: Sequence[float], most: float, height: int, axis: str) -> list[str]:
-    """Grid lines with their numbers below, and what they mean."""
-    parts = []
-    for tick in ticks:
-        x = _x(tick / most)
-        parts.append(f'<line x1="{x}" x2="{x}" y1="0" y2="{height + 4}" class="grid"/>')
-        parts.append(f'<text x="{x}" y="{height + 18}" class="tick" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="50%" y="{height + 36}" text-anchor="middle">{escape(axis)}</text>')
-    return parts
-
-
-def _placed(mark: Mark, x: str, y: float, said: str) -> str:
-    return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{mark.shape()}<title>{escape(said)}</title></svg>'
-
-
-def _svg(height: int, title: str, parts: Sequence[str]) -> str:
-    return f'<svg class="plot" height="{height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+def _embeddable(svg: str, title: str) -> str:
+    """The SVG element alone, in the page's text colour, without ids that a second plot would repeat."""
+    svg = svg[svg.index("<svg ") :]
+    svg = re.sub(r'<g id="tip:([^"]*)">', r"<g><title>\1</title>", svg)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = svg.replace(_INK, "currentColor").replace(_FAINT, "color-mix(in srgb, currentColor 25%, transparent)")
+    return svg.replace("<svg ", f'<svg class="plot" role="img" aria-label="{title}" ', 1).rstrip()

@@ -1,4 +1,4 @@
-"""From an order to the result of a run."""
+"""A whole benchmark run: from a comparison to its result."""
 
 from __future__ import annotations
 
@@ -7,72 +7,79 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.child import Child
 from paceline.bench.figures import findings, summarise
-from paceline.bench.measure import Lost, Sample, Write, measure
-from paceline.bench.peers import PEERS, Missing, PeerSetup
-from paceline.bench.questions import Question
-from paceline.bench.source import provenance
+from paceline.bench.measure import Answer, Sample, SystemFailed, measure
+from paceline.bench.peer_process import PeerProcess
+from paceline.bench.peers import PEERS, PeerSetup, PeerUnavailable
+from paceline.bench.provenance import provenance
+from paceline.bench.questions import Question, batches
 from paceline.bench.systems import OURS, Comparison, System, own_systems, peer_systems
 from paceline.llm import LLM
 
 
 def run(
     targets: Mapping[str, LLM],
-    order: Comparison,
+    comparison: Comparison,
     questions: Sequence[Question],
     on_sample: Callable[[Sample, int], object] = lambda sample, total: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The whole result, for JSON: {"provenance", "systems", "findings", "missing", "samples"}.
+    """Return the result for JSON: {"provenance", "systems", "findings", "missing", "samples"}.
 
-    `targets`: the model by precision, "" where it is not quantised. `on_sample` sees every sample, and how many there
-    will be. `settings` go into the provenance.
+    `targets`: the model by precision, "" where it is not quantised. `on_sample` gets each sample and the expected
+    number of samples. `settings` are added to the provenance. With batch widths above 1 every
+    system answers batches of the largest width, one `width` of requests at a time. Raises `PacelineError`.
     """
+    llm, width = next(iter(targets.values())), max(comparison.widths)
+    settings = {"model": llm.model.path, **asdict(comparison), "questions": len(questions)} | settings
+    settings["guarantee"] = {precision or "as loaded": target.guarantee for precision, target in targets.items()}
+    questions = batches(questions, width) if width > 1 else questions
     with ExitStack() as stack:
-        found = own_systems(targets, order)
-        theirs, missing = _peers(stack, next(iter(targets.values())), order, questions)
-        found |= theirs
-        source = provenance(**_settings(targets, order, questions) | settings)  # before the run: the load it begins at
+        systems = own_systems(targets, comparison)
+        peers, missing = _peers(stack, llm, comparison, questions)
+        systems |= peers
+        source = provenance(**settings)  # before the run, to record the load at its start
         samples: list[Sample] = []
-        for event in measure({s.name: write for s, write in found.items()}, questions, order.repeats):
+        for event in measure({s.name: answer for s, answer in systems.items()}, questions, comparison.repeats):
             if isinstance(event, Sample):
                 samples.append(event)
-                on_sample(event, len(found) * len(questions) * order.repeats)
+                on_sample(event, len(systems) * len(questions) * comparison.repeats)
             else:
-                name, lost = event
-                missing.append(f"{name}: {lost}")
-                found = {system: write for system, write in found.items() if system.name != name}
-    kept = [system for system in found if system.base in found]
+                name, error = event
+                missing.append(f"{name}: {error}")
+                systems = {system: answer for system, answer in systems.items() if system.name != name}
+    kept = [system for system in systems if system.base in systems]
     samples = [sample for sample in samples if sample.system in {system.name for system in kept}]
     figures = _figures(kept, samples) | {"missing": missing}
     return {"provenance": source, **figures, "samples": [sample.as_dict() for sample in samples]}
 
 
 def _peers(
-    stack: ExitStack, llm: LLM, order: Comparison, questions: Sequence[Question]
-) -> tuple[dict[System, Write], list[str]]:
-    """Those that can begin, one after the other, and a line for each that cannot."""
-    longest = max(len(llm.encode(question.text)) for question in questions)
-    positions = min(llm.model.target.context_length, longest + order.tokens)
+    stack: ExitStack, llm: LLM, comparison: Comparison, questions: Sequence[Question]
+) -> tuple[dict[System, Answer], list[str]]:
+    """The peers that start, and a line for each that does not."""
+    longest = max(len(llm.encode(text)) for question in questions for text in question.texts)
+    positions = min(llm.model.target.context_length, longest + comparison.tokens)
     device = str(llm.model.target.device)
-    job = PeerSetup(str(llm.model.path), tuple(llm.model.eos), order.tokens, positions, order.threads, device)
-    found: dict[System, Write] = {}
+    setup = PeerSetup(
+        str(llm.model.path), tuple(llm.model.eos), comparison.tokens, positions, comparison.threads, device
+    )
+    systems: dict[System, Answer] = {}
     missing = []
-    for name in dict.fromkeys(order.against):
-        child = _begin(name, job)
-        if isinstance(child, Child):
-            stack.callback(child.close)
-            found |= peer_systems(name, child, llm, order)
+    for name in dict.fromkeys(comparison.against):
+        process = _start(PEERS[name], setup)
+        if isinstance(process, PeerProcess):
+            stack.callback(process.close)
+            systems |= peer_systems(name, process, llm, comparison)
         else:
-            missing.append(f"{name}: {child}")
-    return found, missing
+            missing.append(f"{name}: {process}")
+    return systems, missing
 
 
-def _begin(name: str, job: PeerSetup) -> Child | Missing | Lost:
+def _start(peer: str, setup: PeerSetup) -> PeerProcess | PeerUnavailable | SystemFailed:
     try:
-        return Child(PEERS[name], job)
-    except (Missing, Lost) as error:
+        return PeerProcess(peer, setup)
+    except (PeerUnavailable, SystemFailed) as error:
         return error
 
 
@@ -80,15 +87,7 @@ def _figures(systems: Sequence[System], samples: Sequence[Sample]) -> dict[str, 
     summaries = []
     for system in systems:
         others = [s.name for s in systems if s.temperature == system.temperature and s.program != OURS]
-        summaries.append(asdict(system) | summarise(samples, system.name, system.base.name, others))
+        others += [system.single.name] if system.single in systems else []
+        about = asdict(system) | {"single": system.single.name}
+        summaries.append(about | summarise(samples, system.name, system.base.name, others))
     return {"systems": summaries, "findings": findings(summaries)}
-
-
-def _settings(targets: Mapping[str, LLM], order: Comparison, questions: Sequence[Question]) -> dict[str, Any]:
-    llm = next(iter(targets.values()))
-    return {
-        "model": str(llm.model.path),
-        **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(order).items()},
-        "questions": len(questions),
-        "guarantee": {precision or "as loaded": target.guarantee for precision, target in targets.items()},
-    }

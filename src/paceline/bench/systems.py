@@ -1,16 +1,17 @@
-"""What writes: Paceline with a drafter, or another program; each by a name that says all of it."""
+"""Systems under test: Paceline with a drafter, or another program, each with a name that identifies it fully."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from paceline.bench.child import Child
-from paceline.bench.measure import MeasuredReply, Write
+from paceline.bench.measure import Answer, FirstTokenTimer, MeasuredReply
+from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PEERS, PeerPrompt
+from paceline.bench.questions import Question
 from paceline.drafters.factory import AUTO, check_spec, open_drafter
 from paceline.errors import InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
@@ -24,33 +25,41 @@ OURS = "paceline"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, of a peer "lookup", "" for none. `precision`:
-    as in `split_precision`, "" for weights as they are loaded. `temperature`: 0 is greedy."""
+    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, "lookup" of a peer, "" for none. `precision`:
+    see `split_precision`, "" for weights as loaded. `temperature`: 0 is greedy. `width`: requests in a batch."""
 
     program: str = OURS
     drafter: str = ""
     precision: str = ""
     temperature: float = 0.0
+    width: int = 1
 
     @property
     def name(self) -> str:
         program, drafter = ("", self.drafter or "plain") if self.program == OURS else (self.program, self.drafter)
-        warm = f"T={self.temperature:g}" if self.temperature else ""
-        return " ".join(word for word in (program, drafter, self.precision, warm) if word)
+        temperature = f"T={self.temperature:g}" if self.temperature else ""
+        width = f"batch {self.width}" if self.width > 1 else ""
+        return " ".join(part for part in (program, drafter, self.precision, temperature, width) if part)
 
     @property
     def base(self) -> System:
-        """The one that writes the same way without drafts."""
+        """The same system without drafts."""
         return replace(self, drafter="")
+
+    @property
+    def single(self) -> System:
+        """The base answering one request at a time."""
+        return replace(self, drafter="", width=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What to compare: every drafter at every precision and temperature, beside plain decoding.
+    """Systems to compare: every drafter at every precision, temperature and batch width, beside plain decoding.
 
-    `drafters`: as for `paceline.load`, each with a size of its own as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
-    without one, Paceline decides as it goes. `against`: names of `PEERS`, each measured plainly and with its prompt
-    lookup. `repeats`: times that every question is asked. Raises `InvalidOption`.
+    `drafters`: as for `paceline.load`, each with its own draft size as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
+    without one, Paceline's draft policy decides. `against`: names of `PEERS`, each measured plainly and with its prompt
+    lookup. `repeats`: how often each question is asked. `widths`: numbers of requests answered together. Raises
+    `InvalidOption`.
     """
 
     drafters: Sequence[str] = (AUTO,)
@@ -61,24 +70,30 @@ class Comparison:
     repeats: int = 1
     seed: int = 0
     threads: int = 1
+    widths: Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.against if name not in PEERS]:
-            raise InvalidOption(f"{unknown[0]!r} is no program to compare with", f"There are {', '.join(PEERS)}")
+            raise InvalidOption(f"{unknown[0]!r} is not a program to compare with", f"Choose from {', '.join(PEERS)}")
+        if min(self.widths) < 1:
+            raise InvalidOption(
+                f"a batch must have 1 request or more, got {min(self.widths)}", "Give numbers such as 1,8"
+            )
+        if self.against and max(self.widths) > 1:
+            raise InvalidOption("other programs answer one request at a time", "Leave out --batch or --against")
         for drafter in self.drafters:
             check_spec(split_size(drafter)[0])
-        for temperature in (1.0, *self.temperatures):  # above 0 for the sake of the rule
+        for temperature in (1.0, *self.temperatures):  # 1.0 checks the rule
             self.sampling(temperature)
 
     def sampling(self, temperature: float) -> Sampling:
-        """How Paceline's systems write."""
-        # Rules differ only where something is drawn.
+        """Return the sampling parameters of Paceline's systems; rules differ only above temperature 0."""
         rule: RuleName = self.rule if temperature else "match"
         return Sampling(max_new_tokens=self.tokens, temperature=temperature, seed=self.seed, rule=rule)
 
 
 def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
-    """DRAFTER@SIZE -> (DRAFTER, its size, None if there is none): what else follows an "@" is a LoRA adapter."""
+    """Split DRAFTER@SIZE into drafter and size, None without one. Anything else after an "@" is a LoRA adapter."""
     found = re.fullmatch(r"(.+)@(?:([0-9]{1,9})|([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9}))", drafter)
     if found is None:
         return drafter, None
@@ -87,8 +102,7 @@ def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
 
 
 def split_precision(precision: str) -> tuple[Mode | None, Mode | None]:
-    """TARGET or TARGET+DRAFTER, each int8, int4 or none -> how target and drafter are quantised. Raises
-    `InvalidOption`."""
+    """Split TARGET or TARGET+DRAFTER, each int8, int4 or none, into the two modes. Raises `InvalidOption`."""
     target, _, drafter = precision.partition("+")
     return _mode(target), _mode(drafter)
 
@@ -100,55 +114,68 @@ def _mode(name: str) -> Mode | None:
     return cast(Mode, name)
 
 
-def own_systems(targets: Mapping[str, LLM], order: Comparison) -> dict[System, Write]:
-    """Paceline's; `targets`: the model by precision. Drafters of one target share its weights, as all temperatures do
-    a drafter. Raises `PacelineError`."""
-    found: dict[System, Write] = {}
+def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[System, Answer]:
+    """Return Paceline's systems. Raises `PacelineError`.
+
+    `targets`: the model by precision. All drafters share its weights, all temperatures and widths share a drafter.
+    """
+    found: dict[System, Answer] = {}
     for precision, llm in targets.items():
-        for name in dict.fromkeys(("none", *order.drafters)):
+        for name in dict.fromkeys(("none", *comparison.drafters)):
             spec, size = split_size(name)
-            writer = LLM(llm.model, open_drafter(spec, llm.model, split_precision(precision)[1]), size)
+            drafting = LLM(llm.model, open_drafter(spec, llm.model, split_precision(precision)[1]), size)
             drafter = "" if spec == "none" else name
-            for temperature in order.temperatures:
-                system = System(OURS, drafter, precision, temperature)
-                found[system] = _own(writer, order.sampling(temperature))
+            for temperature in comparison.temperatures:
+                for width in comparison.widths:
+                    system = System(OURS, drafter, precision, temperature, width)
+                    found[system] = own_system(drafting, comparison.sampling(temperature), width)
     return found
 
 
-def _own(llm: LLM, sampling: Sampling) -> Write:
-    def write(text: str) -> MeasuredReply:
-        began, first = time.perf_counter(), 0.0
-        with llm.stream(text, sampling) as stream:
-            for _ in stream:
-                first = first or time.perf_counter() - began
-        done = stream.completion
-        return MeasuredReply(done.token_ids, first, done.stats)
+def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
+    """Return a system that answers with `llm`: one prompt as a stream, several as a batch of `width`."""
 
-    return write
+    def answer(question: Question) -> MeasuredReply:
+        timer = FirstTokenTimer()
+        if question.more:
+            with llm.batch(question.texts, sampling, width=width) as batch:
+                for _ in batch:
+                    timer.mark()
+            done = batch.completions
+        else:
+            with llm.stream(question.text, sampling) as stream:
+                for _ in stream:
+                    timer.mark()
+            done = [stream.completion]
+        return MeasuredReply([t for c in done for t in c.token_ids], timer.seconds, tuple(c.stats for c in done))
+
+    return answer
 
 
-def peer_systems(name: str, child: Child, llm: LLM, order: Comparison) -> dict[System, Write]:
-    """A peer's: plainly and with its prompt lookup. `llm` renders, so that nobody's template differs."""
+def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparison) -> dict[System, Answer]:
+    """Return a peer's systems, plain and with prompt lookup. `llm` renders the prompts, so that all get the same."""
 
-    def writer(ask: PeerPrompt) -> Write:
-        def write(text: str) -> MeasuredReply:
+    def system(prompt: PeerPrompt) -> Answer:
+        def answer(question: Question) -> MeasuredReply:
             began = time.perf_counter()
-            rendered = replace(ask, prompt=render(llm, text))
-            before = time.perf_counter() - began
-            reply = child.ask(rendered)
-            return replace(reply, first=before + reply.first)
+            rendered = replace(prompt, prompt=render(llm, question.text))
+            rendering = time.perf_counter() - began
+            reply = process.ask(rendered)
+            return replace(reply, first=rendering + reply.first)
 
-        return write
+        return answer
 
-    return {
-        System(name, drafter, temperature=temperature): writer(PeerPrompt("", temperature, bool(drafter), order.seed))
-        for temperature in order.temperatures
-        for drafter in ("", "lookup")
-    }
+    def prompts() -> Iterator[tuple[System, PeerPrompt]]:
+        for temperature in comparison.temperatures:
+            for drafter in ("", "lookup"):
+                prompt = PeerPrompt("", temperature, bool(drafter), comparison.seed)
+                yield System(name, drafter, temperature=temperature), prompt
+
+    return {key: system(prompt) for key, prompt in prompts()}
 
 
 def render(llm: LLM, text: str) -> str:
-    """The question as the model reads it."""
+    """Return the question as a user's message in the model's chat template."""
     if llm.tokenizer.chat_template is None:
         return text
     return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])

@@ -1,4 +1,4 @@
-"""Tables: of any benchmark, and those that a run has."""
+"""Tables of a benchmark, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table that can be shown in the terminal and written as Markdown or HTML. Its first column names the rows."""
+    """A table of strings whose first column names the rows."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def rich(self) -> Table:
+        """Return the table for the terminal."""
         from rich.table import Table
 
         table = Table(title=self.title, title_justify="left", title_style="bold")
@@ -32,65 +33,58 @@ class Grid:
         return table
 
     def markdown(self) -> str:
+        """Return the table as Markdown, its title in bold above it."""
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"**{self.title}**\n\n{body}\n"
 
     def html(self) -> str:
+        """Return the table as HTML without its title."""
         head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
-        rows = [
-            "<tr>" + "".join(f"<t{'d' if i else 'h scope=row'}>{escape(x)}</t{'d' if i else 'h'}>" for i, x in cells)
-            for cells in map(enumerate, self.rows)
-        ]
-        body = "".join(f"{row}</tr>" for row in rows)
+        rows = [(escape(row[0]), "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])) for row in self.rows]
+        body = "".join(f"<tr><th scope=row>{name}</th>{cells}</tr>" for name, cells in rows)
         return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def main_grids(result: Mapping[str, Any]) -> list[Grid]:
-    """What a run is about: every system's speed, and Paceline's over the other programs'."""
+    """Return the main tables of a run: every system's speed, and Paceline's over the other programs'."""
     parts = by_temperature(result["systems"])
     over = [_over(part) for part in parts if any(s["program"] != "paceline" for s in part)]
     return [_speeds(result["systems"]), *over]
 
 
 def all_grids(result: Mapping[str, Any]) -> list[Grid]:
-    """Those, and what is behind them: by category, by depth and by phase of a round."""
+    """Return the main tables and the details behind them: by category, by depth and by phase of a round."""
     summaries = result["systems"]
-    own = [s for s in summaries if s["inside"]]
-    drafting = [s for s in own if s["drafter"]]
-    return [
+    ours = [s for s in summaries if s["inside"]]
+    grids = [
         *main_grids(result),
         _by_category("Tok/s, end to end", summaries, lambda c: f"{c['tokens_per_second']:.1f}"),
-        *(_drafted(drafting) if drafting else []),
-        _rounds(own),
     ]
-
-
-def _drafted(drafting: Sequence[Summary]) -> list[Grid]:
-    over = "Speed over the same without drafts, median of questions"
-    return [
-        _by_category(over, drafting, lambda c: f"{c['ratio']:.2f}"),
-        _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
-        depths([(s["system"], s["inside"]["accepted_at"]) for s in drafting]),
-    ]
+    if drafting := [s for s in ours if s["drafter"]]:
+        over = "Speed over the same without drafts, median of questions"
+        grids += [
+            _by_category(over, drafting, lambda c: f"{c['ratio']:.2f}"),
+            _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
+            _depths(drafting),
+        ]
+    return [*grids, _rounds(ours)]
 
 
 def by_temperature(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """What may be compared, together."""
-    return [
-        [s for s in summaries if s["temperature"] == temperature]
-        for temperature in dict.fromkeys(s["temperature"] for s in summaries)
-    ]
+    """Group the summaries that may be compared with each other."""
+    temperatures = dict.fromkeys(s["temperature"] for s in summaries)
+    return [[s for s in summaries if s["temperature"] == temperature] for temperature in temperatures]
 
 
-def at(part: Sequence[Summary]) -> str:
-    """What a title says of a temperature; nothing of greedy decoding."""
+def temperature_suffix(part: Sequence[Summary]) -> str:
+    """Return the end of a title that names the temperature, "" for greedy decoding."""
     temperature = part[0]["temperature"]
     return f", T={temperature:g}" if temperature else ""
 
 
 def interval(ratio: Mapping[str, float] | None) -> str:
-    """A ratio as 1.25 [1.20, 1.31]."""
+    """Format a ratio as 1.25 [1.20, 1.31], None as ""."""
     return "" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
@@ -98,9 +92,8 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
     columns = ["system", "tok/s", "decode tok/s", "first token, ms", "x undrafted [95 %]", "decoding alone"]
     rows = []
     for s in summaries:
-        inside, categories = s["inside"], s["categories"]
+        inside, categories, drafts = s["inside"], s["categories"], bool(s["drafter"])
         slowest = min(categories, key=lambda c: categories[c]["ratio"])
-        drafts = bool(s["drafter"])
         rows.append(
             [
                 s["system"],
@@ -115,13 +108,15 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
                 f"{100 * s['same_text']:.0f} %" if drafts else "",
             ]
         )
-    return Grid("Text to text, one at a time", [*columns, "tokens/round", "slowest", "spread", "same text"], rows)
+    title = "Text to text, in batches" if any(s["width"] > 1 for s in summaries) else "Text to text, one at a time"
+    return Grid(title, [*columns, "tokens/round", "slowest", "spread", "same text"], rows)
 
 
 def _over(part: Sequence[Summary]) -> Grid:
     peers = [s["system"] for s in part if s["program"] != "paceline"]
     rows = [[s["system"], *(interval(s["ratios"][peer]) for peer in peers)] for s in part if s["program"] == "paceline"]
-    return Grid(f"Times as fast as, median of questions [95 %]{at(part)}", ["system", *peers], rows)
+    title = f"Times as fast as, median of questions [95 %]{temperature_suffix(part)}"
+    return Grid(title, ["system", *peers], rows)
 
 
 def _by_category(title: str, summaries: Sequence[Summary], cell: Callable[[Any], str]) -> Grid:
@@ -131,36 +126,32 @@ def _by_category(title: str, summaries: Sequence[Summary], cell: Callable[[Any],
     return Grid(title, ["system", *columns], rows)
 
 
-def depths(kept: Sequence[tuple[str, Sequence[float]]]) -> Grid:
-    """Of (drafter, share of rounds kept to depth 1, 2, ...)."""
-    deepest = max(len(shares) for _, shares in kept)
-    rows = [[name, *(f"{x:.2f}" for x in shares), *[""] * (deepest - len(shares))] for name, shares in kept]
-    return Grid("Share of rounds that kept a draft to depth", ["drafter", *map(str, range(1, deepest + 1))], rows)
+def _depths(drafting: Sequence[Summary]) -> Grid:
+    shares = {s["system"]: s["inside"]["accepted_at"] for s in drafting}
+    deepest = max(map(len, shares.values()))
+    rows = [[name, *(f"{x:.2f}" for x in found), *[""] * (deepest - len(found))] for name, found in shares.items()]
+    return Grid("Share of rounds that accepted a draft to depth", ["drafter", *map(str, range(1, deepest + 1))], rows)
 
 
-def _rounds(own: Sequence[Summary]) -> Grid:
-    phases = list(own[0]["inside"]["milliseconds"])
+def _rounds(ours: Sequence[Summary]) -> Grid:
+    phases = list(ours[0]["inside"]["milliseconds"])
     rows = []
-    for s in own:
+    for s in ours:
         spent = s["inside"]["milliseconds"]
         cells = [f"{spent[phase]:.2f}" for phase in phases]
         rows.append([s["system"], *cells, f"{sum(spent.values()):.2f}", f"{s['inside']['drafted_per_round']:.2f}"])
     return Grid("A round, ms", ["system", *phases, "sum", "tokens drafted"], rows)
 
 
-def heading(name: str, source: Mapping[str, Any]) -> str:
-    """Markdown above the tables: the command, and where it ran."""
-    commit = f"{(source['commit'] or 'no commit')[:12]}{' with changes' if source['dirty'] else ''}"
-    return f"# {name}, {source['date'][:10]}\n\n`{source['command']}` at {commit}; {where(source)}.\n"
-
-
 def where(source: Mapping[str, Any]) -> str:
-    """Machine and versions of a provenance."""
+    """Format machine and versions of a provenance."""
     machine, versions = source["machine"], source["versions"]
     used = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     return f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; {used}"
 
 
 def markdown(name: str, source: Mapping[str, Any], grids: Sequence[Grid], lines: Sequence[str] = ()) -> str:
-    """A whole report."""
-    return "\n".join([heading(name, source), *(grid.markdown() for grid in grids), *(f"- {s}" for s in lines)]) + "\n"
+    """Return a report: command and machine, tables, then lines."""
+    commit = f"{(source['commit'] or 'no commit')[:12]}{' with changes' if source['dirty'] else ''}"
+    heading = f"# {name}, {source['date'][:10]}\n\n`{source['command']}` at {commit}; {where(source)}.\n"
+    return "\n".join([heading, *(grid.markdown() for grid in grids), *(f"- {line}" for line in lines)]) + "\n"

@@ -36,6 +36,7 @@ class BenchOptions:
     context: int | None = _workload("Lengthen every prompt to N tokens with the text of others before it.", min=1)
     tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
     repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
+    batch: str = _workload("Batch widths to measure, separated by commas, such as 1,8.", metavar="N,N", default="1")
     temperature: str = _workload("Temperatures, separated by commas; 0 is greedy.", metavar="X,X", default="0")
     seed: int = _workload("Seed of sampled replies.", default=0)
     drafters: str = _systems(
@@ -79,6 +80,7 @@ class BenchOptions:
             self.repeats,
             self.seed,
             torch.get_num_threads(),
+            _widths(self.batch),
         )
 
     def precisions(self) -> dict[str, Any]:
@@ -100,12 +102,16 @@ class BenchOptions:
         return {name: loaded[mode] for name, mode in modes.items()}
 
     def check_outputs(self) -> None:
-        """Raises `InvalidOption` before hours are spent on results that cannot be written."""
+        """Raises `PacelineError` before hours are spent on results that cannot be written."""
+        from paceline.bench.plots import require_matplotlib
+
         reports = self.report or []
         for path in [*([self.out] if self.out else []), *reports]:
             if not path.absolute().parent.is_dir():
                 raise InvalidOption(f"{path.absolute().parent} is not a folder", "Name a file in an existing folder")
         for path in reports:
+            if path.suffix == ".html":
+                require_matplotlib()
             if path.suffix not in (".md", ".html"):
                 raise InvalidOption(f"--report must end in .md or .html, got {path}", "Name such a file")
 
@@ -180,6 +186,13 @@ def _temperatures(text: str) -> tuple[float, ...]:
         return tuple(dict.fromkeys(map(float, _names(text)))) or (0.0,)
     except ValueError:
         raise InvalidOption(f"--temperature must be numbers, got {text!r}", "Write, for example, 0,0.7") from None
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(map(int, _names(text)))) or (1,)
+    except ValueError:
+        raise InvalidOption(f"--batch must be whole numbers, got {text!r}", "Give numbers such as 1,8") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,1 +1,1 @@
-"""`paceline doctor`: what speculation gives on this machine, and why it gives no more."""
+"""`paceline doctor`: what speculation gives on this machine, and what limits it."""

@@ -1,4 +1,4 @@
-"""How many tokens a round gives, by drafter, size of draft and kind of text: as stored, or as seen here."""
+"""Tokens per round by drafter, draft size and kind of text, stored or observed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.doctor.watch import Gain, Onlooker, RoundTally
+from paceline.bench.doctor.shadow import Gain, RoundCounts, ShadowDrafter
 from paceline.checkpoints.loader import Loaded
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
@@ -30,12 +30,12 @@ PROMPTS = {
     "km. Anna's brother Dan swam 3 km, and Eva, who is Boris's neighbour, cycled 64 km.",
     "explanation": "Explain to a curious teenager how a refrigerator keeps food cold.",
 }
-"""What a drafter is tried on of which nothing is stored."""
+"""Prompts for drafters without stored acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """A kind of text: tokens of a prompt, and what a round gives by size of draft."""
+    """A kind of text: mean prompt length, and a round's gain by draft size."""
 
     prompt: float
     gains: Mapping[DraftBudget, Gain]
@@ -43,25 +43,24 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """`kinds`: by name. `source`: where it is from, in words."""
+    """Gains by kind of text, and where they come from in words."""
 
     kinds: Mapping[str, TextKind]
     source: str
 
 
 @cache
-def _stored() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
-    return found
+def _stored() -> Any:
+    return json.loads(STORED.read_text(encoding="utf-8"))
 
 
 def stored_drafters(model: Loaded) -> list[str]:
-    """The drafters of which something is stored for this model, none if it is another one."""
+    """Return the drafters with stored acceptance for this model."""
     return list(_stored()["drafters"]) if model.path.name == _stored()["file"] else []
 
 
 def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Acceptance | None:
-    """What is stored of a drafter, if it covers all these sizes."""
+    """Return a drafter's stored acceptance, None unless it covers all `sizes`."""
     if drafter not in stored_drafters(model):
         return None
     table = _stored()["drafters"][drafter]
@@ -74,24 +73,28 @@ def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Accepta
 
 
 def name_of(size: DraftBudget) -> str:
-    """As --draft takes it."""
+    """Return a draft size as --draft takes it."""
     return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
 
 
-def watched(
-    model: Loaded, onlooker: Onlooker, sizes: Sequence[DraftBudget], prompts: Mapping[str, Sequence[str]], tokens: int
+def observe(
+    model: Loaded,
+    shadow: ShadowDrafter,
+    sizes: Sequence[DraftBudget],
+    prompts: Mapping[str, Sequence[str]],
+    tokens: int,
 ) -> Acceptance:
-    """As it is seen over greedy replies of so many tokens at most, to prompts by kind of text."""
-    llm = LLM(model, onlooker, sizes[-1])
+    """Observe acceptance over greedy replies of at most `tokens` tokens to prompts by kind of text."""
+    llm = LLM(model, shadow, sizes[-1])
     kinds: dict[str, TextKind] = {}
     for kind, texts in prompts.items():
-        tallies, lengths = [RoundTally() for _ in sizes], []
+        counts, lengths = [RoundCounts() for _ in sizes], []
         for text in texts:
             prompt = llm.prompt_ids(text)
-            done = llm.generate(prompt, Sampling(max_new_tokens=tokens))
+            reply = llm.generate(prompt, Sampling(max_new_tokens=tokens))
             lengths.append(len(prompt))
-            for tally, outcome in zip(tallies, onlooker.outcome([*prompt, *done.token_ids]), strict=True):
-                tally.add(outcome)
-        gains = {size: tally.gain for size, tally in zip(sizes, tallies, strict=True)}
+            for count, replay in zip(counts, shadow.replays([*prompt, *reply.token_ids]), strict=True):
+                replay.count(count)
+        gains = {size: count.gain for size, count in zip(sizes, counts, strict=True)}
         kinds[kind] = TextKind(sum(lengths) / len(lengths), gains)
-    return Acceptance(kinds, f"seen here, over {sum(map(len, prompts.values()))} short replies")
+    return Acceptance(kinds, f"observed here, over {sum(map(len, prompts.values()))} short replies")

@@ -1,4 +1,4 @@
-"""What the figures mean, in sentences."""
+"""Advice: what the measurements mean, in sentences."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from paceline.bench.doctor.predict import Drafting, Forecast, overall
 from paceline.verify.tree import MIN_ROWS
 
 PAYS = 1.02
-"""A ratio below this one is no gain that anybody would notice."""
+"""Smallest speed-up worth recommending."""
 _BOUND = 0.4
-"""A pass that spends this share of its time reading weights gains from smaller ones."""
+"""Share of a pass spent reading weights above which smaller weights help."""
 _FASTER = 0.93
-"""Another number of threads is worth naming if a pass takes less than this of the time."""
+"""Share of the time below which another number of threads is worth recommending."""
 _NOISE = 1.15
-"""So much longer than a pass of more rows is more than the noise of two medians."""
+"""Ratio of a pass to one of more rows that the noise of two medians does not explain."""
 _DISTURBED = 1.3
-"""Fewer threads that win by more than this suggest that another program held one of the cores."""
+"""Speed-up with fewer threads that suggests that another program occupied a core."""
 
 
-def reasons(machine: Machine, forecasts: Sequence[Forecast], drafter: str) -> list[str]:
-    """Why a drafter does not pay, for each kind of text where it does not."""
-    return [_reason(machine, f, drafter) for f in forecasts if f.ratio < PAYS]
+def reasons(forecasts: Sequence[Forecast], drafter: str) -> list[str]:
+    """Explain for each kind of text where a drafter does not pay why it does not."""
+    return [_reason(f, drafter) for f in forecasts if f.ratio < PAYS]
 
 
-def _reason(machine: Machine, f: Forecast, drafter: str) -> str:
+def _reason(f: Forecast, drafter: str) -> str:
     draft, plain = f.nearest, f.plain.seconds
-    verify = (draft.seconds - draft.drafting) / plain
-    rows = f"a pass of {draft.gain.rows:.1f} rows {verify:.2f}"
-    costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and {rows}"
-    gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens a round with drafts of {name_of(draft.size)}"
+    verify = f"a pass of {draft.gain.rows:.1f} rows {(draft.seconds - draft.drafting) / plain:.2f}"
+    costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and {verify}"
+    gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens per round with drafts of {name_of(draft.size)}"
     if f.decode_ratio >= PAYS:
         return f"{f.kind}: {gives}, but reading the prompt takes most of the time"
     end = "nothing will be drafted" if not f.best.size.nodes else "that is hardly more than plain decoding"
-    return f"{f.kind}: {gives}, but {costs}: {draft.gain.tokens * plain / draft.seconds:.2f} of plain speed; {end}"
+    return f"{f.kind}: {gives}, but {costs}: {draft.gain.tokens * plain / draft.seconds:.2f} of the plain speed; {end}"
 
 
 def limits(machine: Machine) -> list[str]:
-    """What a pass spends its time on."""
-    one = machine.passes[min(machine.passes)]
-    dearer = ", ".join(f"{n} rows {s / one:.2f}" for n, s in machine.passes.items() if n > MIN_ROWS)
-    lines = [f"in passes of one row, a pass costs: {dearer}"]
+    """Explain what a pass spends its time on."""
+    one = machine.one_row
+    ratios = ", ".join(f"{n} rows {s / one:.2f}" for n, s in machine.passes.items() if n > MIN_ROWS)
+    lines = [f"cost of a pass, relative to one row: {ratios}"]
     if machine.floor and machine.weights:
         lines.append(
             f"a pass of one row takes {1e3 * one:.1f} ms; reading its {machine.weights / 1e6:.0f} MB of weights at "
@@ -54,15 +53,15 @@ def limits(machine: Machine) -> list[str]:
 def settings(
     machine: Machine, found: Mapping[str, tuple[Drafting, Sequence[Forecast]]], sizes: Mapping[str, int], threads: int
 ) -> list[str]:
-    """What to choose: a line each for drafter, threads and weights. `sizes`: bytes of a pass by `--quantize`, empty
-    where nothing can be quantised. `threads`: in use now."""
+    """Recommend drafter, threads and weights, a line each. `sizes`: bytes read per pass by mode of
+    `--quantize`, empty where nothing can be quantised. `threads`: in use now."""
     return [_drafter(found), _threads(machine, threads), _weights(machine, sizes)]
 
 
 def _drafter(found: Mapping[str, tuple[Drafting, Sequence[Forecast]]]) -> str:
     best = max(found, key=lambda name: overall(found[name][1]), default=None)
     if best is None:
-        return "--drafter none: no other one was examined"
+        return "--drafter none: no drafter was examined"
     ratio = overall(found[best][1])
     if ratio < PAYS:
         return f"--drafter none: {' and '.join(found)} would not be faster here"
@@ -79,24 +78,24 @@ def _threads(machine: Machine, threads: int) -> str:
 def _weights(machine: Machine, sizes: Mapping[str, int]) -> str:
     if not sizes or not machine.floor or not machine.weights:
         return "--quantize: as now"
-    share = machine.floor / min([machine.passes[min(machine.passes)], *machine.threads.values()])
+    share = machine.floor / min([machine.one_row, *machine.threads.values()])
     if share <= _BOUND:
         return f"--quantize none: reading the weights takes only {share:.0%} of a pass"
     now, (least, *others) = f"{machine.weights / 1e6:.0f} MB", sorted({round(size / 1e6) for size in sizes.values()})
     if not others:
-        return f"--quantize int8: a pass reads {least} MB in place of {now}, the codes that the file holds anyway"
-    told = " or ".join(f"{mode} {size / 1e6:.0f} MB" for mode, size in sizes.items())
-    return f"--quantize: a pass reads {told} in place of {now} (`paceline perplexity` says what that costs)"
+        return f"--quantize int8: a pass reads {least} MB in place of {now}, the codes of the file itself"
+    modes = " or ".join(f"{mode} {size / 1e6:.0f} MB" for mode, size in sizes.items())
+    return f"--quantize: a pass reads {modes} in place of {now} (`paceline perplexity` measures the loss)"
 
 
 def warnings(machine: Machine, threads: int) -> list[str]:
-    """Signs that other programs disturbed the measurements. `threads`: in use now."""
-    found = [*_contradictions(machine), *_lost_threads(machine, threads)]
-    again = "Do not rely on the advice above; run this again while no other program uses the machine"
+    """Return signs that other programs disturbed the measurements. `threads`: in use now."""
+    found = [*_contradictions(machine), *_slow_threads(machine, threads)]
+    again = "Do not rely on the advice above; run this again on an idle machine"
     return [f"{line}. {again}" for line in found]
 
 
-def _lost_threads(machine: Machine, threads: int) -> list[str]:
+def _slow_threads(machine: Machine, threads: int) -> list[str]:
     fewer = {n: seconds for n, seconds in machine.threads.items() if n < threads}
     best = min(fewer, key=lambda n: fewer[n], default=threads)
     if best == threads or machine.threads[threads] <= _DISTURBED * fewer[best]:
@@ -104,7 +103,7 @@ def _lost_threads(machine: Machine, threads: int) -> list[str]:
     times = machine.threads[threads] / fewer[best]
     return [
         f"a pass was {times:.1f} times as fast with {_count(best, 'thread')} as with {threads}: either the model is "
-        "too small for more, or another program held a core"
+        "too small for more, or another program occupied a core"
     ]
 
 
@@ -113,7 +112,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _contradictions(machine: Machine) -> list[str]:
-    """Measurements that cannot all be right: a pass takes no longer than one of more rows."""
+    """The worst case of a pass that took longer than one of more rows."""
     times = list(machine.passes.items())
     pairs = [(few, many) for at, few in enumerate(times) for many in times[at + 1 :] if few[1] > _NOISE * many[1]]
     if not pairs:

@@ -1,4 +1,4 @@
-"""From what things cost here and what drafts give: how fast each kind of text will be written."""
+"""Forecasts: how fast each kind of text will be written, from this machine's timings and a drafter's acceptance."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from dataclasses import dataclass
 
 from paceline.bench.doctor.acceptance import Acceptance, TextKind
 from paceline.bench.doctor.machine import Machine
-from paceline.bench.doctor.watch import Gain
+from paceline.bench.doctor.shadow import Gain
 from paceline.types import DraftBudget
 
 TOKENS = 96
-"""Length of the replies that end-to-end figures are for."""
+"""Reply length of end-to-end figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A drafter here: seconds of a draft by size, and what drafts give by kind of text."""
+    """A drafter here: seconds of a draft by size, and its acceptance."""
 
-    name: str
     seconds: Mapping[DraftBudget, float]
     acceptance: Acceptance
-
-    @property
-    def sizes(self) -> list[DraftBudget]:
-        return list(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A round with drafts of one size: what it gives, and in how many seconds of drafting, and in all."""
+    """A round at one draft size: its gain, its seconds of drafting, its seconds in all."""
 
     size: DraftBudget
     gain: Gain
@@ -38,59 +33,59 @@ class Prediction:
 
     @property
     def speed(self) -> float:
-        """Tokens in a second, once the prompt is read."""
+        """Decoded tokens per second, prefill left out."""
         return self.gain.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A kind of text. `plain`: without drafts. `best`: with drafts of the best size, the empty one among them.
-    `nearest`: the best that does draft. `prompt`: seconds of reading it."""
+    """Forecast for a kind of text. `plain`: without drafts. `best`: at the best draft size, which may be empty.
+    `nearest`: at the best size that does draft. `prefill`: seconds of prefilling the prompt."""
 
     kind: str
     plain: Prediction
     best: Prediction
     nearest: Prediction
-    prompt: float
+    prefill: float
 
     @property
     def decode_ratio(self) -> float:
-        """Of tokens per second after the prompt, to plain decoding's."""
+        """Decoding speed over plain decoding's."""
         return self.best.speed / self.plain.speed
 
     @property
     def first(self) -> float:
-        """Seconds until the first token."""
-        return self.prompt + self.best.seconds
+        """Seconds to the first token."""
+        return self.prefill + self.best.seconds
 
     def speed(self, choice: Prediction) -> float:
-        """Tokens in a second of a reply of `TOKENS`, from text to text."""
-        return TOKENS / (self.prompt + TOKENS / choice.speed)
+        """Return the end-to-end tokens per second of a reply of `TOKENS`."""
+        return TOKENS / (self.prefill + TOKENS / choice.speed)
 
     @property
     def ratio(self) -> float:
-        """The same, to plain decoding's."""
+        """End-to-end speed over plain decoding's."""
         return self.speed(self.best) / self.speed(self.plain)
 
 
 def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
-    """Of every kind of text that the drafter's acceptance is known for."""
+    """Return a forecast for every kind of text with known acceptance."""
     return [_forecast(machine, drafting, name, kind) for name, kind in drafting.acceptance.kinds.items()]
 
 
 def _forecast(machine: Machine, drafting: Drafting, name: str, kind: TextKind) -> Forecast:
+    def predict(size: DraftBudget, gain: Gain, seconds: float) -> Prediction:
+        return Prediction(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host)
+
     before = kind.prompt + TOKENS / 2
-    plain = Prediction(DraftBudget.chain(0), Gain(1.0, 1.0), 0.0, machine.verify(1, before) + machine.host)
-    choices = []
-    for size in drafting.sizes:
-        gain, seconds = kind.gains[size], drafting.seconds[size]
-        choices.append(Prediction(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host))
+    plain = predict(DraftBudget.chain(0), Gain(1.0, 1.0), 0.0)
+    choices = [predict(size, kind.gains[size], seconds) for size, seconds in drafting.seconds.items()]
     nearest = max(choices, key=lambda choice: choice.speed)
     best = max((plain, nearest), key=lambda choice: choice.speed)
     return Forecast(name, plain, best, nearest, kind.prompt * machine.prefill)
 
 
 def overall(forecasts: Sequence[Forecast]) -> float:
-    """All tokens by all seconds, kinds alike, to plain decoding's."""
+    """Return all tokens over all seconds, kinds weighted alike, over plain decoding's."""
     plain = sum(1 / f.speed(f.plain) for f in forecasts)
     return plain / sum(1 / f.speed(f.best) for f in forecasts)

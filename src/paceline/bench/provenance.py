@@ -1,7 +1,8 @@
-"""What a number needs to be worth keeping."""
+"""Provenance of a measurement: command, code, versions, machine and settings."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -18,11 +19,11 @@ _PACKAGES = (
     *("paceline", "torch", "numpy", "gguf", "transformers", "accelerate", "scikit-learn"),
     *("llama-cpp-python", "openvino", "openvino-genai"),
 )
-"""scikit-learn is among them because transformers drafts at another length where it is installed."""
+"""scikit-learn is listed because transformers drafts at another length where it is installed."""
 
 
 def provenance(**settings: Any) -> dict[str, Any]:
-    """Command, code, versions, machine, load, date, settings."""
+    """Return what makes a figure worth keeping. `settings` that JSON does not know are stored as strings."""
     return {
         "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -38,30 +39,30 @@ def provenance(**settings: Any) -> dict[str, Any]:
             "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
             "system": platform.platform(),
         },
-        "settings": settings,
+        "settings": json.loads(json.dumps(settings, default=str)),
     }
 
 
 def _command() -> str:
-    """As it was typed: a script with its interpreter, a program by its name."""
-    program, *words = sys.argv
-    script = program.endswith(".py")
-    return shlex.join([*(("python", program) if script else (Path(program).name,)), *words])
+    """The command as it was typed: a script with its interpreter, a program by its name."""
+    program, *arguments = sys.argv
+    typed = ("python", program) if program.endswith(".py") else (Path(program).name,)
+    return shlex.join([*typed, *arguments])
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
+    """The processor's name as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
-def _git(*words: str) -> str | None:
-    """Of the checkout that this file lies in, if it lies in one."""
+def _git(*arguments: str) -> str | None:
+    """The output of git in the checkout that holds this file, None outside a checkout."""
     try:
         here = Path(__file__).parent
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Requests of every kind that a server may get, good and bad, drawn from a seeded generator."""
+"""Mixed traffic: valid and invalid requests of every kind, drawn from a seeded generator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST, LONG, MOST = 6000, 200, 4
-"""Characters of a prompt, tokens of a reply, samples of a request, at most."""
+"""Largest prompt in characters, reply in tokens, number of samples."""
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -27,25 +27,25 @@ PERSON = "Describe a person as JSON with a name and an age."
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A request and how its client behaves. `manner`: "read" it all, "leave" after `texts` parts, "stall" for `texts`
-    tenths of a second before reading on. `good`: whether it is to be answered by 200, else by 4xx in OpenAI's shape."""
+class TrafficRequest:
+    """A request and its client's behaviour: "read" everything, "leave" after `count` parts, or "stall" for `count`
+    tenths of a second. `valid`: whether to expect 200, otherwise 4xx in OpenAI's shape."""
 
     kind: str
     path: str
     body: bytes
-    manner: str = "read"
-    texts: int = 0
-    good: bool = True
+    behaviour: str = "read"
+    count: int = 0
+    valid: bool = True
 
 
-class Wishes:
-    """An endless mixture. `questions`: texts to ask. `drafters`: names that `speculation` may give."""
+class Traffic:
+    """An endless mix of requests. `questions`: prompts. `drafters`: names for the field `speculation`."""
 
     def __init__(self, model: str, questions: Sequence[str], drafters: Sequence[str], tokens: int, seed: int) -> None:
         self._model, self._questions, self._drafters, self._tokens = model, questions, drafters, tokens
         self._dice = random.Random(seed)
-        kinds: dict[Callable[[], Wish], int] = {
+        kinds: dict[Callable[[], TrafficRequest], int] = {
             self.chat: 6,
             self.long: 2,
             self.completion: 2,
@@ -55,11 +55,11 @@ class Wishes:
             self.samples: 1,
             self.logprobs: 1,
             self.penalised: 1,
-            self.garbage: 3,
+            self.invalid: 3,
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
 
-    def draw(self) -> Wish:
+    def draw(self) -> TrafficRequest:
         return self._dice.choices(self._kinds, self._weights)[0]()
 
     def _body(self, **fields: Any) -> dict[str, Any]:
@@ -76,57 +76,59 @@ class Wishes:
     def _named(self) -> list[dict[str, Any]]:
         return [{"drafter": name, "max_draft": self._dice.randint(1, 6)} for name in self._drafters]
 
-    def _wish(self, kind: str, manner: str = "read", texts: int = 0, path: str = CHAT, **fields: Any) -> Wish:
-        return Wish(kind, path, json.dumps(self._body(**fields)).encode(), manner, texts)
+    def _request(
+        self, kind: str, behaviour: str = "read", count: int = 0, path: str = CHAT, **fields: Any
+    ) -> TrafficRequest:
+        return TrafficRequest(kind, path, json.dumps(self._body(**fields)).encode(), behaviour, count)
 
-    def chat(self) -> Wish:
-        return self._wish("chat")
+    def chat(self) -> TrafficRequest:
+        return self._request("chat")
 
-    def long(self) -> Wish:
+    def long(self) -> TrafficRequest:
         text = "\n\n".join(self._dice.sample(self._questions, min(12, len(self._questions))))[:LONGEST]
-        return self._wish("long prompt", messages=[{"role": "user", "content": text}])
+        return self._request("long prompt", messages=[{"role": "user", "content": text}])
 
-    def completion(self) -> Wish:
-        return self._wish("completion", path=COMPLETION, prompt=self._dice.choice(self._questions)[:200])
+    def completion(self) -> TrafficRequest:
+        return self._request("completion", path=COMPLETION, prompt=self._dice.choice(self._questions)[:200])
 
-    def leave(self) -> Wish:
-        return self._wish("client leaves", "leave", self._dice.randint(0, 12), stream=True, max_tokens=LONG)
+    def leave(self) -> TrafficRequest:
+        return self._request("client leaves", "leave", self._dice.randint(0, 12), stream=True, max_tokens=LONG)
 
-    def stall(self) -> Wish:
-        return self._wish("client stalls", "stall", self._dice.randint(5, 40), stream=True, max_tokens=self._tokens)
+    def stall(self) -> TrafficRequest:
+        return self._request("client stalls", "stall", self._dice.randint(5, 40), stream=True, max_tokens=self._tokens)
 
-    def structured(self) -> Wish:
+    def structured(self) -> TrafficRequest:
         if self._dice.random() < 0.5:
-            return self._wish("guided regex", guided_regex=r"[A-Z][a-z]{2,12} (is|was) \d{1,3}", max_tokens=32)
+            return self._request("guided regex", guided_regex=r"[A-Z][a-z]{2,12} (is|was) \d{1,3}", max_tokens=32)
         messages = [{"role": "user", "content": PERSON}]
-        return self._wish("JSON schema", messages=messages, response_format=FORMAT, max_tokens=96)
+        return self._request("JSON schema", messages=messages, response_format=FORMAT, max_tokens=96)
 
-    def samples(self) -> Wish:
-        return self._wish("n > 1", n=self._dice.randint(2, MOST), temperature=0.9)
+    def samples(self) -> TrafficRequest:
+        return self._request("n > 1", n=self._dice.randint(2, MOST), temperature=0.9)
 
-    def logprobs(self) -> Wish:
-        return self._wish("logprobs", logprobs=True, top_logprobs=self._dice.randint(0, 5))
+    def logprobs(self) -> TrafficRequest:
+        return self._request("logprobs", logprobs=True, top_logprobs=self._dice.randint(0, 5))
 
-    def penalised(self) -> Wish:
+    def penalised(self) -> TrafficRequest:
         fields = {"presence_penalty": 0.5, "top_p": 0.9, "stop": ["\n\n", "."]}
-        return self._wish("penalties, stop", **fields)
+        return self._request("penalties, stop", **fields)
 
-    def garbage(self) -> Wish:
+    def invalid(self) -> TrafficRequest:
         path = self._dice.choice((CHAT, COMPLETION))
-        what, body = spoil(self._dice, self._body())
-        return Wish(f"garbage: {what}", path, body, good=False)
+        what, body = corrupt(self._dice, self._body())
+        return TrafficRequest(f"invalid: {what}", path, body, valid=False)
 
 
-def largest(model: str, questions: Sequence[str], seed: int) -> Wish:
-    """A prompt as long as any of the `Wishes` has, and as many samples."""
+def largest(model: str, questions: Sequence[str], seed: int) -> TrafficRequest:
+    """Return the largest request of `Traffic`: its longest prompt and most samples."""
     text = ("\n\n".join(questions) * 2)[seed:][:LONGEST]
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 64}
     more = {"n": MOST, "temperature": 1.0, "seed": seed}
-    return Wish("full house", CHAT, json.dumps(body | more).encode())
+    return TrafficRequest("largest", CHAT, json.dumps(body | more).encode())
 
 
-def spoil(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:
-    """What is wrong, and a body that must be refused for it."""
+def corrupt(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return a fault and a body with it, which must be refused."""
     wrong: dict[str, dict[str, Any]] = {
         "max_tokens": {"max_tokens": "many"},
         "temperature": {"temperature": dice.choice((-1, 1e9, "warm"))},
@@ -145,8 +147,8 @@ def spoil(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:
     return dice.choice(list(bodies.items()))
 
 
-def probes(model: str, questions: Sequence[str], drafters: Sequence[str]) -> dict[str, Wish]:
-    """Fixed requests, whose replies must stay what they are. None streams, so that a reply is one object."""
+def probes(model: str, questions: Sequence[str], drafters: Sequence[str]) -> dict[str, TrafficRequest]:
+    """Return fixed requests whose replies must never change. None streams, so that a reply is one object."""
     ask = [{"role": "user", "content": questions[0]}]
     chat = {"model": model, "messages": ask, "max_tokens": 32, "seed": 5, "temperature": 0.0}
     warm = chat | {"temperature": 0.8}
@@ -160,4 +162,4 @@ def probes(model: str, questions: Sequence[str], drafters: Sequence[str]) -> dic
         "JSON": warm | {"messages": [{"role": "user", "content": PERSON}], "response_format": FORMAT, "max_tokens": 64},
     }
     found |= {f"sampled, {name}": warm | {"speculation": {"drafter": name, "max_draft": 4}} for name in drafters}
-    return {name: Wish(name, CHAT, json.dumps(body).encode()) for name, body in found.items()}
+    return {name: TrafficRequest(name, CHAT, json.dumps(body).encode()) for name, body in found.items()}

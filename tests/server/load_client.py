@@ -1,7 +1,6 @@
-"""A lean HTTP client for an OpenAI-compatible server, and clients that each ask again as soon as they are answered.
+"""A lean HTTP client for an OpenAI-compatible server, and a closed loop of such clients.
 
-It shares the machine with the server that it measures, so while replies come it keeps bytes and times; they are read
-once all have come.
+It shares the machine with the server under test, so it only stores bytes and times; they are parsed afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 HOST = "127.0.0.1"
@@ -19,8 +18,8 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Exchange:
-    """A request's answer as it came. Times are `time.perf_counter`'s. `status`: 0 where none came. `left`: the client
-    hung up before its end."""
+    """A response as it arrived, times by `time.perf_counter`. `status`: 0 where none came. `left`: the client hung up
+    before the end."""
 
     began: float
     status: int = 0
@@ -38,28 +37,28 @@ class Exchange:
         return json.loads(self.body)
 
 
-Watch = Callable[[Exchange], Awaitable[bool]]
+OnPart = Callable[[Exchange], Awaitable[bool]]
 
 
 class Client:
-    """One connection, kept alive; one request at a time."""
+    """One kept-alive connection, one request at a time."""
 
     def __init__(self, port: int, timeout: float = 600.0) -> None:
-        """`timeout`: seconds that one request may take."""
+        """`timeout`: seconds per request."""
         self._port, self._timeout = port, timeout
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, path: str, body: bytes | None = None, watch: Watch | None = None) -> Exchange:
-        """POST of a JSON body, GET without one. Never raises for what the server does: see `Exchange.error`.
+    async def ask(self, path: str, body: bytes | None = None, on_part: OnPart | None = None) -> Exchange:
+        """POST a JSON body, or GET without one. The server's failures end up in `Exchange.error`.
 
-        `watch` is awaited after each part that came; if it says so, the client hangs up.
+        `on_part` is awaited after each part that arrives; if it returns True, the client hangs up.
         """
         found = Exchange(time.perf_counter())
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {HOST}:{self._port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n\r\n"
         try:
-            await asyncio.wait_for(self._exchange(head.encode() + (body or b""), found, watch), self._timeout)
+            await asyncio.wait_for(self._exchange(head.encode() + (body or b""), found, on_part), self._timeout)
         except asyncio.TimeoutError:
             found.error = f"no end within {self._timeout:g} s"
         except (OSError, EOFError, ValueError) as error:
@@ -69,18 +68,18 @@ class Client:
             self.close()
         return found
 
-    async def _exchange(self, request: bytes, found: Exchange, watch: Watch | None) -> None:
+    async def _exchange(self, request: bytes, found: Exchange, on_part: OnPart | None) -> None:
         kept = self._writer is not None
         try:
             reader = await self._send(request, found)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             if not kept or getattr(error, "partial", b""):
                 raise
-            self.close()  # the server had hung up since the last request, as it may
+            self.close()  # the server may hang up between requests
             reader = await self._send(request, found)
         async for data in read_body(reader, found.headers):
             found.parts.append((time.perf_counter(), data))
-            if watch is not None and await watch(found):
+            if on_part is not None and await on_part(found):
                 found.left = True
                 return
 
@@ -92,21 +91,21 @@ class Client:
         return self._reader
 
     def close(self) -> None:
-        """Hang up, whatever is under way."""
+        """Hang up."""
         if self._writer is not None:
             self._writer.close()
         self._reader = self._writer = None
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, their names in lower case. Raises `EOFError`, `ValueError`."""
+    """Read status and headers, names in lower case. Raises `EOFError`, `ValueError`."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (text.partition(":") for text in lines if text)
     return int(line.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises `EOFError` if it breaks off, `ValueError`."""
+    """Yield the body as it arrives. Raises `EOFError` if it breaks off, `ValueError`."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int(await reader.readline() or _broken(), 16):
             data = await reader.readexactly(size + 2)
@@ -125,10 +124,8 @@ def _broken() -> bytes:
 
 @dataclass(slots=True)
 class Reply:
-    """What an exchange says. `texts`: times at which text came. `error`: why it is no reply; "" if it is one.
-
-    `logprobs` and the like are left out. `speculation`: the server's account of it, in `usage`.
-    """
+    """A parsed reply. `texts`: arrival times of text. `error`: why the reply is invalid, "" if it is valid.
+    `speculation`: the server's statistics in `usage`."""
 
     began: float
     ended: float
@@ -157,15 +154,12 @@ class Reply:
         return [b - a for a, b in zip(self.texts, self.texts[1:], strict=False)]
 
     def within(self, begin: float, end: float) -> float:
-        """Its tokens between two times, taken to be spread evenly over its texts."""
+        """Return the tokens between two times, spread evenly over the texts."""
         return self.tokens * sum(begin <= t < end for t in self.texts) / len(self.texts) if self.texts else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of server-sent events, each with the time at which its last byte came."""
+    """Yield the data of server-sent events, each with the arrival time of its last byte."""
     kept = b""
     for when, data in parts:
         *whole, kept = (kept + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -176,7 +170,7 @@ def events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]
 
 
 def read(found: Exchange) -> Reply:
-    """The reply to a chat or completion request, streamed or whole, of one choice."""
+    """Parse the reply to a chat or completion request with one choice, streamed or whole."""
     reply = Reply(found.began, found.ended, error=found.error)
     if found.status != 200:
         reply.error = reply.error or f"status {found.status}: {found.body[:300]!r}"
@@ -186,7 +180,7 @@ def read(found: Exchange) -> Reply:
         try:
             _take(reply, found.json(), found.ended)
         except ValueError as error:
-            reply.error = reply.error or f"no JSON: {error}"
+            reply.error = reply.error or f"not JSON: {error}"
     if not reply.error and not (reply.finish and reply.tokens):
         reply.error = f"incomplete: finish {reply.finish!r}, {reply.tokens} tokens"
     return reply
@@ -201,7 +195,7 @@ def _read_stream(found: Exchange, reply: Reply) -> None:
             try:
                 _take(reply, json.loads(data), when)
             except ValueError as error:
-                reply.error = reply.error or f"an event is no JSON: {error}"
+                reply.error = reply.error or f"an event is not JSON: {error}"
     if not done and not reply.error:
         reply.error = "the stream ended without [DONE]"
 
@@ -223,10 +217,10 @@ def _take(reply: Reply, said: dict[str, Any], when: float) -> None:
 
 @dataclass(slots=True)
 class Load:
-    """What clients that each ask again as soon as they are answered got. `replies`: in the requests' order.
+    """Result of a closed loop. `replies`: in the requests' order.
 
-    `full`: when the last client had asked first. `dry`: when a client first found nothing left to ask; between the two
-    all clients were at work. `client_seconds`: CPU time that the clients took. `wall`: seconds from first to last.
+    `full`: when the last client started. `dry`: when a client first found no request left; between the two all clients
+    are busy. `client_seconds`: CPU time of the clients. `wall`: seconds in all.
     """
 
     replies: list[Reply]
@@ -237,7 +231,7 @@ class Load:
 
     @property
     def speed(self) -> float:
-        """Tokens per second while all clients were at work; NaN if they never were."""
+        """Tokens per second while all clients were busy, NaN if they never were."""
         if self.dry <= self.full:
             return math.nan
         return sum(r.within(self.full, self.dry) for r in self.replies) / (self.dry - self.full)
@@ -246,9 +240,9 @@ class Load:
 async def closed_loop(
     port: int, path: str, bodies: Sequence[bytes], clients: int, spacing: float = 0.0, timeout: float = 600.0
 ) -> Load:
-    """Have `clients` clients ask all `bodies`, each the next one that nobody has asked yet.
+    """Send all `bodies` from `clients` clients, each taking the next request as soon as it is answered.
 
-    `spacing`: seconds by which each begins after the one before it.
+    `spacing`: seconds between the starts of two clients.
     """
     exchanges: list[Exchange | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
