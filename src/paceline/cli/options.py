@@ -345,8 +345,8 @@ class SamplingOptions:
         str | None,
         typer.Option(
             "--json-schema",
-            metavar="FILE|TEXT",
-            help='The reply is JSON of this schema; \'{"type": "object"}\' is any object.',
+            metavar="SCHEMA",
+            help="A JSON schema, or a file that holds one. The reply is JSON of this schema.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
@@ -358,7 +358,7 @@ class SamplingOptions:
         str | None,
         typer.Option(
             "--grammar",
-            metavar="FILE|TEXT",
+            metavar="GRAMMAR",
             help="The reply is of this grammar, in llguidance's dialect of Lark.",
             rich_help_panel=_SAMPLING,
         ),

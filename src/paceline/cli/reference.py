@@ -1,0 +1,87 @@
+"""Reference pages of the command line, generated from the commands themselves: `python -m paceline.cli.reference`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENVIRONMENT = {
+    "PACELINE_CACHE": (
+        "`$XDG_CACHE_HOME/paceline`, else `~/.cache/paceline`",
+        "Folder for the demo model and for compiled CPU kernels.",
+    ),
+    "PACELINE_NATIVE": ("`1`", "`0` runs the layers on torch instead of the compiled CPU kernels."),
+    "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
+    "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
+    "CXX": ("`g++`, `clang++` or `c++`", "C++ compiler that builds the CPU kernels, with options as for a shell."),
+    "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder where `PACELINE_CACHE` is not set."),
+    "NO_COLOR": ("", "Any value turns colours off, as does `TERM=dumb`. See <https://no-color.org>."),
+    "TERM": ("", "`dumb` turns colours off."),
+    "GOMP_SPINCOUNT": ("`10000`", "Set by the `paceline` command unless you set it: how long idle threads spin."),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("`64`", "Set by `paceline train` unless you set it: bounds oneDNN's memory."),
+    "LRU_CACHE_CAPACITY": ("`64`", "Set by `paceline train` unless you set it: bounds torch's memory for oneDNN."),
+}
+"""Environment variables that Paceline reads or sets: name -> (default, meaning), in Markdown."""
+
+
+def environment() -> str:
+    """Return the environment variables as a Markdown table."""
+    rows = [(f"`{name}`", default, meaning) for name, (default, meaning) in ENVIRONMENT.items()]
+    return _table(("Variable", "Default", "Meaning"), rows)
+
+
+def markdown() -> str:
+    """Return every command with its arguments and options as one Markdown page."""
+    from paceline.cli import app
+
+    group: Any = typer.main.get_command(app)
+    pages = [_command(f"paceline {name}", command) for name, command in group.commands.items()]
+    return "\n\n".join(["# Command line", _escaped(group.help), *pages]) + "\n"
+
+
+def _command(name: str, command: Any) -> str:
+    context = typer.Context(command, info_name=name)
+    panels: dict[str, list[Any]] = {}
+    for param in command.params:
+        default = "Arguments" if param.param_type_name == "argument" else "Options"
+        panels.setdefault(param.rich_help_panel or default, []).append(param)
+    parts = [f"## {name}", f"```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```"]
+    parts += [_escaped(paragraph) for paragraph in command.help.split("\n\n")]
+    for panel in sorted(panels, key=["Options", "Arguments"].__contains__, reverse=True):
+        rows = [(_names(param), _default(param, context), _escaped(param.help)) for param in panels[panel]]
+        parts += [f"**{panel}**", _table(("Name", "Default", "Meaning"), rows)]
+    return "\n\n".join(parts)
+
+
+def _names(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return f"`{param.metavar or param.name.upper()}`"
+    value = "" if param.is_flag else " " + (param.metavar or "VALUE")
+    return f"`{', '.join(sorted(param.opts, key=len))}{value}`"
+
+
+def _default(param: Any, context: typer.Context) -> str:
+    if param.required:
+        return "required"
+    default = param.show_default if isinstance(param.show_default, str) else param.get_default(context)
+    text = "" if default in (None, False, "") else f"`{default}`"
+    return f"{text} `${param.envvar}`".strip() if param.envvar else text
+
+
+def _escaped(text: str) -> str:
+    """Return the text on one line, with Markdown's special characters escaped outside of code."""
+    return re.sub(r"(`[^`]*`)|([|<*_])", lambda found: found[1] or "\\" + found[2], " ".join(text.split()))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

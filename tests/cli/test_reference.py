@@ -1,0 +1,39 @@
+"""The generated reference pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import paceline
+from paceline.cli.reference import ENVIRONMENT, environment, markdown
+
+
+def test_every_command_and_option_is_in_the_reference() -> None:
+    page = markdown()
+    commands = re.findall(r"^## paceline ([a-z]+)$", page, re.MULTILINE)
+    assert {"generate", "chat", "serve", "bench", "train", "compile"} <= set(commands)
+    generate = page.partition("## paceline generate\n")[2].partition("\n## ")[0]
+    for part in (
+        "paceline generate [OPTIONS] [MODEL] [PROMPT]",
+        "`-n, --max-tokens, --max-new-tokens",
+        "`--json-schema",
+        "$HF_TOKEN",
+        "**Sampling**",
+    ):
+        assert part in generate
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}, "no cell breaks its row"
+    program = [sys.executable, "-m", "paceline.cli.reference"]
+    assert subprocess.run(program, capture_output=True, text=True, check=True).stdout == page
+
+
+def test_every_environment_variable_that_the_code_names_is_in_the_reference() -> None:
+    pattern = r"""(?:environ(?:\.get|\.setdefault)?[(\[]|envvar=|getenv\()\s*"([A-Z_]+)"|"([A-Z]+_[A-Z_]*CAPACITY)\""""
+    files = Path(paceline.__file__).parent.rglob("*.py")
+    found = {name for file in files for names in re.findall(pattern, file.read_text("utf-8")) for name in names if name}
+    assert {"PACELINE_CACHE", "PACELINE_NATIVE", "PACELINE_API_KEY", "HF_TOKEN", "CXX", "NO_COLOR"} <= found
+    assert found == set(ENVIRONMENT)
+    assert all(f"| `{name}` |" in environment() for name in found)
