@@ -56,7 +56,7 @@ def command_line() -> str:
     """Return every command with its options."""
     from paceline.cli import reference
 
-    return reference.markdown()
+    return reference.markdown().partition("\n")[2].replace("\\<", "&lt;")
 
 
 def environment() -> str:
