@@ -28,6 +28,8 @@ def _as_list(paragraph: str) -> str:
     if begin is None or paragraph.startswith((" ", "- ", "|")):
         return paragraph
     items = _PARAMETER.sub(lambda name: f"- **{name[1]}**: ", paragraph[begin.start() :]).split("\n")
-    return paragraph[: begin.start()] + ("\n" if begin.start() else "") + "\n".join(
-        item if item.startswith("- ") else f"  {item}" for item in items
+    return (
+        paragraph[: begin.start()]
+        + ("\n" if begin.start() else "")
+        + "\n".join(item if item.startswith("- ") else f"  {item}" for item in items)
     )

@@ -12,7 +12,7 @@ is where the pending token stands. So request b's text is `tokens[b, : lengths[b
 
 Padding is -1 and lies at the end. Shapes depend on the configuration alone and nothing waits for the device, but
 for `CandidateTree.of`, a temperature or confidence that is a tensor (they are checked), and `append` (the new width).
-Logits may have any float dtype; less than float32 is widened first. docs/functional.md shows a whole loop.
+Logits may have any float dtype; less than float32 is widened first. docs/how-to/own-engine.md shows a whole loop.
 """
 
 from paceline.functional.candidates import (

@@ -15,7 +15,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.models.decoder import Decoder
 
 _SCALE = 2 / 32
-"""Bytes of a scale, or of a floor, for each weight of a group (docs/quantize.md)."""
+"""Bytes of a scale, or of a floor, for each weight of a group (docs/how-to/quantize.md)."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD_BITS = 8
 """An output head has at least so many."""
