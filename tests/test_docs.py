@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline import Drafter
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from paceline.protocols import Drafter
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
