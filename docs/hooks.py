@@ -80,7 +80,7 @@ def openapi() -> str:
             out += ["", f"### {name}", "", "| field | type | |", "|---|---|---|"]
             for field, what in schema["properties"].items():
                 required = "**required** " if field in schema.get("required", ()) else ""
-                told = what.get("description", "").replace("\n", " ")
+                told = what.get("description", "").replace("\n", " ").replace("|", "\\|")
                 out.append(f"| `{field}` | {_kind(what)} | {required}{told} |")
     return "\n".join(out)
 

@@ -28,7 +28,7 @@ from tests.vocabularies import byte_level, speaker
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), *ROOT.glob("*/README.md")]
 
 
 def blocks(name: str) -> list[str]:
