@@ -7,16 +7,19 @@ import importlib.util
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 
 from paceline import Drafter
 from paceline.checkpoints.loader import Loaded
+from paceline.cli import app
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
@@ -82,6 +85,33 @@ def test_first_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_python_code_is_python(page: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         ast.parse(code)
+
+
+def calls_of(line: str) -> list[list[str]]:
+    """Return the arguments of each call of paceline on a shell line."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|;<>")
+    lexer.whitespace_split = True
+    calls: list[list[str]] = []
+    call: list[str] | None = None
+    for word in lexer:
+        if word == "paceline":
+            calls.append(call := [])
+        elif set(word) <= set("|;<>"):
+            call = None
+        elif call is not None:
+            call.append(word)
+    return calls
+
+
+def test_commands_exist_with_their_options() -> None:
+    group: Any = typer.main.get_command(app)
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
+    lines = [line for block in blocks if "docker run" not in block for line in block.replace("\\\n", " ").splitlines()]
+    calls = [call for line in lines if re.search(r"\bpaceline ", line) for call in calls_of(line)]
+    assert len(calls) > 30
+    for command, *words in calls:
+        known = {name for option in group.commands[command].params for name in option.opts}
+        assert not [word for word in words if word.startswith("-") and word not in known], (command, words)
 
 
 def test_docstrings_become_lists() -> None:
