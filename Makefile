@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 # Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: setup demo test test-slow check parity bench clean
+.PHONY: setup demo test test-slow check docs parity bench clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,16 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The site of docs/, into site/. Broken links are errors; what is installed is all that it needs, no network.
+DOCS := $(VENV)/.docs
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 parity: setup
 	$(BIN)/python benchmarks/parity.py
 
@@ -49,4 +59,4 @@ bench: setup
 	$(BENCH) --count 7 --quantize none,int8+int8 --context 2048 $(call files,$(RESULT)-context)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

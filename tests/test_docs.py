@@ -1,20 +1,26 @@
-"""What the documents show is run."""
+"""Code in README and docs runs, and links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 
+from paceline import Drafter
 from paceline.checkpoints.loader import Loaded
-from paceline.drafters.base import Drafter
+from paceline.cli import app
+from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
@@ -23,21 +29,110 @@ from paceline.types import DraftBudget
 from tests.toys import toy_llm, toy_tokenizer
 from tests.vocabularies import byte_level, speaker
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), *ROOT.glob("*/README.md")]
 
 
 def blocks(name: str) -> list[str]:
-    """The Python code of a document."""
+    """Return the Python code of a page of docs/."""
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
-def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
-    code, *_ = blocks("extend.md")
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a page's headings make."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{page.name} links to {target}"
+        if anchor and found.name != "cli.md":  # made from the commands
+            assert anchor in anchors(found), f"{page.name} links to {target}#{anchor}"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    named = {name for source in sources for name in re.findall(r"docs/[\w/-]+\.md", source.read_text())}
+    assert named
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert not [page for page in DOCS.rglob("*.md") if f": {page.relative_to(DOCS)}\n" not in site]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+@pytest.mark.parametrize(
+    "page", ["../README.md", "index.md", "tutorials/first-run.md", "how-to/batch.md"], ids=lambda page: Path(page).name
+)
+def test_first_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.load", lambda name, **options: toy_llm(Suffix() if options == {} else None))
+    names: dict[str, Any] = {}
+    for code in blocks(page):
+        exec(compile(code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_code_is_python(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        ast.parse(code)
+
+
+def calls_of(line: str) -> list[list[str]]:
+    """Return the arguments of each call of paceline on a shell line."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|;<>")
+    lexer.whitespace_split = True
+    calls: list[list[str]] = []
+    call: list[str] | None = None
+    for word in lexer:
+        if word == "paceline":
+            calls.append(call := [])
+        elif set(word) <= set("|;<>"):
+            call = None
+        elif call is not None:
+            call.append(word)
+    return calls
+
+
+def test_commands_exist_with_their_options() -> None:
+    group: Any = typer.main.get_command(app)
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
+    lines = [line for block in blocks if "docker run" not in block for line in block.replace("\\\n", " ").splitlines()]
+    calls = [call for line in lines if re.search(r"\bpaceline ", line) for call in calls_of(line)]
+    assert len(calls) > 30
+    for command, *words in calls:
+        known = {name for option in group.commands[command].params for name in option.opts}
+        assert not [word for word in words if word.startswith("-") and word not in known], (command, words)
+
+
+def test_docstrings_become_lists() -> None:
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "Load: it.\n\nAll at once.\nmodel: a folder,\nor a file.\ndraft, n: how much.\n\nRaises `E`: why."
+    listed = "- **model**: a folder,\n  or a file.\n- **draft, n**: how much."
+    assert module.as_lists(text) == f"Load: it.\n\nAll at once.\n\n{listed}\n\nRaises `E`: why."
+
+
+def test_the_drafter_of_own_drafter_md_works_and_fits_in_forty_lines() -> None:
+    code, *_ = blocks("how-to/own-drafter.md")
     source = code[: code.index("llm = paceline.load")]
     lines = [line for line in source[source.index("class") :].splitlines() if line.strip()]
     assert len(lines) < 40
     names: dict[str, Any] = {}
-    exec(compile(source, "extend.md", "exec"), names)
+    exec(compile(source, "own-drafter.md", "exec"), names)
     make = names["Bigram"]
     assert issubclass(make, Drafter)
     check_drafter(make)
@@ -53,10 +148,10 @@ def test_the_drafter_of_extend_md_works_and_fits_in_forty_lines() -> None:
     assert stats.accepted + run(target, prompt, Sampling(max_new_tokens=40), make())[2].accepted > 0
 
 
-def test_the_loop_of_functional_md_decodes_what_greedy_decoding_does() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "functional.md").read_text(), re.DOTALL)
+def test_the_loop_of_own_engine_md_decodes_what_greedy_decoding_does() -> None:
+    (code,) = blocks("how-to/own-engine.md")
     names: dict[str, Any] = {}
-    exec(compile(code, "functional.md", "exec"), names)
+    exec(compile(code, "own-engine.md", "exec"), names)
     likeliest = names["target"].argmax(-1).tolist()
     for text, length, prompt in zip(names["tokens"].tolist(), names["lengths"].tolist(), (3, 2), strict=True):
         assert length >= 20
@@ -64,17 +159,17 @@ def test_the_loop_of_functional_md_decodes_what_greedy_decoding_does() -> None:
     assert names["accepted"].tokens.shape == (2, 5)
 
 
-def test_the_target_of_extend_md_is_the_one_that_is_shipped_and_keeps_its_contract() -> None:
-    _, target, use = blocks("extend.md")
+def test_the_target_of_own_target_md_is_the_one_that_is_shipped_and_keeps_its_contract() -> None:
+    target, use = blocks("how-to/own-target.md")
     assert target.strip() == inspect.getsource(ToyTarget).strip()
-    exec(compile(use, "extend.md", "exec"), {})
+    exec(compile(use, "own-target.md", "exec"), {})
 
 
-def test_the_loop_of_session_md_writes_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_of_own_loop_md_writes_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
     monkeypatch.setattr("paceline.load", lambda name: llm)
     names: dict[str, Any] = {}
-    exec(compile(blocks("session.md")[0], "session.md", "exec"), names)
+    exec(compile(blocks("how-to/own-loop.md")[0], "own-loop.md", "exec"), names)
     prompt = llm.encode("Why is the sky blue?")
     plain = llm.generate("Why is the sky blue?", Sampling(max_new_tokens=100 - len(prompt))).token_ids
     assert names["s"].history[len(prompt) :] == [token for token in plain if token != 36]
@@ -129,7 +224,7 @@ def small_session(seed: int, vocab: int) -> Session:
 
 
 def speculation(source: str, **names: Any) -> Callable[..., list[int]]:
-    exec(compile(source, "session.md", "exec"), names)
+    exec(compile(source, "own-loop.md", "exec"), names)
     if "dice" in names:
         names["torch"] = names["dice"]
     return names["speculate"]  # type: ignore[no-any-return]
@@ -156,8 +251,8 @@ def farthest(source: str, count: int, length: int) -> float:
     return float((ours - plain).abs().max())
 
 
-def test_the_speculation_of_session_md_has_the_targets_distribution_in_thirty_lines() -> None:
-    source = blocks("session.md")[1]
+def test_the_speculation_of_own_loop_md_has_the_targets_distribution_in_thirty_lines() -> None:
+    source = blocks("how-to/own-loop.md")[1]
     body = source[source.index("def speculate") :]
     assert len([line for line in body.splitlines() if line.strip()]) <= 30
     for count, length in ((1, 2), (2, 1)):
@@ -166,18 +261,18 @@ def test_the_speculation_of_session_md_has_the_targets_distribution_in_thirty_li
         assert farthest(no_residual, count, length) > 1e-3
 
 
-def test_the_speculation_of_session_md_writes_greedy_text_in_few_passes() -> None:
+def test_the_speculation_of_own_loop_md_writes_greedy_text_in_few_passes() -> None:
     llm = toy_llm()
     prompt = [1, 5, 9]
     plain = llm.generate(prompt, Sampling(max_new_tokens=30, ignore_eos=True)).token_ids
-    speculate = speculation(blocks("session.md")[1])
+    speculate = speculation(blocks("how-to/own-loop.md")[1])
     for drafter in (toy_llm(), LLM(Loaded(tiny_target(9), toy_tokenizer(), (), {}, Path("toy")))):
         tokens = speculate(llm.session(), drafter.session(), prompt, 30, temperature=1e-7)
         assert tokens[:30] == plain
 
 
 def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> None:
-    code = blocks("sampling.md")[0]
+    (code,) = blocks("reference/sampling.md")
     target, names = tiny_target(), {"CAPITALS": [3, 5, 9, 12]}
     exec(compile(code, "sampling.md", "exec"), names)
     sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
@@ -186,11 +281,11 @@ def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> N
     assert run(target, [1, 2, 3], sampling, Oracle([1, 2, 3, *plain], 0.8, 37), DraftBudget(9, 3, 3))[0] == plain
 
 
-def test_the_schema_of_sampling_md_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schema_of_structured_output_md_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     monkeypatch.setattr("paceline.load", lambda name: LLM(speaker(byte_level(), seed=3)))
     names: dict[str, Any] = {}
-    exec(compile(blocks("sampling.md")[1], "sampling.md", "exec"), names)
+    exec(compile(blocks("how-to/structured-output.md")[0], "structured-output.md", "exec"), names)
     said = json.loads(names["reply"].text)
     assert list(said) == names["animal"]["required"]
     assert said["natural_habitat"] in ("land", "water", "air")

@@ -240,7 +240,7 @@ class LLM:
         return tokens
 
     def session(self) -> Session:
-        """The target in your own hands, for a decoding loop of your own (docs/session.md)."""
+        """The target in your own hands, for a decoding loop of your own (docs/how-to/own-loop.md)."""
         return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -325,8 +325,8 @@ def load(
     or a `Drafter`. A list of names loads each of them, for replies that say which one drafts (a server's do).
     draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which goes by what rounds cost and give.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    quantize: None, "int8" or "int4": hold the target's projections and output head as integers (docs/quantize.md), a
-    GGUF's own where it has such. `draft_quantize`: the same for a drafter that has weights.
+    quantize: None, "int8" or "int4": hold the target's projections and output head as integers, a GGUF's own where it
+    has such (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.

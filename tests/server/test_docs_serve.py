@@ -1,4 +1,4 @@
-"""What docs/serve.md shows is run: its commands and clients, against the server that its first command starts."""
+"""Commands and clients of docs/how-to/serve.md run, against the server that its first command starts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.conftest import packaged_model
 from tests.test_docs import DOCS, blocks
 
 ADDRESS = "http://127.0.0.1:8000"
-TEXT = (DOCS / "serve.md").read_text()
-SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+REFERENCE = (DOCS / "reference" / "server.md").read_text()
+SHELL = re.findall(r"```sh\n(.*?)```", (DOCS / "how-to" / "serve.md").read_text(), re.DOTALL)
 CURLS = [block for block in SHELL if block.startswith("curl ")]
 
 
@@ -114,7 +114,7 @@ def test_the_commands(started: Started) -> None:
 
 @pytest.mark.model
 def test_the_clients(started: Started) -> None:
-    openai, *others = blocks("serve.md")
+    openai, *others = blocks("how-to/serve.md")
     names = python(started, openai)
     assert names["reply"].choices[0].message.content
     assert names["reply"].usage.speculation["drafted"] == 0
@@ -138,10 +138,10 @@ def test_every_metric_is_told(started: Started) -> None:
     with urllib.request.urlopen(f"{started.address}/metrics") as answer:
         told = re.findall(r"^# TYPE (\S+) (\w+)", answer.read().decode(), re.MULTILINE)
     names = {name for name, kind in told if not name.endswith("_created")}
-    assert names == set(re.findall(r"`((?:vllm|paceline):\w+)`", TEXT))
+    assert names == set(re.findall(r"`((?:vllm|paceline):\w+)`", REFERENCE))
 
 
 def test_every_parameter_is_told() -> None:
-    told = TEXT[TEXT.index("## Parameters") : TEXT.index("## What speculation did")]
+    told = REFERENCE[REFERENCE.index("## Parameters") : REFERENCE.index("## What speculation did")]
     for kind in (ChatRequest, CompletionRequest):
         assert not [name for name in kind.model_fields if f"`{name}`" not in told]

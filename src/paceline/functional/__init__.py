@@ -13,7 +13,7 @@ is where the pending token stands. So request b's text is `tokens[b, : lengths[b
 Padding is -1 and lies at the end. Shapes depend on the configuration alone. Trees grow and are walked on the host, by
 the code of Paceline's own engine: `grow` and `sample` wait for the device once per level, the `verify_` functions once,
 and once more per visited row where they draw. Logits may have any float dtype; less than float32 is widened first.
-docs/functional.md shows a whole loop.
+docs/how-to/own-engine.md shows a whole loop.
 """
 
 from paceline.functional.candidates import (

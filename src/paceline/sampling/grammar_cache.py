@@ -122,7 +122,7 @@ def refused(kind: Kind, said: str) -> InvalidOption:
     """The error for a grammar of this kind, from what llguidance said of it."""
     return InvalidOption(
         f"{NAMES[kind]} cannot be used: {one_line(said)}",
-        "Change it; Paceline's docs/sampling.md says what is possible",
+        "Change it; Paceline's docs/how-to/structured-output.md says what is possible",
     )
 
 

@@ -1,4 +1,4 @@
-"""Toy targets and drafters, and what targets and drafters of your own must keep to (docs/extend.md).
+"""Toy targets and drafters, and what targets and drafters of your own must keep to (docs/how-to/own-drafter.md).
 
 Small enough to compare token by token, real enough to fail.
 """

@@ -20,7 +20,7 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import Target
 
 _SCALE = 2 / 32
-"""Bytes of a scale, or of a floor, per weight of a group (docs/quantize.md)."""
+"""Bytes of a scale, or of a floor, per weight of a group (docs/how-to/quantize.md)."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD_BITS = 8
 """Bits per weight of an output head, at least."""
