@@ -24,10 +24,12 @@ demo: setup
 	$(BIN)/paceline demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist worksteal
 
+# Attacks, soak, fuzz, load, long training runs: some 30 minutes. SLOW=tests/train runs a part of them.
+SLOW ?= tests
 test-slow: setup
-	$(BIN)/python -m pytest -m slow tests/slow
+	$(BIN)/python -m pytest -m slow $(SLOW)
 
 check: setup
 	$(BIN)/ruff format --check .

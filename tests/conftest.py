@@ -1,7 +1,8 @@
-"""Shared fixtures. One thread for the toys: two only wait for each other on products this small."""
+"""Shared fixtures. Toys run on one thread: two would only wait for each other on products this small."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,24 @@ from paceline.testing import tiny_target
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
+THREADS = max(1, min(2, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+"""Threads for real models: two, unless pytest's own workers share the cores."""
+
 
 def pytest_configure() -> None:
     # The same examples every time: a suite that fails by chance teaches people to run it again.
     hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None)
     hypothesis.settings.load_profile("paceline")
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Restore the package's logger, which commands set up for their process: tests run in any order."""
+    logger = logging.getLogger("paceline")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +47,8 @@ def toy() -> Decoder:
 
 @contextmanager
 def packaged_model(name: str) -> Iterator[Loaded]:
-    """A real model out of PyPI wheels, on two threads; skips where it cannot be had, but not in CI."""
-    torch.set_num_threads(2)
+    """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
+    torch.set_num_threads(THREADS)
     try:
         yield load_model(name)
     except ModelNotFound as error:
