@@ -1,7 +1,4 @@
-"""The seams. Whatever implements these works with the rest: targets, caches, drafters.
-
-Nothing here speculates: `engine.py` shows how the parts meet.
-"""
+"""The seams: targets and their caches. `drafters/base.py` has the drafters', `engine/engine.py` shows how they meet."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was computed of a text's first `length` tokens, in tensors of its own, for texts that begin alike
-    (`prefix.py`). Those who keep more than this derive from it."""
+    """Saved state of a text's first `length` tokens, for the prefix cache. Subclasses hold more."""
 
     length: int
     tensors: tuple[Tensor, ...]
@@ -42,15 +38,15 @@ class Saved:
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def holds(self, length: int, prompt: int) -> bool:
-        """Whether a request whose prompt has `prompt` tokens can begin with the first `length` of them."""
+        """Whether a request with a prompt of `prompt` tokens can start from the first `length` tokens."""
         return length <= self.length
 
 
 class KVCache(Protocol):
     """Keys and values of every slot. It owns its layout, growth and lengths.
 
-    Rows that are written but not committed are simply overwritten later: there is no rollback. Cost follows the
-    length reached, never the capacity.
+    Rows that are not committed are overwritten later: there is no rollback. Cost follows the length reached, never the
+    capacity.
     """
 
     @property
@@ -60,14 +56,14 @@ class KVCache(Protocol):
 
     @property
     def prompts(self) -> Sequence[int]:
-        """The prompt's length of each slot's request: what a model goes by whose positions depend on the text's length.
+        """Prompt length of each slot's request, for models whose rotary factors depend on the text's length.
 
-        It is chosen once and for the whole request, because keys of one choice mean nothing to rows of another.
+        It is fixed for the whole request: keys and rows must use the same factors.
         """
         ...
 
     def acquire(self, prompt: int = 0) -> int:
-        """A free slot, of length 0, for a request whose prompt has so many tokens. Raises `OutOfMemory`."""
+        """Return a free slot of length 0 for a request with a prompt of `prompt` tokens. Raises `OutOfMemory`."""
         ...
 
     def begin(self, rows: Rows) -> Any:
@@ -78,11 +74,11 @@ class KVCache(Protocol):
         ...
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """As much of a draft's budget as the slot's next pass can verify exactly."""
+        """Return the part of a draft budget that the slot's next pass can verify exactly."""
         ...
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Keep row 0 and then the rows of `path`, in this order: the only place where a slot's length grows."""
+        """Keep row 0 and the rows of `path`, in this order: the only place where a slot's length grows."""
         ...
 
     def truncate(self, slot: int, length: int) -> None:
@@ -94,18 +90,18 @@ class KVCache(Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
+        """Return a new slot with a copy of what `slot` has committed. Raises `OutOfMemory`."""
         ...
 
     def save(self, slot: int) -> Saved:
-        """A copy of all that the slot has committed. It outlives the slot, and the cache."""
+        """Return a copy of what the slot has committed. It outlives the slot and the cache."""
         ...
 
     def load(self, slot: int, saved: Any, length: int) -> int:
-        """A fresh slot begins with the first `length` tokens of what a cache of the same target saved.
+        """Fill a fresh slot with the first `length` tokens that a cache of the same target saved.
 
-        Returns how many it holds now: `length`, or 0 where `saved.holds` denies them (a sliding window that has moved
-        on, keys turned for texts of another length). Raises `OutOfMemory`.
+        Returns the tokens it holds now: `length`, or 0 if `saved.holds` refuses them (a sliding window that has moved
+        on, rotary factors of another length). Raises `OutOfMemory`.
         """
         ...
 
@@ -115,14 +111,14 @@ class KVCache(Protocol):
 
 
 class Target(Protocol):
-    """A model that can verify: any number of rows in one pass, over a cache it made itself."""
+    """A model that verifies any number of rows in one pass, over a cache that it made."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context_length(self) -> int:
-        """The most tokens (prompt and reply) that one slot may reach."""
+        """The most tokens (prompt and reply) of one slot."""
         ...
 
     @property
@@ -137,29 +133,29 @@ class Target(Protocol):
 
 @runtime_checkable
 class Ends(Protocol):
-    """What a learned drafter borrows of its target: where tokens enter, and where they come out."""
+    """The embedding and output head that a learned drafter borrows from its target."""
 
     @property
     def layers(self) -> int:
-        """How many there are: the taps are 0 to layers - 1, and "final"."""
+        """Number of layers: the taps are 0 to layers - 1, and "final"."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens, int64 of any shape [...], to what enters layer 0 [..., H], in the target's dtype."""
+        """Return the input of layer 0 [..., H], in the target's dtype, for tokens [...] (int64)."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """Normed states [..., H] (the tap "final", or what a drafter has for it) to float32 logits [..., V]."""
+        """Return float32 logits [..., V] of normed states [..., H] (the tap "final", or a drafter's own)."""
         ...
 
     def head(self) -> Tensor:
-        """The matrix [V, H] that logits are made with: what a drafter is trained towards."""
+        """Return the output matrix [V, H], which drafters are trained with."""
         ...
 
 
 @runtime_checkable
 class Host(Target, Ends, Protocol):
-    """A target that learned drafters can live beside: they take its dtype and device, and its ends."""
+    """A target for learned drafters, which take its dtype, device, embedding and head."""
 
     @property
     def dtype(self) -> torch.dtype: ...
