@@ -29,8 +29,8 @@ class CachedEngine(Engine):
         self.cached: list[int] = []
         """Of each request the tokens that were not fed."""
 
-    def _recall(self, request: Request) -> int:
-        self.cached.append(super()._recall(request))
+    def _load_prefix(self, request: Request) -> int:
+        self.cached.append(super()._load_prefix(request))
         return self.cached[-1]
 
 

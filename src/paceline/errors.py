@@ -1,4 +1,4 @@
-"""Everything Paceline raises on purpose. Each message names the cause, then the fix."""
+"""The errors that Paceline raises. Each message names the cause, then the fix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LONGEST = 1000
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
-    """The text with spaces for line breaks, control characters and lone surrogates escaped, cut in the middle if it is
-    long."""
+    """Return the text on one line: line breaks become spaces, control characters are escaped, long texts are cut in the
+    middle."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -64,7 +64,7 @@ class CannotWrite(PacelineError, OSError):
 
 
 class TokenizerMismatch(PacelineError):
-    """A tokenizer that has no words: nothing can be drafted with it, or for it."""
+    """A tokenizer without tokens of text: nothing can be drafted with it, or for it."""
 
 
 class InvalidOption(PacelineError, ValueError):
@@ -84,19 +84,19 @@ class InvalidData(PacelineError, ValueError):
 
 
 class OutOfMemory(PacelineError, MemoryError):
-    """The device cannot hold what was asked of it."""
+    """The device has not enough memory."""
 
 
 class TimedOut(PacelineError, TimeoutError):
-    """A reply took longer than it was given. What it had by then has been shown."""
+    """A reply took longer than its time limit. The tokens so far have been shown."""
 
 
 class TrainingFailed(PacelineError):
-    """Training cannot go on. What was finished is kept."""
+    """Training cannot continue. What was finished is kept."""
 
 
 class SessionError(PacelineError, ValueError):
-    """A session was asked for what it cannot do in the state it is in. It is as it was before."""
+    """A session cannot do this in its present state, which is unchanged."""
 
 
 class NonFiniteLogits(PacelineError, ArithmeticError):
@@ -104,11 +104,11 @@ class NonFiniteLogits(PacelineError, ArithmeticError):
 
 
 class NoTokenLeft(PacelineError, ValueError):
-    """Bans and biases leave no token that could come next."""
+    """Bans and biases leave no token to choose."""
 
 
 def install_line(extra: str) -> str:
-    """The command that adds an optional dependency group: from the checkout if Paceline runs from one."""
+    """Return the command that adds an optional dependency group: from the checkout if Paceline runs from one."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         return f'pip install "paceline[{extra}]"'
@@ -123,7 +123,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def memory_named(cause: str, fix: str) -> Iterator[None]:
-    """Turns a bare error that means "no memory left" into an `OutOfMemory` with this cause and fix."""
+    """Turn a bare error that means "no memory left" into an `OutOfMemory` with this cause and fix."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The public face: load a model, generate, stream."""
+"""The public API: load a model, generate, stream, batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ONE = (str, Drafter, type(None))
 
 
 class LLM:
-    """A target model, its tokenizer and a drafter, ready to write."""
+    """A target model, its tokenizer and its drafters."""
 
     def __init__(
         self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
@@ -72,12 +72,12 @@ class LLM:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What sampling parameters must know of the model."""
+        """The model's vocabulary, as sampling parameters need it."""
         size = self.model.target.vocab_size
         return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False), self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
-        """The sampling that the model's `generation_config` recommends, with changes; greedy if it recommends none."""
+        """Return the sampling that the model's `generation_config` recommends, with changes; greedy without one."""
         try:
             own = Sampling(**recommended(self.model.generation))
         except InvalidOption as error:
@@ -218,8 +218,8 @@ class LLM:
         speculation: Speculation | None = None,
         scores: PromptLogprobs | None = None,
     ) -> Request:
-        """A slot for one reply, for callers that run the engine's rounds themselves (see `Engine.start`). `scores`
-        takes the prompt's log-probabilities."""
+        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects the prompt's
+        log-probabilities."""
         sampler = sampling.sampler(sample, self.vocabulary)
         room = self.model.target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
@@ -230,7 +230,7 @@ class LLM:
         return request
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """`encode`, for a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
+        """Return the ids of a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
         tokens = self.encode(prompt, raw=raw)
         if len(tokens) >= self.model.target.context_length:
             raise PromptTooLong(
@@ -240,11 +240,11 @@ class LLM:
         return tokens
 
     def session(self) -> Session:
-        """The target in your own hands, for a decoding loop of your own (docs/how-to/own-loop.md)."""
+        """Return a session: the target for a decoding loop of your own (docs/how-to/own-loop.md)."""
         return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """The prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
+        """Return the prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
         tokens = self._encode(prompt, raw)
         if not tokens:
             raise InvalidPrompt("the prompt is empty", "Give at least one token of text")

@@ -1,7 +1,4 @@
-"""The seams. Whatever implements these works with the rest: targets, caches, drafters.
-
-Nothing here speculates: `engine.py` shows how the parts meet.
-"""
+"""The seams: targets and their caches. `drafters/base.py` has the drafters', `engine/engine.py` shows how they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target in your own hands: feed tokens, score drafts, take back. For loops that Paceline does not have."""
+"""A target for decoding loops of your own: feed tokens, score drafts, roll back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _ScoredRows:
     taps: dict[Tap, Tensor]
 
     def child(self, row: int, token: int) -> int | None:
-        """The row of this token after `row`, if it was scored."""
+        """Return the row of this token after `row`, if it was scored."""
         edges = zip(self.draft.parents, self.draft.tokens, strict=True)
         return next((node for node, edge in enumerate(edges, 1) if edge == (row, token)), None)
 
     def find(self, row: int, draft: Draft) -> list[int] | None:
-        """The rows of another draft, which follows `row`, if all of them were scored."""
+        """Return the rows of another draft after `row`, if all of them were scored."""
         rows = [row]
         for parent, token in zip(draft.parents, draft.tokens, strict=True):
             child = self.child(rows[parent], token)
@@ -47,7 +47,7 @@ class _ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A moment of a session, for `Session.restore`. Holds tokens and the results at hand, no keys and values."""
+    """The state of a session, for `Session.restore`. Holds tokens and scored rows, no keys and values."""
 
     history: tuple[int, ...]
     _owner: object = field(repr=False)
@@ -80,7 +80,7 @@ class Session(Closable):
         self._cache = cache
         self._text: list[int] = []
         self._prompt = 0
-        """Tokens of history when it was first fed: some models choose by them how positions turn."""
+        """Length of the history when it was first fed: some models choose rotary factors by it."""
         self._scored: _ScoredRows | None = None
         self._path: list[int] = []
         """The scored rows below row 0 that the history has taken."""
@@ -117,7 +117,7 @@ class Session(Closable):
     # What moves the history
 
     def observe(self, ids: Sequence[int]) -> None:
-        """These tokens continue the history. Computes nothing; what was not scored is fed when logits are asked for.
+        """Append tokens to the history. Computes nothing; unscored tokens are fed when logits are needed.
 
         Raises `SessionError` for ids out of range or a history longer than the context.
         """
@@ -134,7 +134,7 @@ class Session(Closable):
         self._asked = Draft()
 
     def rollback_to(self, length: int) -> None:
-        """Forget all but the first `length` tokens. Raises `SessionError` where there are not as many."""
+        """Forget all but the first `length` tokens. Raises `SessionError` if there are fewer."""
         self._kv()
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._text):
             raise SessionError(
@@ -150,16 +150,16 @@ class Session(Closable):
         self._asked = Draft()
 
     def reset(self) -> None:
-        """An empty history, as new."""
+        """Clear the history."""
         self.rollback_to(0)
 
     def snapshot(self) -> Snapshot:
-        """This moment, to come back to. Costs a copy of the history's token ids."""
+        """Return the present state. Costs a copy of the history's token ids."""
         self._kv()
         return Snapshot(tuple(self._text), self._key, self._scored, tuple(self._path))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Back (or forth) to a snapshot of this session: its history, and the logits that it had at hand.
+        """Return to a snapshot of this session: its history and its scored logits.
 
         What the cache holds of that history stays; the rest is fed again when logits are asked for. Raises
         `SessionError` for a snapshot of another session.
@@ -176,21 +176,21 @@ class Session(Closable):
     # What is asked of the model
 
     def next_logits(self) -> Tensor:
-        """Logits [V] after the history, float32 (float64 of a float64 model).
+        """Return logits [V] after the history, float32 (float64 of a float64 model).
 
         No pass where the last token was scored already. Raises `SessionError` for an empty history.
         """
         return self.logits_after(())[0]
 
     def logits_after(self, drafts: Sequence[int]) -> Tensor:
-        """Logits [k + 1, V] from one pass: row 0 after the history, row i after the history and i drafts.
+        """Return logits [k + 1, V] from one pass: row 0 after the history, row i after the history and i drafts.
 
         The history stays; observing these very tokens reuses the pass. Raises `SessionError`.
         """
         return self.tree_logits(Draft.chain(_ids(drafts)))
 
     def tree_logits(self, tree: Draft) -> Tensor:
-        """Logits [N + 1, V] from one pass: row 0 after the history, row i + 1 after node i and its ancestors.
+        """Return logits [N + 1, V] from one pass: row 0 after the history, row i + 1 after node i and its ancestors.
 
         The history stays; observing any path of the tree reuses the pass. A draft beyond what the cache verifies
         exactly in one pass (`KVCache.fit`) takes more of them and leaves no keys and values. Raises `SessionError`,
@@ -202,7 +202,7 @@ class Session(Closable):
         return scored.logits[rows]
 
     def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
-        """Hidden states {tap: [R, H]} of the rows whose logits were asked for last, in their order.
+        """Return hidden states {tap: [R, H]} of the rows whose logits were requested last, in their order.
 
         That is one row for `next_logits`, k + 1 or N + 1 for drafts; once the history has changed (or before anything
         was asked) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
@@ -228,7 +228,7 @@ class Session(Closable):
     # Passes
 
     def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
-        """What was scored, and the rows of the pending token and the draft in it. A pass only where rows are new."""
+        """Return scored rows with those of the pending token and the draft. Runs a pass only for new rows."""
         self._kv()
         check(draft)
         self._check_ids(draft.tokens)
@@ -260,7 +260,7 @@ class Session(Closable):
         return _ScoredRows(draft, start, logits, states)
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
-        """Each path as a chain in as many passes as the cache needs, taken back at its end."""
+        """Score each path as a chain in as many passes as the cache needs, rolled back at its end."""
         results: dict[int, _Results] = {}
         for path in _paths(draft):
             self._catch_up()
@@ -272,7 +272,7 @@ class Session(Closable):
         return torch.stack(logits), {tap: torch.stack([x[tap] for x in states]) for tap in states[0]}
 
     def _chain(self, drafts: list[int], taps: tuple[Tap, ...]) -> list[_Results]:
-        """Feed and commit the pending token and drafts in pieces that fit: the results of each row."""
+        """Feed and commit the pending token and drafts in pieces that fit. Returns the results of each row."""
         tokens, cache = [self._text[-1], *drafts], self._kv()
         results: list[_Results] = []
         while left := len(tokens) - len(results):
@@ -291,7 +291,7 @@ class Session(Closable):
         return rows, (out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()})
 
     def _catch_up(self) -> None:
-        """Feed what the history has and the cache has not, all but the pending token."""
+        """Feed the history's uncached tokens, but for the pending one."""
         cache, before = self._kv(), len(self._text) - 1
         if not cache.lengths[self._slot]:
             self._prompt = self._prompt or len(self._text)
@@ -313,7 +313,7 @@ class Session(Closable):
                 self._kv().commit(fed, [path[: keep - 1]])
 
     def _trim(self) -> None:
-        """Take from the cache what is not history, or pending. It may forget more than that."""
+        """Truncate the cache to the history without its pending token. It may forget more."""
         before = max(0, len(self._text) - 1)
         if self._kv().lengths[self._slot] > before:
             self._kv().truncate(self._slot, before)
@@ -322,13 +322,13 @@ class Session(Closable):
         self._scored, self._path, self._fed = None, [], None
 
     def _row(self) -> int | None:
-        """The scored row of the pending token, if it was scored."""
+        """Return the row of the pending token, if it was scored."""
         if self._scored and len(self._text) - 1 == self._scored.start + len(self._path):
             return self._path[-1] if self._path else 0
         return None
 
     def _fits(self, draft: Draft) -> bool:
-        """Whether one pass can verify it exactly."""
+        """Whether one pass can verify the draft exactly."""
         nodes, depth = len(draft.tokens), max(depths(draft.parents))
         if nodes >= PREFILL_ROWS:
             return False
@@ -363,12 +363,12 @@ class Session(Closable):
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _paths(draft: Draft) -> list[list[int]]:
-    """The rows from 0 down to every leaf."""
+    """Return the rows from 0 down to each leaf."""
     paths = {0: [0]}
     for row, parent in enumerate(draft.parents, 1):
         paths[row] = [*paths[parent], row]
@@ -376,7 +376,7 @@ def _paths(draft: Draft) -> list[list[int]]:
 
 
 def _ids(ids: Sequence[int]) -> list[int]:
-    """Token ids as a list, from a tensor [T] too. Raises `SessionError` for what is neither."""
+    """Return token ids, from a tensor [T] too, as a list. Raises `SessionError` for other types."""
     if isinstance(ids, Tensor) and ids.dim() == 1:
         return ids.tolist()
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):

@@ -1,4 +1,4 @@
-"""What travels between the parts. Read this first.
+"""The values that the parts exchange. Read this first.
 
 Shape legend, used in every docstring:
 
@@ -9,8 +9,8 @@ Shape legend, used in every docstring:
 
 A *row* is one token fed to the target. Row 0 carries the pending token: the last token of the text, chosen
 but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so a chain's are 0, 1, 2...
-Siblings share a position (what rotary embeddings see) but never a cache entry: where a row is written is the
-cache's own business (`layout.py`).
+Siblings share a position (what rotary embeddings see) but never a cache entry: the cache decides where a row is
+written (`cache/layout.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Tap = int | Literal["final"]
-"""Where to listen: i is the residual stream *entering* layer i, "final" the normed output."""
+"""A hidden state of the target: i is the residual stream *entering* layer i, "final" the normed output."""
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
@@ -41,7 +41,7 @@ rejection and block); nothing certain (typical)."""
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """How much to draft: at most `nodes` tokens, `depth` deep, `branch` children per node.
+    """Budget for one round of drafting: at most `nodes` tokens, `depth` deep, `branch` children per node.
 
     `DraftBudget.chain(n)` is the classic draft of n tokens in a row.
     """
@@ -62,7 +62,7 @@ class DraftBudget:
         return DraftBudget(nodes=length, depth=length, branch=1)
 
     def within(self, depth: int, nodes: int = 512) -> DraftBudget:
-        """The same draft, cut to `depth` more tokens and `nodes` nodes."""
+        """Return this budget cut to `depth` levels and `nodes` nodes."""
         if depth >= self.depth and nodes >= self.nodes:
             return self
         nodes = max(0, min(self.nodes, nodes))
@@ -72,9 +72,10 @@ class DraftBudget:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """How far drafting has taken the first rows of a draft (row 0 first) in the target itself: up to `layer`.
+    """Work that drafting did in the target itself (early exit): the first rows of a draft, up to `layer`.
 
-    `streams` [m, H]: what enters that layer in each of m rows. What the layers before it wrote of them is in the cache.
+    `streams` [m, H]: the input of that layer for each of m rows, row 0 first. The cache holds what the layers before it
+    wrote.
     """
 
     layer: int
@@ -91,10 +92,10 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
-    """How siblings were made, for the rules that ask: row -> the distribution [V] from which its children were drawn in
-    their order, without replacement. Without an entry they are a point-mass set: chosen, not drawn."""
+    """Row -> the distribution [V] from which its children were drawn in their order, without replacement, for the rules
+    rejection and block. Children of a row without an entry are a point-mass set: chosen, not drawn."""
     carried: Carried | None = field(default=None, compare=False)
-    """Work on the draft that its verification need not do again."""
+    """Work that verification need not repeat."""
 
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:
@@ -103,18 +104,18 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One pass worth of input: T rows for each of B slots, or fewer: then the last ones only fill up the rectangle.
+    """Input of one pass: T rows for each of B slots. Where a slot has fewer, padding fills the rectangle.
 
     `tokens`, `positions`: int64 [B, T] on the target's device.
     `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
     `parents`: for each slot the parent of every row, a row number or -1 where a row continues the prefix directly.
     A row attends to its slot's whole committed prefix, its ancestors and itself.
-    `starts`: for each slot the rows of this same tree that earlier passes wrote and nothing has committed (trees grow
-    level by level). Row numbers go on from there: `parents` then covers all start + T rows.
-    `counts`: how many of each slot's rows are real, at least one. Nobody looks at what the others give: it may be
-    anything and need not be computed. Empty: all are.
-    `prefill`: a chunk of a prompt, which is the same whatever is drafted: its bits may depend on its shape.
-    `resume`: where rows do not begin at the first layer.
+    `starts`: for each slot the uncommitted rows of this tree that earlier passes wrote (trees grow level by level). Row
+    numbers continue from there: `parents` then covers all start + T rows.
+    `counts`: real rows of each slot, at least one. Results of the others are ignored and need not be computed. Empty:
+    all are real.
+    `prefill`: a chunk of a prompt, which does not depend on drafts: its bits may depend on its shape.
+    `resume`: set where rows do not begin at the first layer.
     """
 
     tokens: Tensor
@@ -133,7 +134,7 @@ class Rows:
 
     @property
     def lines(self) -> list[int]:
-        """The real rows, slot by slot, as they are numbered among all B * T."""
+        """Indices of the real rows among all B * T, slot by slot."""
         of = self.tokens.shape[1]
         return [
             row
@@ -143,14 +144,14 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """More than any row's position."""
+        """An upper bound of all positions."""
         return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A pass that begins at `layer`, over rows that drafting has taken there: `streams`, for each slot [m, H], of its
-    first m rows. `rest`: the rows that have yet to pass the layers before (of some of the slots), None where all have.
+    """A pass that begins at `layer`, over rows that drafting has brought there: `streams`, for each slot [m, H], of its
+    first m rows. `rest`: rows of some slots that have yet to pass the layers before; None if all have.
     """
 
     layer: int
@@ -160,10 +161,9 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a pass must return: logits of `all` rows, of the `last` one or of `none`, and which taps.
+    """The outputs wanted of a pass: logits of `all` rows, of the `last` one or of `none`, and taps.
 
-    `layers`: only so many of the first layers are run, and their stream goes on to norm and head (early exit). It is
-    for those who know that the target can: the native decoder does.
+    `layers`: run only this many of the first layers, then norm and head (early exit; the native decoder alone can).
     """
 
     logits: Literal["all", "last", "none"] = "all"
@@ -173,9 +173,9 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a pass gives: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H].
+    """Output of a pass: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H].
 
-    Of rows that only fill up (`Rows.counts`) anything; logits of all rows may end with the last real one of any slot.
+    Padding rows (`Rows.counts`) hold anything; logits of all rows may end with the last real row of any slot.
     """
 
     logits: Tensor
@@ -184,12 +184,12 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one round commits for one slot.
+    """The tokens that one round commits for one slot.
 
     `path`: the accepted rows from the root down (row 0 itself is always kept, and not listed).
     `tokens`: the accepted draft tokens, then the one token that the target adds itself (the correction after a
     rejection, the bonus after a full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next
-    pending token. `finish`: why the text ends here, or None; a text may end inside the path, and with none at all.
+    pending token. `finish`: the stop reason, or None; a text may end inside the path, or with no token at all.
     """
 
     path: tuple[int, ...]
@@ -197,5 +197,5 @@ class Verdict:
     finish: FinishReason | None = None
 
     def cut(self, count: int, finish: FinishReason) -> Verdict:
-        """The first `count` (>= 1) tokens of this verdict, and the reason to end there."""
+        """Return the first `count` (>= 1) tokens of this verdict, with the stop reason."""
         return Verdict(self.path[:count], self.tokens[:count], finish)

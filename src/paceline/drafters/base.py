@@ -59,7 +59,7 @@ class Ask:
 
 
 class Drafter(ABC):
-    """Proposes; never decides. It may say anything, or nothing: the text is the target's alone.
+    """Proposes tokens; never decides. It may draft anything, or nothing: the text depends on the target alone.
 
     A slot's life: `admit`, `feed` per prefill chunk, then `propose` / `observe` per round, `release`. After
     `admit(slot, prompt)` the drafter knows the prompt; `observe` tells it the tokens of each round. Every method

@@ -231,28 +231,27 @@ class Scheduler:
         if not batch:
             return []
         try:
-            return self._step(batch)
+            events = self._step(batch)
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
                 return []
             if len(batch) == 1:
                 return [self._fail(batch[0], error)]
-        # Repeat the round for each task alone, so that only those fail that must.
-        return [self._step_alone(task) for task in batch]
+            # Repeat the round for each task alone, so that only those fail that must.
+            events = [self._step_alone(task) for task in batch]
+        for task in batch:
+            if not task.done and _request(task).finish:
+                self._end(task)
+        return events
+
+    def _step(self, tasks: list[Task]) -> list[Event]:
+        return list(zip(tasks, self._engine.step([_request(task) for task in tasks]), strict=True))
 
     def _step_alone(self, task: Task) -> Event:
         try:
             return self._step([task])[0]
         except Exception as error:
             return self._fail(task, error)
-
-    def _step(self, tasks: list[Task]) -> list[Event]:
-        """Run one round for these tasks, and end those whose reply is over."""
-        events = list(zip(tasks, self._engine.step([_request(task) for task in tasks]), strict=True))
-        for task in tasks:
-            if _request(task).finish:
-                self._end(task)
-        return events
 
 
 def _latest(tasks: list[Task]) -> Task:

@@ -1,8 +1,8 @@
-"""Replies of a given form: any JSON object, a JSON schema, a regular expression, a Lark grammar.
+"""Structured output: any JSON object, a JSON schema, a regular expression, a Lark grammar.
 
-The grammar is a logits processor like any other: at each row, drafted or not, what it does not allow cannot come next.
-So it holds for drafters and for every rule, and the text is what plain decoding under it writes. Where it leaves one
-way to go on, that is known without a model: `Matcher.forced` says how, and the engine drafts it.
+The grammar is a logits processor like any other: at each row, drafted or not, it bans the tokens that it does not
+allow. So it holds for drafters and for every rule, and the text is that of plain decoding. Where only one continuation
+is possible, `Matcher.forced` returns it without a model, and the engine drafts it.
 
 Masks come from llguidance (the extra "grammar"), which is imported when a grammar is made.
 """
@@ -43,7 +43,7 @@ class Grammar:
     text: str
     whitespace: bool = False
     size: int = field(default=0, compare=False)
-    """Bytes that it takes when it is compiled, where that has been measured."""
+    """Measured bytes of the compiled grammar; 0 if unknown."""
 
     def __post_init__(self) -> None:
         if self.kind not in NAMES or not isinstance(self.text, str):
@@ -109,11 +109,10 @@ class Grammar:
 
 
 class Matcher(Forcing):
-    """Where one reply stands in its grammar.
+    """The state of one reply in its grammar.
 
-    Committed text is read once; a drafted path is read behind it and taken back when another row is asked for. The
-    answer depends on the prefix alone, in whatever order rows come. A row that was ranked for a draft is not computed
-    again when the draft is verified.
+    Committed text is read once; a drafted path is read after it and rolled back for the next row. The mask depends on
+    the prefix alone, whatever the order of rows. A row ranked for a draft is not computed again in verification.
     """
 
     def __init__(
@@ -125,28 +124,28 @@ class Matcher(Forcing):
         further: frozenset[int] = frozenset(),
         held: Compiled | None = None,
     ) -> None:
-        """`ends`: those that `compiled` knows. `further`: ends that it does not know. `held`: what counts the grammar's
-        bytes as long as a reply is written by it."""
+        """`ends`: end tokens that `compiled` knows. `further`: those that it does not. `held`: keeps the grammar's
+        bytes counted while the reply is active."""
         self._compiled, self._ends, self._held = compiled, ends | further, held
         self._further = sum(1 << token for token in further)
         self._least, self._late = least, sum(1 << token for token in late)
         self._masks: dict[tuple[int, ...], _Allowed] = {}
         self._length = 0
         self._caps = np.empty((0, 8), np.float32)
-        """Room for what logits may be at most."""
+        """Buffer for upper bounds of logits."""
         self._reset()
 
     def _reset(self) -> None:
         self._now = self._compiled.deep_copy()
         self._read: list[int] = []
         self._sure = 0
-        """So many of the tokens read are committed."""
+        """Number of tokens read that are committed."""
         self._runs: list[_ForcedTokens | None] = [None]
-        """What is forced after each of the tokens read, as far as that has been asked."""
+        """Forced tokens after each token read, None where not computed."""
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """A row [V], changed in place: what the grammar forbids is -inf. Raises `InvalidOption` for a grammar that
-        llguidance finds too complex to follow."""
+        """Set what the grammar forbids to -inf, in place. Raises `InvalidOption` if the grammar is too complex for
+        llguidance."""
         if len(prefix.token_ids) != self._length:
             self._masks.clear()
             self._length = len(prefix.token_ids)
@@ -156,7 +155,7 @@ class Matcher(Forcing):
         return self._keep(logits, self._masks[path])
 
     def _keep(self, row: Tensor, allowed: _Allowed) -> Tensor:
-        """A row [V], changed in place: -inf but where a token is allowed."""
+        """Set all but the allowed tokens of a row [V] to -inf, in place."""
         if allowed is None:
             return row
         if isinstance(allowed, int):
@@ -181,7 +180,7 @@ class Matcher(Forcing):
         return run.tokens[run.at : run.at + limit]
 
     def _safely(self, ask: Callable[[Prefix], Any], prefix: Prefix) -> Any:
-        """A failure must not leave a state that the next row then trusts."""
+        """Call `ask`, and reset the state if it fails."""
         try:
             return ask(prefix)
         except BaseException:
@@ -213,11 +212,11 @@ class Matcher(Forcing):
 
     @property
     def _over(self) -> bool:
-        """Whether an end has been read: what a draft has after it is thrown away, whatever it is."""
+        """Whether an end token has been read: nothing after it in a draft matters."""
         return bool(self._read) and self._read[-1] in self._ends
 
     def _go(self, prefix: Prefix) -> bool:
-        """Read exactly this prefix's reply (up to an end). Whether the grammar allows it."""
+        """Move to the end of this prefix's reply (or its end token). Returns whether the grammar allows it."""
         wanted = [*prefix.token_ids[prefix.num_prompt_tokens + self._sure :], *prefix.path]
         have = self._read[self._sure :]
         same = 0
@@ -230,10 +229,10 @@ class Matcher(Forcing):
         return stands
 
     def _back(self, count: int) -> bool:
-        """Take back so many tokens. False where that cannot be done, and all must be read anew."""
+        """Roll back `count` tokens. Returns False after a reset, when all must be read anew."""
         if not count:
             return True
-        # An end is none of llguidance's business: it was never told.
+        # llguidance was never given an end token.
         told = count - self._over
         if told and not self._now.rollback(told):
             self._reset()
@@ -242,7 +241,7 @@ class Matcher(Forcing):
         return True
 
     def _take(self, token: int) -> bool:
-        """Read one token more, if the grammar allows it."""
+        """Read one more token if the grammar allows it."""
         run = self._run()
         if token in self._ends:
             if not self._now.is_accepting():
@@ -255,10 +254,10 @@ class Matcher(Forcing):
         return True
 
     def _run(self) -> _ForcedTokens:
-        """What is forced where the matcher stands.
+        """Return the forced tokens at the current state.
 
-        Asked of llguidance once, where a forced stretch begins: it spells the whole stretch anew each time, and not
-        always alike from within.
+        Computed once, at the start of a forced stretch: llguidance spells the whole stretch anew each time, and may
+        spell it differently from within.
         """
         run = self._runs[-1]
         if run is None:
@@ -290,7 +289,7 @@ class _ForcedTokens:
         return self.tokens[self.at]
 
     def rest(self) -> _ForcedTokens | None:
-        """After one token more; None where that is the last one, and more may be forced then."""
+        """Return the tokens after the next one; None after the last, when more may be forced."""
         return _ForcedTokens(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
 
 
@@ -300,6 +299,6 @@ _Allowed = int | bytes | None
 
 @cache
 def _ceilings() -> Floats:
-    """[256, 8]: for each byte of a mask what its tokens' logits may be at most."""
+    """Return [256, 8]: for each byte of a mask the upper bounds of its tokens' logits."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(np.inf), np.float32(-np.inf))

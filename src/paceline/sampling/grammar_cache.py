@@ -40,31 +40,31 @@ _GROWTH = 12 * 2**20
 
 
 class Compiled:
-    """A grammar at the beginning of a text; to be copied, which costs nothing and shares what is learnt of it."""
+    """A compiled grammar at the start of a text. Copies are free and share its learned states."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        """`size`: bytes that it takes or may come to take."""
+        """`size`: its bytes, growth included."""
         self.matcher, self.size = matcher, size
 
 
 _live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
-"""All there are, those that the cache has forgotten and replies are still being written by included."""
+"""All compiled grammars, evicted ones that active replies still use included."""
 
 
 def live_bytes() -> int:
-    """Bytes of all compiled grammars, in the cache or in use."""
+    """Return the bytes of all compiled grammars, cached or in use."""
     return sum(one.size for one in list(_live.values()))
 
 
 class Cache(Generic[K, V]):
-    """The values used last, up to a number of bytes."""
+    """A least-recently-used cache bounded in bytes."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._kept = most, OrderedDict[K, tuple[V, int]]()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._kept = limit, OrderedDict[K, tuple[V, int]]()
         self._lock = Lock()
 
     def get(self, key: K, make: Callable[[], tuple[V, int]]) -> V:
-        """The value of a key. `make` returns it and its bytes where it is not kept."""
+        """Return the value of a key. `make` returns it and its bytes if it is not cached."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -72,7 +72,7 @@ class Cache(Generic[K, V]):
         value, size = make()
         with self._lock:
             self._kept[key] = (value, size)
-            while sum(size for _, size in self._kept.values()) > self._most:
+            while sum(size for _, size in self._kept.values()) > self._limit:
                 self._kept.popitem(last=False)
         return value
 
@@ -82,7 +82,7 @@ _compiled: Cache[Hashable, Compiled] = Cache(_COMPILED)
 
 
 def source(form: Form) -> str:
-    """The grammar as llguidance reads it, checked as far as that needs no model. Raises `InvalidOption`."""
+    """Return the grammar in llguidance's form, checked without a model. Raises `InvalidOption`."""
     check_installed()
 
     def make() -> tuple[str, int]:
@@ -94,8 +94,7 @@ def source(form: Form) -> str:
 
 
 def compiled(form: Form, tokenizer: Tokenizer, size: int, ends: frozenset[int], measured: int = 0) -> Compiled:
-    """A grammar, compiled for a model with `size` tokens. `measured`: bytes that this takes. Raises `InvalidOption`."""
-
+    """Return a grammar compiled for a model with `size` tokens. `measured`: its bytes. Raises `InvalidOption`."""
     key = (form, tokenizer, size, ends)
 
     def make() -> tuple[Compiled, int]:
@@ -111,7 +110,7 @@ def compiled(form: Form, tokenizer: Tokenizer, size: int, ends: frozenset[int], 
 
 @contextmanager
 def _named(kind: Kind) -> Iterator[None]:
-    """What llguidance says against a grammar, as an `InvalidOption`."""
+    """Turn llguidance's errors into `InvalidOption`."""
     try:
         yield
     except ValueError as error:
@@ -119,7 +118,7 @@ def _named(kind: Kind) -> Iterator[None]:
 
 
 def refused(kind: Kind, said: str) -> InvalidOption:
-    """The error for a grammar of this kind, from what llguidance said of it."""
+    """Return the error for a grammar of this kind, with llguidance's message."""
     return InvalidOption(
         f"{NAMES[kind]} cannot be used: {one_line(said)}",
         "Change it; Paceline's docs/how-to/structured-output.md says what is possible",
@@ -127,20 +126,20 @@ def refused(kind: Kind, said: str) -> InvalidOption:
 
 
 def one_line(said: str) -> str:
-    """What llguidance says, without its state."""
+    """Return llguidance's message without its state dump."""
     line = " ".join(said.partition("<state>")[0].split())
     return line if len(line) <= 300 else line[:300] + "..."
 
 
 @lru_cache(maxsize=4)
 def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
-    """A model's tokens as llguidance knows them."""
+    """Return llguidance's tokenizer for a model."""
     tokens, special = spelled(tokenizer, size, ends)
     return grammar_compile.TokenTable(tokens, special, sorted(ends), tokenizer.spell).tokenizer()
 
 
 def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
-    """The bytes that each of a model's tokens adds to a text, and the ids of tokens that no text spells."""
+    """Return the bytes that each token adds to a text, and the ids of tokens that no text spells."""
     names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
     texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}
     # A model may have more rows than there are tokens.
@@ -150,7 +149,7 @@ def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list
 
 
 def check_installed() -> None:
-    """Raises `InvalidOption` without llguidance."""
+    """Check that llguidance is installed. Raises `InvalidOption`."""
     try:
         import llguidance  # noqa: F401
     except ImportError as error:

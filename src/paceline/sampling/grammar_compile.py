@@ -1,4 +1,4 @@
-"""What llguidance makes of a grammar. Runs in forks of the helper process too (`paceline.text.sandbox`)."""
+"""Compilation of grammars by llguidance. Runs in forks of the helper process too (`paceline.text.sandbox`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 _ANY_SPACE: JsonCompileOptions = {}
 ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance is to write JSON: a small model that may choose white space may choose nothing else."""
+"""JSON on one line: a small model that may write white space may write nothing else."""
 _STATES = 100_000
-"""States that a grammar's lexer may grow to while texts are written: some 10 MB."""
+"""The most states of a grammar's lexer: some 10 MB."""
 _ITEMS = 5000
-"""Items of the parser that finding the allowed tokens may take: some 5 ms. Ambiguous grammars take ever more."""
+"""The most parser items per mask: some 5 ms. Ambiguous grammars take ever more."""
 
 
 def source(kind: str, text: str, whitespace: bool) -> str:
-    """Return the grammar as llguidance reads it, checked as far as that needs no model. Raises `ValueError`."""
+    """Return the grammar in llguidance's form, checked without a model. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     made: str
@@ -51,7 +51,7 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
 
 
 class TokenTable:
-    """What llguidance asks of a tokenizer. `tokens`: the bytes of each; `special`: ids that no text spells."""
+    """The tokenizer interface of llguidance. `tokens`: the bytes of each; `special`: ids that no text spells."""
 
     bos_token_id = None
 

@@ -5,7 +5,7 @@ the draw, makes a sampled text a function of seed, prompt and sampling parameter
 candidates with the same noise proposes what the target is about to draw. Source of the coupling: Daliri, Musco,
 Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-Rules that keep only the distribution need the opposite: draws that know nothing of each other. They take streams.
+Rules that keep only the distribution need the opposite, independent draws: they take streams.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ HIGHEST = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
 """No noise is higher (22.87): the hash has 32 bits."""
 
 _FEW = 512
-"""Up to so many columns every noise is computed, and so many are sampled to bound the rest."""
+"""Number of columns up to which all noise is computed, and of columns sampled to bound the rest."""
 
 
 DRAFT, ACCEPT = 0, 1
-"""Streams: what a drafter draws its candidates with, and what decides whether they stand. What the target itself adds
-is drawn with its own noise, that of the position where the round starts: without drafts the text is that of `match`."""
+"""Streams: a drafter's draws of candidates, and the decisions about their acceptance. The target's own token is drawn
+with the noise of the position where the round starts: without drafts the text is that of `match`."""
 
 
 def _mix64(x: int) -> int:
@@ -55,21 +55,22 @@ def _mix32_(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of one reply: `seed` is the user's, `sample` tells several replies to one prompt apart.
+    """The noise of one reply: `seed` is the user's, `sample` numbers several replies to one prompt.
 
-    It is made on the host, where a hash of a few tokens costs a tenth of what as many small tensor operations do, and
-    where it is the same number for every device.
+    It is computed on the host: a hash of a few tokens costs a tenth of as many small tensor operations, and the numbers
+    are the same for every device.
     """
 
     seed: int
     sample: int = 0
 
     def gumbel(self, position: int, tokens: Tensor) -> Tensor:
-        """Standard Gumbel noise, float32 with the shape of `tokens` (int64 token ids), for the token at `position`."""
+        """Return standard Gumbel noise, float32 with the shape of `tokens` (int64 token ids), for the token at
+        `position`."""
         return torch.from_numpy(_gumbel(self._hash(position, tokens.cpu().numpy()))).to(tokens.device)
 
     def best(self, position: int, scores: Floats, tokens: Ids | None = None, count: int = 1) -> tuple[Ids, Floats]:
-        """The `count` highest of scores + noise: (token ids, sums), best first, ties to the lowest id.
+        """Return the `count` highest of scores + noise: (token ids, sums), best first, ties to the lowest id.
 
         `scores` [n]: none of them +inf or NaN, at least one finite; -inf never wins. `tokens` [n]: their ids,
         ascending; None: 0 to n - 1. Exactly what the noise of all columns gives, though hardly any of it is computed.
@@ -81,7 +82,7 @@ class Noise:
         return ids[order], sums[order]
 
     def _contenders(self, position: int, scores: Floats, tokens: Ids | None, count: int) -> Ids:
-        """A few columns, ascending, that hold the `count` best: all those whose hash may lift them over a bound.
+        """Return a few columns, ascending, that hold the `count` best: those whose hash may lift them over a bound.
 
         The bound is the `count`-th best of some columns near the top. The noise g = -log(-log u) lifts s to it only if
         1 - u <= -log u = exp(-g) <= exp(s - bound): an integer hash and one exponential decide for all columns at once.
@@ -104,18 +105,18 @@ class Noise:
         return open_[missing <= np.exp(np.minimum(scores[open_] - scores.dtype.type(bound), 0.0))]
 
     def _hash(self, position: int, tokens: Ids) -> npt.NDArray[np.uint32]:
-        """32 random bits per token."""
+        """Return 32 random bits per token."""
         key = self._key(position)
         mixed = _mix32_(_mix32_(tokens.astype(np.uint32) ^ np.uint32(key & _MASK32)) ^ np.uint32(key >> 32))
         # The sign bit: seeds keep the meaning that they had when the hash was a signed number.
         return mixed ^ np.uint32(1 << 31)
 
     def uniform(self, position: int) -> float:
-        """A number of 53 bits in [0, 1)."""
+        """Return a number of 53 bits in [0, 1)."""
         return (self._key(position) >> 11) * 2.0**-53
 
     def stream(self, *key: int) -> Noise:
-        """Noise of its own for every key (whole numbers from 0), unrelated to this one's and to any other key's.
+        """Return independent noise for a key (whole numbers from 0).
 
         What a rule decides about one draft may depend on tokens that are then thrown away (block verification looks
         at the whole chain), and their positions are drafted again in the next round. A number that had a say in such

@@ -1,4 +1,4 @@
-"""What the user may ask of a reply."""
+"""Sampling parameters of a reply, and their validation."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 StopWhen = Callable[[Sequence[int], str], bool]
-"""(token ids of the reply so far, its text so far) -> whether it ends here."""
+"""(token ids of the reply so far, its text so far) -> whether the reply ends here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What some parameters must know of the model. `size`: its tokens. `eos`: those that end a text. `encode`: text ->
-    token ids, without BOS or EOS."""
+    """A model's vocabulary, which some parameters need. `size`: number of tokens. `eos`: end-of-sequence tokens.
+    `encode`: text -> token ids, without BOS or EOS."""
 
     size: int
     eos: Sequence[int] = ()
@@ -59,18 +59,18 @@ class Vocabulary:
 class Sampling:
     """Sampling parameters of one reply. The default is greedy.
 
-    max_new_tokens: the reply's length at most, EOS included (>= 1).
+    max_new_tokens: the most tokens of the reply, EOS included (>= 1).
     temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
 
     Applied to the logits before temperature, in this order, at every drafted token as at every other:
     repetition_penalty: > 1 makes tokens of prompt and reply less likely (0.01 to 1000; 1: off), as in transformers.
     frequency_penalty, presence_penalty: -2 to 2, subtracted per occurrence in the reply and once, as in OpenAI's API.
     logit_bias: token id -> what is added to its logit; -inf bans it.
-    bad_words: what must not be written: strings (with and without a space before them) or sequences of token ids.
-    no_repeat_ngram_size: no n-gram of this size comes twice, the prompt's included (0: off).
+    bad_words: banned sequences: strings (with and without a space before them) or sequences of token ids.
+    no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included (0: off).
     min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
     processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
-    grammar: the form that the reply must have (`Grammar`). Where only EOS is left, it comes before min_new_tokens too.
+    grammar: the grammar of the reply (`Grammar`). Where it leaves only EOS, EOS comes before min_new_tokens too.
 
     Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
     reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest
@@ -78,7 +78,7 @@ class Sampling:
     (1: all).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
-    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `accept.py`.
+    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `verify/rules.py`.
     seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
     stop_when: functions of (token ids of the reply so far, its text so far) that return True where it ends; each is
@@ -141,12 +141,12 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     def seeded(self) -> Sampling:
-        """The same with a seed: a fresh one where there is none."""
+        """Return the same with a seed: a fresh one if there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     def sampler(self, sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
-        """Return the sampler of one reply; draws the seed if there is none. `sample` tells several replies to one
-        prompt apart. Raises `InvalidOption` for what the `vocabulary` does not have; None: nothing is known of it."""
+        """Return the sampler of one reply; draws the seed if there is none. `sample` numbers several replies to
+        one prompt. Raises `InvalidOption` for tokens that the `vocabulary` does not have; None skips the check."""
         seed = self.seeded().seed
         assert seed is not None
         return Sampler(
@@ -161,7 +161,7 @@ class Sampling:
         )
 
     def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:
-        """Fresh ones, in their order."""
+        """Return fresh processors, in their order."""
         words = self._sequences(vocabulary)
         ends = {*self.stop_token_ids, *(vocabulary.eos if vocabulary and not self.ignore_eos else ())}
         if vocabulary:
@@ -177,7 +177,7 @@ class Sampling:
             (self.no_repeat_ngram_size, lambda: NoRepeatNGram(self.no_repeat_ngram_size)),
             (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
         ]
-        # The grammar has the last word: nothing may allow again what it forbids.
+        # The grammar comes last: no processor may allow what it forbids.
         last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
         return (*(make() for wanted, make in own if wanted), *self.processors, *last)
 
@@ -190,7 +190,7 @@ class Sampling:
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 
     def _sequences(self, vocabulary: Vocabulary | None) -> set[tuple[int, ...]]:
-        """Bad words as token ids."""
+        """Return bad words as token ids."""
         found: set[tuple[int, ...]] = set()
         for word in self.bad_words:
             if not isinstance(word, str):

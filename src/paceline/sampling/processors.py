@@ -1,8 +1,8 @@
-"""What bends the logits before temperature and cuts: penalties, biases, bans.
+"""Logits processors: penalties, biases, bans.
 
-Each is a `LogitsProcessor` made for one reply. What it has counted in the text it keeps, since the text only grows;
-the drafted path of a row is added for that row alone. So a row's cost does not depend on how long the text is. Target
-and draft model share them, so rows may come from two devices, in two dtypes, and a draft model's may be narrower.
+Each is made for one reply. Counts of the committed text are kept, since it only grows; the drafted path of a row is
+added for that row alone, so a row's cost does not depend on the text's length. Target and draft model share them: rows
+may come from two devices, in two dtypes, and a draft model's may be narrower.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.sampling.sampler import Prefix
 
 
 class _Counts:
-    """How often each token stands in the text, per device."""
+    """Counts of each token in the text, per device."""
 
     def __init__(self) -> None:
         self._known: dict[torch.device, tuple[int, Tensor]] = {}
 
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
-        """Counts [V] of the prefix from position `first` on for a row [V], in its dtype; not to be changed."""
+        """Return counts [V] of the prefix from position `first` on, in the row's dtype; read-only."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
         if done < len(prefix.token_ids) or len(counts) < len(row):
             counts = _add(counts, prefix.token_ids[done:], len(row))
@@ -34,7 +34,7 @@ class _Counts:
 
 
 def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
-    """The counts after these tokens as well, at least `width` wide."""
+    """Return counts with these tokens added, at least `width` wide."""
     width = max(width, len(counts), 1 + max(tokens, default=0))
     if width > len(counts):
         counts = torch.cat([counts, counts.new_zeros(width - len(counts))])
@@ -43,7 +43,7 @@ def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
 
 
 class _SeenTokens:
-    """Which tokens stand in the text, each once, per device."""
+    """The distinct tokens of the text, per device."""
 
     def __init__(self) -> None:
         self._read = self._highest = 0
@@ -51,7 +51,7 @@ class _SeenTokens:
         self._known: dict[torch.device, Tensor] = {}
 
     def at(self, prefix: Prefix, row: Tensor) -> Tensor:
-        """Ids of the prefix that a row [V] has; those of the path may come twice."""
+        """Return the prefix's ids below V; those of the path may appear twice."""
         for token in prefix.token_ids[self._read :]:
             self._order[token] = None
             self._highest = max(self._highest, token)
@@ -94,7 +94,7 @@ class CountPenalty:
 
 
 class LogitBias:
-    """Adds a number to the logits of some tokens."""
+    """Adds a constant to the logits of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self._bias = sorted(bias.items())
@@ -111,7 +111,7 @@ class LogitBias:
 
 
 class BadWords:
-    """Bans the last token of each sequence where the rest of it stands already."""
+    """Bans the last token of each sequence after the rest of it."""
 
     def __init__(self, words: Collection[Sequence[int]]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
@@ -129,7 +129,7 @@ class BadWords:
 
 
 class NoRepeatNGram:
-    """Bans every token that would complete an n-gram that stands in prompt or reply already."""
+    """Bans every token that would complete an n-gram that prompt or reply already has."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -160,16 +160,16 @@ class MinNewTokens:
 
 
 def ban(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The row [V], changed in place: these tokens cannot come next."""
+    """Set these tokens of a row [V] to -inf, in place."""
     if fitting := [token for token in tokens if token < len(logits)]:
         logits[fitting] = -torch.inf
     return logits
 
 
 def spellings(text: str, encode: Callable[[str], list[int]]) -> set[tuple[int, ...]]:
-    """The token sequences that a tokenizer makes of `text`: at the start of a text, within one, after a space.
+    """Return the token sequences of `text`: at the start of a text, within one, after a space.
 
-    What is left out: the same letters cut otherwise, which a model may write too, if seldom.
+    Other segmentations of the same letters, which a model seldom writes, are left out.
     """
     found = {tuple(encode(text))}
     for lead in ("",) if text[:1].isspace() else ("", " "):

@@ -1,4 +1,4 @@
-"""How a row of logits becomes a token: processors, temperature, cuts, noise."""
+"""From a row of logits to a token: processors, temperature, cuts, noise."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Prefix:
 
 
 LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
-"""(prefix, logits [V]) -> the logits to use instead. The row is a copy, which may be changed in place."""
+"""(prefix, logits [V]) -> the logits to use instead. The row is a copy and may be changed in place."""
 
 
 class Forcing(ABC):
-    """A `LogitsProcessor` that knows, at times, what must come next."""
+    """A `LogitsProcessor` that at times knows the next tokens."""
 
     @abstractmethod
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor: ...
@@ -72,16 +72,16 @@ class Forcing(ABC):
 
 
 _SPARSE = 8
-"""Where processors leave fewer than one token in so many, the others are dropped before anything is computed."""
+"""If processors leave fewer than one token in this many, the others are dropped before anything is computed."""
 
 _COMPARED = 16
-"""Where text is sampled, so many of the best candidates share a row's probability."""
+"""Number of best candidates that share a row's probability where text is sampled."""
 
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: the log of how likely each is to be the choice, as far as the
-    logits know: among all tokens where the text is greedy, given the noise and among the best few where it is sampled.
+    """Candidates for one row, best first. `scores`: log-probability of each to be the choice: among all tokens where
+    the text is greedy; given the noise, among the best few, where it is sampled.
 
     `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
     """
@@ -93,14 +93,14 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """What the columns of a drafter stand for that knows few of the target's tokens: `ids` [C], int64 on the host,
+    """The target's tokens that a drafter with a reduced vocabulary knows: `ids` [C] of its columns, int64 on the host,
     ascending, out of `size`."""
 
     ids: Tensor
     size: int
 
     def widen(self, logits: Tensor) -> Tensor:
-        """One row [C] as a row [V]: nothing but the subset can be chosen."""
+        """Return a row [C] as a row [V] that is -inf outside the subset."""
         return logits.new_full((self.size,), -math.inf).index_copy_(0, self.ids, logits)
 
 
@@ -129,9 +129,9 @@ class Sampler:
 
     @property
     def draws(self) -> bool:
-        """Whether the rule wants candidates drawn from the drafter's own distribution, in a shape fixed beforehand.
+        """Whether the rule needs candidates drawn from the drafter's own distribution, in a fixed shape.
 
-        What is drafted where may then depend on the text and the budget, never on what was drawn.
+        The shape may depend on the text and the budget, never on the draws.
         """
         return self.rule in ("rejection", "block") and not self.greedy
 
@@ -172,7 +172,7 @@ class Sampler:
                 try:
                     return processor.forced(prefix, limit)
                 except Exception:
-                    # The target says so, and this request ends alone.
+                    # The error is raised again when the target visits this row.
                     return []
         return []
 
@@ -197,12 +197,12 @@ class Sampler:
 
     def _rank(self, prefix: Prefix, logits: Tensor, count: int, subset: Subset | None) -> Ranked:
         if subset and self.processors:
-            # They speak of the target's tokens, and may allow one that the subset lacks.
+            # Processors index the target's tokens, and may allow one outside the subset.
             logits, subset = subset.widen(logits), None
         try:
             tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
         except Exception:
-            # A row without a candidate, or a processor that fails on it: the target says so if it gets there.
+            # No candidate, or a failing processor: the error is raised if the target visits this row.
             return Ranked([], [])
         if subset:
             ids = subset.ids.numpy()
@@ -221,7 +221,7 @@ class Sampler:
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
-        """The tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
+        """Return the tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
         scores: Floats = row.detach().cpu().numpy()
         self._check(float(scores.max()), raw, position)
         open_ = None
@@ -235,13 +235,13 @@ class Sampler:
         return tokens if open_ is None else open_ if tokens is None else open_[tokens], scores
 
     def _check(self, best: float, raw: Tensor, position: int) -> None:
-        """Whether the highest logit of a row can be chosen; `raw`: the row before the processors."""
+        """Raise the fitting error if a row's highest logit is not finite. `raw`: the row before the processors."""
         if not math.isfinite(best):
             raise _unusable(float(raw.max()), best, position)
 
 
 def _highest(row: Tensor) -> tuple[float, int]:
-    """The highest logit of a row [V] and the lowest id that has it. NumPy takes a tenth of torch's time on a CPU."""
+    """Return the highest logit of a row [V] and its lowest id. NumPy takes a tenth of torch's time on a CPU."""
     if row.device.type == "cpu":
         scores = row.detach().numpy()
         at = int(scores.argmax())
@@ -251,7 +251,7 @@ def _highest(row: Tensor) -> tuple[float, int]:
 
 
 def _best(scores: Floats, count: int) -> Ids:
-    """The `count` highest columns, highest first, ties to the lowest; fewer where fewer are finite."""
+    """Return the `count` highest columns, highest first, ties to the lowest; fewer if fewer are finite."""
     if count == 1:
         return np.array([scores.argmax()])
     best = highest(scores, count)
@@ -259,14 +259,14 @@ def _best(scores: Floats, count: int) -> Ids:
 
 
 def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
-    """log softmax over all scores, of the chosen ones. The first of these is the highest of all."""
+    """Return the log-softmax over all scores of the chosen ones, the first of which is the highest of all."""
     total = np.exp(all_scores - chosen[0]).sum(dtype=np.float64)
     chances: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
     return chances
 
 
 def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
-    """softmax(scores) over the `tokens` out of `size`, 0 elsewhere; `row` gives dtype and device."""
+    """Return softmax(scores) at `tokens` out of `size`, 0 elsewhere, with the dtype and device of `row`."""
     kept = torch.from_numpy(scores).softmax(-1).to(row)
     if tokens is None:
         return kept
@@ -274,7 +274,7 @@ def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tenso
 
 
 def not_finite(position: int) -> NonFiniteLogits:
-    """The error for a row of logits that holds no usable maximum."""
+    """Return the error for a row of logits without a finite maximum."""
     return NonFiniteLogits(
         f"the model's logits near position {position} are not finite",
         "Try dtype float32; if it stays, the weights are damaged",

@@ -1,7 +1,8 @@
-"""Which tokens a row leaves to choose from: top_k, top_p, min_p, typical_p.
+"""The cuts top_k, top_p, min_p and typical_p.
 
-Every cut is a threshold: equal scores live or die together, so the outcome does not depend on how a sort breaks ties.
-Only the few columns near the top are ever sorted. Probabilities are float64, so that no machine's last bit decides.
+Every cut is a threshold: equal scores are kept or cut together, so the outcome does not depend on how a sort breaks
+ties. Only the few columns near the top are ever sorted. Probabilities are float64, so that no machine's last bit
+decides.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ Floats = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.int64]
 
 _ALL = -float(np.finfo(np.float32).max)
-"""A threshold that only -inf does not reach."""
+"""A threshold that every finite score reaches."""
 
 _FEW = 256
-"""So many columns are sorted outright."""
+"""Number of columns up to which all are sorted."""
 
 
 def survivors(
     scores: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
 ) -> tuple[Ids | None, Floats]:
-    """(ids that survive the cuts, ascending, their scores); None for the ids where nothing is cut.
+    """Return (ids that survive the cuts, ascending, their scores); None for the ids if nothing is cut.
 
-    `scores` [V]: logits / temperature, the highest finite. Each cut looks at what the one before has left.
+    `scores` [V]: logits / temperature, the highest finite. Each cut applies to the result of the one before.
     """
     cuts = [
         (0 < top_k < len(scores), partial(_top_k, k=top_k)),
@@ -75,7 +76,7 @@ def _weights(scores: Floats) -> npt.NDArray[np.float64]:
 
 
 def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
-    """The key down to which the tokens, highest key first, hold `p` of the weight."""
+    """Return the key down to which the tokens, highest key first, hold `p` of the weight."""
     wanted, before = p * weights.sum(), 0.0
     for near in widening(keys):
         if weights[near].sum() >= wanted:
@@ -95,7 +96,7 @@ def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
 
 
 def highest(keys: Floats, count: int) -> Ids:
-    """Columns, ascending, that hold the `count` highest keys and mostly not many more; fewer if fewer are finite."""
+    """Return columns, ascending, with the `count` highest keys and usually few more; fewer if fewer are finite."""
     for found in widening(keys):
         if len(found) >= count:
             break
@@ -103,7 +104,7 @@ def highest(keys: Floats, count: int) -> Ids:
 
 
 def widening(keys: Floats) -> Iterator[Ids]:
-    """Columns, ascending, within a growing margin of the highest key; in the end all but those of -inf."""
+    """Yield columns, ascending, within a growing margin of the highest key; finally all that are finite."""
     top = keys.max()
     for margin in (4.0, 8.0, 16.0, 32.0):
         yield np.flatnonzero(keys >= top - keys.dtype.type(margin))
@@ -111,5 +112,5 @@ def widening(keys: Floats) -> Iterator[Ids]:
 
 
 def finite(keys: Floats) -> Ids:
-    """The columns that are not -inf, ascending."""
+    """Return the columns that are not -inf, ascending."""
     return np.flatnonzero(keys > -np.inf)

@@ -1,7 +1,7 @@
-"""Speculative sampling: drafted tokens stand or fall so that the text keeps the target's distribution.
+"""Speculative sampling: accepts drafted tokens so that the text keeps the target's distribution.
 
-p is what the target would draw a token from, q what the drafter did draw it from. The walks are pure: chance comes in
-through `Chance`, so that a test can enumerate every outcome.
+p is the distribution of the target, q that which the drafter drew a token from. The walks are pure: draws come from
+`Chance`, so that a test can enumerate every outcome.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Shaped = Callable[[int, Sequence[int]], Tensor]
 
 
 class Chance(Protocol):
-    """What is left to chance in one round."""
+    """The random draws of one round."""
 
     def accept(self, probability: float) -> bool:
-        """True with this probability: never at 0, always at 1."""
+        """Return True with this probability: never at 0, always at 1."""
         ...
 
     def token(self, p: Tensor) -> int:
-        """A draw from p [V]: once a round, for the token that the target adds."""
+        """Return a draw from p [V]: once a round, for the token that the target adds."""
         ...
 
 
@@ -55,12 +55,12 @@ class RoundChance:
 
 
 def acceptance_step(p: Tensor, q: Tensor, token: int | Tensor, u: float | Tensor) -> Tensor:
-    """Whether a token drawn from q stands where p is wanted: with probability min(1, p / q), decided by u.
+    """Decide with u whether to accept a token drawn from q where p is the target: with probability min(1, p / q).
 
     p, q [..., V]: distributions. token [...]: ids. u [...]: uniform in [0, 1), drawn for this step alone. Returns
-    bool [...]. It stands where u < p(token) / q(token): never if p(token) is 0, always if the ratio is 1 or more. A
-    token with q(token) = 0 cannot have been drawn from q and never stands. Where it falls, go on with `residual(p, q)`.
-    Raises `InvalidOption` for what is no distribution (NaN, negative, not normalised), no token or no such u.
+    bool [...]: u < p(token) / q(token), so never if p(token) is 0, always if the ratio is 1 or more. A token with
+    q(token) = 0 cannot have been drawn from q and is rejected. After a rejection draw from `residual(p, q)`. Raises
+    `InvalidOption` for an invalid distribution (NaN, negative, not normalised), token or u.
     Source: Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
     """
     _check_pair(p, q)
@@ -74,10 +74,10 @@ def acceptance_step(p: Tensor, q: Tensor, token: int | Tensor, u: float | Tensor
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What to draw from where a token drawn from q fell: max(p - q, 0), normalised.
+    """Return the distribution to draw from after a rejection: max(p - q, 0), normalised.
 
-    p, q [..., V]: distributions; returns one like p. If nothing is left but rounding (p is q: a token falls with
-    probability 0), p itself. Raises `InvalidOption` for what is no distribution.
+    p, q [..., V]: distributions; returns one like p. If only rounding is left (p equals q: nothing is rejected), p
+    itself. Raises `InvalidOption` for an invalid distribution.
     Source: Leviathan, Kalman, Matias, arXiv 2211.17192.
     """
     _check_pair(p, q)
@@ -85,11 +85,11 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
-    """Try a row's children in their order; where all fall, the target draws from what they left of its distribution.
+    """Try a row's children in their order; if all are rejected, draw the target's token from the residual.
 
-    After a child has fallen, p becomes the residual, and q goes on without the child's token: recursive rejection
-    sampling (SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv
-    2402.12374). Raises `InvalidOption` for a q that is no distribution.
+    After each rejection p becomes the residual, and q loses the child's token: recursive rejection sampling (SpecInfer,
+    arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv 2402.12374). Raises
+    `InvalidOption` for an invalid q.
     """
     walk = _Walk(draft, shaped, chance)
     while walk.step():
@@ -98,11 +98,11 @@ def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
-    """A chain stands or falls as a whole: of all its prefixes the longest that is accepted.
+    """Accept the longest prefix of a chain, judged as a whole.
 
-    On average it keeps at least as many tokens as rejection does, and no rule that keeps the distribution does better
-    for chains (Sun et al., arXiv 2403.10444). A tree is walked by rejection down to where a chain hangs. Every row of
-    the chain is shaped. Raises `InvalidOption` for a q that is no distribution.
+    It keeps at least as many tokens on average as rejection, and no rule that keeps the distribution does better for
+    chains (Sun et al., arXiv 2403.10444). A tree is walked by rejection down to its first chain. Every row of the chain
+    is shaped. Raises `InvalidOption` for an invalid q.
     """
     walk = _Walk(draft, shaped, chance)
     while (chain := walk.chain()) is None and walk.step():
@@ -113,7 +113,7 @@ def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 class _Walk:
-    """From the root down: the row reached, and `left`, what is left of its distribution once children have fallen."""
+    """A walk from the root down: the row reached, and `left`, the residual after rejected children."""
 
     def __init__(self, draft: Draft, shaped: Shaped, chance: Chance) -> None:
         self._draft, self._shaped, self._chance = draft, shaped, chance
@@ -129,7 +129,7 @@ class _Walk:
         return self._path[-1] if self._path else 0
 
     def step(self) -> bool:
-        """Go on into the first child that stands, if one does."""
+        """Descend to the first accepted child, if there is one."""
         p = self._shaped(self._row, self._tokens)
         q = self._q(self._row, p)
         for child in self._children[self._row]:
@@ -144,7 +144,7 @@ class _Walk:
         return False
 
     def chain(self) -> list[int] | None:
-        """The rows below this one, or None if they are not a chain."""
+        """Return the rows below this one, or None if they are not a chain."""
         rows: list[int] = []
         below = self._children[self._row]
         while len(below) == 1:
@@ -155,7 +155,7 @@ class _Walk:
     def block(self, chain: Sequence[int]) -> None:
         """Keep the longest accepted prefix of the chain below this row.
 
-        `weight`, p_i in the paper, is the probability that a prefix is to be kept, given its tokens.
+        `weight`, p_i in the paper, is the probability of keeping a prefix, given its tokens.
         """
         steps, weight = [], 1.0
         tokens = list(self._tokens)
@@ -179,7 +179,7 @@ class _Walk:
         raise AssertionError("unreachable: the empty prefix always stands")
 
     def verdict(self) -> Verdict:
-        """The target's own token ends the round."""
+        """End the round with the target's own token."""
         left = self._shaped(self._row, self._tokens) if self._left is None else self._left
         own = self._chance.token(left)
         return Verdict(tuple(self._path), (*self._tokens, own))
@@ -189,7 +189,7 @@ class _Walk:
         self._tokens += [self._draft.tokens[row - 1] for row in rows]
 
     def _q(self, row: int, p: Tensor) -> Tensor | None:
-        """The distribution that the row's children were drawn from, if they were."""
+        """Return the distribution that the row's children were drawn from, or None if they were chosen."""
         q = self._draft.q.get(row)
         if q is None:
             return None
@@ -203,8 +203,8 @@ class _Walk:
 
 
 def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
-    """The distribution that a child came from. Where q is not known, or rules the token out, the child was chosen and
-    not drawn: all mass lies on it. That keeps p whatever chose it, as long as it did not see this round's draws."""
+    """Return the distribution that a child came from. Without q, or where q rules the token out, the child was chosen,
+    not drawn: all mass lies on it. That keeps p however it was chosen, unless by this round's draws."""
     if q is not None and float(q[token]) > 0.0:
         return q
     point = torch.zeros_like(p)
@@ -213,14 +213,14 @@ def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
 
 
 def _acceptance(p: Tensor, q: Tensor, token: int | Tensor, weight: float = 1.0) -> Tensor:
-    """min(1, weight * p / q) of the token, 0 where q is 0."""
+    """Return min(1, weight * p / q) of the token, 0 where q is 0."""
     index = torch.as_tensor(token, device=p.device)[..., None]
     wanted, offered = (x.gather(-1, index)[..., 0] for x in (p, q))
     return torch.where(offered > 0, (weight * wanted / offered).clamp(max=1.0), 0.0)
 
 
 def _prefix_acceptance(excess: float, weight: float) -> float:
-    """h_i of the paper. A prefix of weight 1 whose continuations have all mass always stands."""
+    """Return h_i of the paper. A prefix of weight 1 whose continuations have all mass is always accepted."""
     return 1.0 if weight >= 1.0 else excess / (excess + 1.0 - weight)
 
 
@@ -229,13 +229,13 @@ def _excess(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def _normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """`mass` [..., V] with sum 1; `otherwise` where there is none but rounding."""
+    """Return `mass` [..., V] with sum 1; `otherwise` where only rounding is left."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > torch.finfo(mass.dtype).eps, mass / total, otherwise)
 
 
 def _without(q: Tensor, token: int) -> Tensor:
-    """q once `token` has been drawn from it and put aside; all zero when that was its last."""
+    """Return q without a token that was drawn from it; all zero if it was the last one."""
     rest = q.clone()
     rest[token] = 0.0
     return _normalised(rest, torch.zeros_like(rest))

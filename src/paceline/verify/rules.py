@@ -1,4 +1,4 @@
-"""Which drafted tokens stand. Pure functions: no I/O, no state."""
+"""Acceptance rules. Pure functions: no I/O, no state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
 """(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
 
 Choose = Callable[[int, Sequence[int]], int]
-"""(row, drafted tokens that lead to it) -> the target's own next token."""
+"""(row, drafted tokens that lead to it) -> the target's next token."""
 
 
 def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """At each visited row the target chooses as it would alone; the walk goes on into the child that has the token.
+    """Walk down the tree: at each visited row the target chooses as it would alone, and the child with that token is
+    next.
 
-    Only visited rows are shaped and checked. The tokens are those that plain decoding with the same `sampler` yields,
-    whatever was drafted. Raises `NonFiniteLogits`.
+    Only visited rows are shaped and checked. The tokens are those of plain decoding with the same `sampler`, whatever
+    was drafted. Raises `NonFiniteLogits`.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
         return walk(draft, _greedy(logits, len(prefix)))
@@ -32,7 +33,7 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Ver
 
 
 def rejection(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """Keeps the target's distribution, not its text: see `rejection_walk`. At temperature 0 it is `match`.
+    """Keep the target's distribution, not its text: see `rejection_walk`. At temperature 0 the same as `match`.
 
     Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
     drafter must not use that noise itself, except as `Sampler.rank` does. Raises `NonFiniteLogits`, `InvalidOption`.
@@ -43,7 +44,7 @@ def rejection(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) ->
 
 
 def block(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """As `rejection`, but chains are judged as a whole, which keeps more: see `block_walk`."""
+    """As `rejection`, but chains are accepted as a whole, which keeps more tokens: see `block_walk`."""
     if sampler.greedy:
         return match(draft, logits, sampler, prefix)
     return block_walk(draft, *_round(logits, sampler, prefix))
@@ -61,11 +62,11 @@ def _round(
 def typical(
     draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verdict:
-    """Lossy: keeps the longest drafted path whose tokens are all plausible, p > min(epsilon, delta * exp(-entropy)).
+    """Keep the longest drafted path of plausible tokens: p > min(epsilon, delta * exp(-entropy)). Lossy.
 
     p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
-    token that follows is the likeliest, so that a round always gives one. At temperature 0 it is `match`. The defaults
-    are the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
+    likeliest token follows, so that a round always yields one. At temperature 0 the same as `match`. The defaults are
+    the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
     """
     if sampler.greedy:
         return match(draft, logits, sampler, prefix)
@@ -83,7 +84,7 @@ def typical(
 
 @dataclass(frozen=True, slots=True)
 class _TypicalRow:
-    """A row that `typical` may keep: how it is reached, the path's log-probability, and the distribution after it."""
+    """A row that `typical` may keep: its path, the path's log-probability, and the distribution after it."""
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -99,14 +100,14 @@ RULES: dict[RuleName, Rule] = {"match": match, "rejection": rejection, "block": 
 
 
 def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
-    """What the text of a reply keeps of plain decoding, where `guarantee` is what the machine's arithmetic allows."""
+    """Return the guarantee of a reply's text. `guarantee`: the machine's (`self_check.guarantee`)."""
     if sampler.greedy or sampler.rule == "match":
         return guarantee
     return "lossy" if sampler.rule == "typical" else "distribution"
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:
-    """Follow the target's choices down the tree until one is not there."""
+    """Follow the target's choices down the tree until one was not drafted."""
     children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     path: list[int] = []
     tokens: list[int] = []
@@ -120,10 +121,9 @@ def walk(draft: Draft, choose: Choose) -> Verdict:
 
 
 def _greedy(logits: Tensor, position: int) -> Choose:
-    """All rows at once: one reduction and one transfer cost less than one for each visited row. Ties go to the lowest
-    id."""
+    """Return a greedy choice, ties to the lowest id: one reduction and one transfer for all rows."""
     best = logits.max(-1)
-    # One tensor, so that a device is waited for once. Ids are whole numbers below 2^24, which float32 holds.
+    # One tensor, so that the device is synchronised once. Ids are below 2^24, which float32 holds.
     values, tokens = torch.stack([best.values, best.indices.to(logits.dtype)]).tolist()
 
     def choose(row: int, path: Sequence[int]) -> int:

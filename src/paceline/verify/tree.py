@@ -16,7 +16,7 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Resume, Rows
 
 PREFILL_ROWS = 256
-"""Prompt tokens per prefill pass: enough for the matrix products, little enough to bound memory."""
+"""Prompt tokens per prefill pass: enough for efficient products, few enough to bound memory."""
 
 MIN_ROWS = 4
 """No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
@@ -24,16 +24,16 @@ packed bfloat16 products are faster with four rows than with two (LOG.md)."""
 
 
 Place = tuple[int, ...]
-"""Where a node of a fixed tree stands: the ranks on its path. (0, 1) is the second child of the first, () the root."""
+"""Place of a node in a fixed tree: the ranks on its path. (0, 1) is the second child of the first, () the root."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Depth of every row (row 0 is 0), from the parents of nodes 1..N."""
+    """Return the depth of every row (row 0 is 0), from the parents of nodes 1..N."""
     return layout.depths((NONE, *parents))
 
 
 def check(draft: Draft) -> None:
-    """Raises `InvalidOption` where a draft is not a tree: for authors of drafters, at the cost of one walk."""
+    """Check that a draft is a tree. Raises `InvalidOption`."""
     if len(draft.tokens) != len(draft.parents):
         raise InvalidOption(
             f"a draft has {len(draft.tokens)} tokens but {len(draft.parents)} parents",
@@ -52,7 +52,7 @@ def check(draft: Draft) -> None:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
-    """The tree that holds every path of token ids, shared prefixes once (the way Medusa's trees are written)."""
+    """Return the tree of these paths of token ids, shared prefixes once (as Medusa's trees are written)."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []
@@ -67,8 +67,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
 
 
 def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
-    """A tree that holds `path`, each token after a sibling `other`, and the rows of the path: what a self-check drafts,
-    since such a path lies with gaps everywhere."""
+    """Return a tree that holds `path`, each token after a sibling `other`, and the path's rows. For self-checks: such a
+    path has gaps everywhere."""
     tokens = tuple(t for token in path for t in (other, token))
     rows = list(range(2, 2 * len(path) + 1, 2))
     return Draft(tokens, tuple(parent for parent in (0, *rows[:-1]) for _ in range(2))), rows
@@ -76,29 +76,29 @@ def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 @lru_cache(maxsize=64)
 def shape(budget: DraftBudget) -> Mapping[Place, int]:
-    """A tree fixed beforehand, for siblings that are drawn: how many children each place has. Places without children
-    are left out."""
+    """Return the number of children of each place in a fixed tree, for drawn siblings; places without any are left
+    out."""
     return Counter(place[:-1] for place in places(budget))
 
 
 @lru_cache(maxsize=64)
 def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
-    """A tree fixed beforehand: as many of `order` as the budget has room for, each after the places above it.
+    """Return the places of a fixed tree: as many of `order` as the budget allows, each after the places above it.
 
     `order`: the most useful first (`drafters/shapes.py` finds it). Without one, the most probable places if a first
-    child stands with .7 and each further one with a quarter of the one before it.
+    child is accepted with .7 and each further one with a quarter of the one before it.
     """
     kept: dict[Place, None] = {}
     for place in order or _usual(budget):
         if len(place) <= budget.depth and max(place) < budget.branch:
-            # What is missing above comes with it, as far as there is room.
+            # Missing ancestors come with it, budget permitting.
             above = [place[:end] for end in range(1, len(place) + 1) if place[:end] not in kept]
             kept.update(dict.fromkeys(above[: budget.nodes - len(kept)]))
     return tuple(kept)
 
 
 def close(places: Iterable[Place]) -> tuple[Place, ...]:
-    """The same tree with its siblings numbered from 0 without gaps."""
+    """Return the same tree with siblings numbered from 0 without gaps."""
     names: dict[Place, Place] = {(): ()}
     children: Counter[Place] = Counter()
     for place in places:
@@ -109,7 +109,7 @@ def close(places: Iterable[Place]) -> tuple[Place, ...]:
 
 
 def _usual(budget: DraftBudget) -> Iterator[Place]:
-    """A step to the next sibling costs as much as four steps down."""
+    """Yield places by cost: a step to the next sibling costs as much as four steps down."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0
     while heap and count < budget.nodes:
@@ -130,11 +130,11 @@ def pack(
     device: torch.device,
     starts: Sequence[int] | None = None,
 ) -> Rows:
-    """The rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS` in all).
+    """Return the rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS`).
 
-    `starts`: for each slot the rows that earlier passes have fed, which are left out. Without it a pass goes on where
-    drafting has brought the drafts (`Draft.carried`). A padding row is one more root: it repeats the pending token,
-    sees the prefix and itself, and is never read.
+    `starts`: for each slot the rows that earlier passes have fed, which are left out. Without it a pass resumes where
+    drafting stopped (`Draft.carried`). A padding row is one more root: it repeats the pending token, sees the prefix
+    and itself, and is never read.
     """
     begins = starts or [0] * len(drafts)
     counts = tuple(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
@@ -161,7 +161,7 @@ def pack(
 def _resume(
     last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> Resume | None:
-    """Where a pass over these drafts can begin: where most layers are spared. Who stands elsewhere starts over."""
+    """Return the latest layer at which a pass can begin; drafts carried to another layer start over."""
     layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
     if not layer:
         return None
@@ -177,5 +177,5 @@ def _resume(
 
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
-    """A prefill chunk: `tokens` continue the slot's committed text, one after the other."""
+    """Return the rows of a prefill chunk: `tokens` continue the slot's committed text."""
     return replace(pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device), prefill=True)
