@@ -56,7 +56,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fake_drafters")
     module.Fake = Fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_drafters", module)
-    monkeypatch.setattr(make, "_LEARNED", dict.fromkeys(make._LEARNED, "fake_drafters:Fake"))
+    monkeypatch.setattr(make, "_CLASSES", dict.fromkeys(make._CLASSES, "fake_drafters:Fake"))
 
 
 def refuse(reference: str) -> Loaded:
