@@ -121,7 +121,7 @@ def test_names_that_there_are_not(spec: str) -> None:
 def test_every_kind_has_its_drafter() -> None:
     from paceline.models.heads import kind_of
 
-    assert {kind_of(c) for c in (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)} == set(make._LEARNED)
+    assert {kind_of(c) for c in (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
 
 
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:
