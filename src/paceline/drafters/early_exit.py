@@ -87,7 +87,7 @@ class EarlyExit(Growing):
         return self._feed(growths, [growth.feed() for growth in growths])
 
     def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:
-        """Run the rows of these trees from `starts` on through the first layers. Return each tree's logits [rows, V]."""
+        """Run the trees' rows from `starts` on through the first layers. Return each tree's logits [rows, V]."""
         asks = [growth.ask for growth in growths]
         drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed), tuple(g.above)) for g in growths]
         rows = pack(

@@ -113,7 +113,7 @@ class Retokenizer:
 
 
 def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> list[int]:
-    """Return target tokens that continue the target tokens `text` by the bytes `drafted`, tokenized as part of the text.
+    """Return target tokens that continue the target tokens `text` by the bytes `drafted`, tokenized as in the text.
 
     `drafted` ends with a whole character, and begins with one given the text before it.
 

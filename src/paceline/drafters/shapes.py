@@ -28,8 +28,8 @@ Chance = Callable[[Place], float]
 
 @dataclass(slots=True)
 class Accuracy:
-    """Acceptance by place. `tried`: how often a place was drafted and the one above it accepted; `accepted`: how often it
-    was then accepted too. Neither depends on what else was drafted."""
+    """Acceptance by place. `tried`: how often a place was drafted and the one above it accepted; `accepted`: how
+    often it was then accepted too. Neither depends on what else was drafted."""
 
     tried: Counter[Place] = field(default_factory=Counter)
     accepted: Counter[Place] = field(default_factory=Counter)
@@ -57,8 +57,8 @@ class Accuracy:
             self.accepted[place] += 1
 
     def chances(self, doubt: float = 20.0) -> Chance:
-        """Return the measured acceptance of each place, smoothed by `doubt` (> 0) rounds of the average of its depth and
-        rank. 0 for depths and ranks that were never tried."""
+        """Return the measured acceptance of each place, smoothed by `doubt` (> 0) rounds with the average of its
+        depth and rank. 0 for depths and ranks that were never tried."""
         tried, accepted = (_together(counts) for counts in (self.tried, self.accepted))
 
         def chance(place: Place) -> float:
