@@ -56,7 +56,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fake_drafters")
     module.Fake = Fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_drafters", module)
-    monkeypatch.setattr(make, "_LEARNED", dict.fromkeys(make._LEARNED, "fake_drafters:Fake"))
+    monkeypatch.setattr(make, "_CLASSES", dict.fromkeys(make._CLASSES, "fake_drafters:Fake"))
 
 
 def refuse(reference: str) -> Loaded:
@@ -121,7 +121,7 @@ def test_names_that_there_are_not(spec: str) -> None:
 def test_every_kind_has_its_drafter() -> None:
     from paceline.models.heads import kind_of
 
-    assert {kind_of(c) for c in (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)} == set(make._LEARNED)
+    assert {kind_of(c) for c in (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
 
 
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:

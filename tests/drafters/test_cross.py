@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
-from paceline.drafters.cross import SHARED, Retold, SharedTokens, cross
+from paceline.drafters.cross import SHARED, SharedTokens, TextDrafter, cross
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
@@ -30,7 +30,7 @@ from tests.text.test_gguf_tokenizers import ORIGINALS, original
 from tests.toys import ask_for
 from tests.vocabularies import KINDS, renumbered, speaker, tokenizer
 
-WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": Retold}
+WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": TextDrafter}
 SHAPES = {"chain": DraftBudget.chain(5), "tree": DraftBudget(12, 4, 3)}
 RING = list(zip(KINDS, [*list(KINDS)[1:], *list(KINDS)[:1]], strict=True))
 GREEDY = Sampling(max_new_tokens=24)
@@ -79,7 +79,7 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
     words = VocabMap(ours, renumbered(tokenizer(kind)))
     # Of several tokens that say the same, one is drafted.
     sampling = replace(sampling, processors=[only(words.shared)])
-    assert len(words.shared) == len(set(words.said.values())) + len(ours.tokenizer.special_ids)
+    assert len(words.shared) == len(set(words.target_bytes.values())) + len(ours.tokenizer.special_ids)
     prompt = prompt_of(ours)
     plain = run(ours.target, prompt, sampling)[0]
     _, _, alone = run(ours.target, prompt, sampling, DraftModel(ours.target, ours.target.vocab_size), shape)
@@ -93,8 +93,8 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
 def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: DraftBudget) -> None:
     ours = model("letters")
     words = VocabMap(ours, renumbered(tokenizer("letters")))
-    sampling = replace(GREEDY, processors=[only(words.said)])
-    tokens, _, stats = run(ours.target, prompt_of(ours), sampling, Retold(words), shape)
+    sampling = replace(GREEDY, processors=[only(words.target_bytes)])
+    tokens, _, stats = run(ours.target, prompt_of(ours), sampling, TextDrafter(words), shape)
     assert tokens == run(ours.target, prompt_of(ours), sampling)[0]
     assert stats.tokens_per_round > (4.5 if shape.branch == 1 else 3)
 
@@ -118,11 +118,11 @@ def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> Non
 def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
     words = VocabMap(model("byte-level, small"), model("letters", 1))
     (begun,) = words.speller.spell(b"\xc3")
-    drafter = Retold(words)
+    drafter = TextDrafter(words)
     ask = ask_for(0, SHAPES["chain"], GREEDY, [begun])
     letter = words.draft.tokenizer.vocabulary
     found = drafter._retold(ask, [letter["é"], letter["l"]], b"\xc3")
-    assert b"".join(words.said[token] for token in found) == b"\xa9l"
+    assert b"".join(words.target_bytes[token] for token in found) == b"\xa9l"
     assert drafter._retold(ask, [letter["l"]], b"\xc3") == []
 
 
@@ -147,7 +147,7 @@ def test_drafts_are_the_same_in_company(way: str) -> None:
 def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
     ours = model("byte-level")
     words = VocabMap(ours, model("byte-level, small", 1))
-    forced = next(token for token in words.said if token not in words.shared)
+    forced = next(token for token in words.target_bytes if token not in words.shared)
 
     def force(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
         """Whatever the model says: a draft model gives it no chance at all."""
@@ -174,7 +174,7 @@ def test_q_is_a_distribution_over_shared_tokens() -> None:
 
 def test_text_is_a_draft_without_q() -> None:
     ours = model("byte-level")
-    drafter = Retold(VocabMap(ours, model("letters", 1)))
+    drafter = TextDrafter(VocabMap(ours, model("letters", 1)))
     drafter.admit(0, prompt_of(ours))
     (draft,) = drafter.propose([ask_for(0, DraftBudget(8, 3, 2), DRAWN, prompt_of(ours))])
     assert draft.tokens
@@ -198,7 +198,7 @@ def test_tokens_beyond_the_models_rows_are_not_drafted() -> None:
     small = speaker(tokenizer("byte-level, small"))
     short = Loaded(small.target, words, (), {}, Path("x"))
     pair = VocabMap(short, model("byte-level", 1))
-    assert max(pair.said) < short.target.vocab_size
+    assert max(pair.target_bytes) < short.target.vocab_size
     for make in WAYS.values():
         assert run(short.target, [5, 6], WARM, make(pair), SHAPES["tree"])[0] == run(short.target, [5, 6], WARM)[0]
 
@@ -227,14 +227,14 @@ def test_a_draft_that_reaches_the_end_of_its_context_is_silent() -> None:
 
 def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
     ours = model("byte-level")
-    for draft, kind in ((renumbered(tokenizer("byte-level")), SharedTokens), (model("letters"), Retold)):
+    for draft, kind in ((renumbered(tokenizer("byte-level")), SharedTokens), (model("letters"), TextDrafter)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             made = make_drafter("model:x", ours, lambda reference, draft=draft: draft)
         assert type(made) is kind
         (record,) = caplog.records
         assert "model:x has another tokenizer than the target" in record.message
-        assert ("encoded anew" in record.message) == (kind is Retold)
+        assert ("encoded again" in record.message) == (kind is TextDrafter)
         assert (VocabMap(ours, draft).share() >= SHARED) == (kind is SharedTokens)
     assert type(make_drafter("model:x", ours, lambda reference: model("byte-level", 1))) is DraftModel
 

@@ -9,7 +9,7 @@ import torch
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import Retold, SharedTokens
+from paceline.drafters.cross import SharedTokens, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -60,7 +60,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 FOREIGNERS: dict[str, Callable[[], Drafter]] = {
     "shared tokens": lambda: SharedTokens(FOREIGN),
-    "retold": lambda: Retold(FOREIGN),
+    "retold": lambda: TextDrafter(FOREIGN),
 }
 
 

@@ -91,21 +91,21 @@ def test_a_round_counts_what_it_tried() -> None:
     draft = Draft((10, 11, 12, 13, 14, 15), (0, 0, 0, 1, 1, 4))
     accuracy = Accuracy()
     accuracy.count(draft, Verdict((1, 5), (10, 14, 9)))
-    assert accuracy.stood == {(0,): 1, (0, 1): 1}
+    assert accuracy.accepted == {(0,): 1, (0, 1): 1}
     assert accuracy.tried == {(0,): 1, (1,): 1, (2,): 1, (0, 0): 1, (0, 1): 1}
     accuracy.count(draft, Verdict((), (9,)))
     accuracy.count(draft, Verdict((3,), (12, 9)))
     assert accuracy.tried[1,] == 3
-    assert accuracy.stood == {(0,): 1, (2,): 1, (0, 1): 1}
+    assert accuracy.accepted == {(0,): 1, (2,): 1, (0, 1): 1}
     accuracy.count(draft, Verdict((1,), (10,), "length"))
-    assert accuracy.stood[0,] == 2
+    assert accuracy.accepted[0,] == 2
     assert accuracy.tried[0, 0] == 1, "the reply ended there: nobody knows what would have stood"
 
 
 def test_ranks_that_were_read_count_as_those_that_were_drafted() -> None:
     accuracy = Accuracy()
     accuracy.add([1, 0, 7, 0], [3, 2, 4, 2])
-    assert accuracy.stood == {(1,): 1, (1, 0): 1}
+    assert accuracy.accepted == {(1,): 1, (1, 0): 1}
     assert accuracy.tried.keys() == {(0,), (1,), (2,), (1, 0), (1, 1), *((1, 0, r) for r in range(4))}
 
 

@@ -144,7 +144,7 @@ def test_a_very_long_request_is_bounded_too() -> None:
         propose(drafter, text, DraftBudget.chain(2))
         drafter.observe(0, Verdict((), fresh), {})
     state = drafter._slots[0]
-    assert state.own.states <= 128
+    assert state.automaton.states <= 128
     assert state.reply is not None
     assert len(state.reply) <= 64
 

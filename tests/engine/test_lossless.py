@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import Retold, SharedTokens
+from paceline.drafters.cross import SharedTokens, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -67,7 +67,7 @@ DRAFTERS: dict[str, Make] = {
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
-    "another model's text": lambda text: Retold(FOREIGN),
+    "another model's text": lambda text: TextDrafter(FOREIGN),
     "stack": lambda text: DrafterStack([NGram(), DraftModel(OTHER, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), TOY),

@@ -16,7 +16,7 @@ from paceline.cache.slab import SlabCache
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import Retold, SharedTokens
+from paceline.drafters.cross import SharedTokens, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -80,7 +80,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "block": lambda: Block(TINY_BLOCK, block_tensors(), TOY),
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, TOY, threshold=0.0),
     "shared tokens": lambda: SharedTokens(FOREIGN),
-    "retold": lambda: Retold(FOREIGN),
+    "retold": lambda: TextDrafter(FOREIGN),
     "stack": lambda: DrafterStack([NGram(), eagle()]),
 }
 

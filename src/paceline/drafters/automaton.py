@@ -1,4 +1,4 @@
-"""An online suffix automaton over token ids: every substring of a text, with what followed it and how often."""
+"""Online suffix automaton over token ids: every substring of a text, with its followers and their counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SuffixAutomaton:
         self.limit = max(limit, 2)
         self.text: list[int] = []
         self.generation = 0
-        """Grows whenever the automaton starts over: states of an earlier generation mean nothing."""
+        """Increases whenever the automaton starts over: states of an earlier generation are invalid."""
         self._clear()
 
     def _clear(self) -> None:
@@ -49,7 +49,7 @@ class SuffixAutomaton:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Append `token` to the text."""
         if len(self.text) == self.limit:
             self._start_over(self.text[-(self.limit // 2) :])
         self._grow(token)
@@ -80,7 +80,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """The state of exactly `state`'s longest string + token: cloned from the one that also holds longer ones."""
+        """Return the state of `state`'s longest string + token alone: cloned from one that also holds longer strings."""
         after, link = self._next, self._link
         old = after[state][token]
         if self._length[old] == self._length[state] + 1:
@@ -106,17 +106,17 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def context(self) -> tuple[int, int]:
-        """The longest end of the text that also occurs earlier: its state and its length in tokens."""
+        """Return the longest end of the text that also occurs earlier: its state and its length in tokens."""
         state = max(self._link[self._last], 0)
         return state, self._length[state]
 
     def shorter(self, state: int) -> tuple[int, int]:
-        """The next shorter context with more to say, and its length; of the empty one, itself."""
+        """Return the next shorter context with further followers, and its length; of the empty one, itself."""
         state = max(self._link[state], 0)
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest known end of (the last `length` tokens, which led to `state`) + token.
+        """Return the longest known end of (the last `length` tokens, which led to `state`) + token.
 
         Follows a text that need not be this one. O(1) amortised over its tokens.
         """
@@ -127,12 +127,12 @@ class SuffixAutomaton:
         return (0, 0) if target is None else (target, length + 1)
 
     def settle(self, state: int, length: int) -> tuple[int, int]:
-        """The state that holds this context now: growth may have split the one it was in."""
+        """Return the state that holds this context now: growth may have split its old one."""
         while state and self._length[self._link[state]] >= length:
             state = self._link[state]
         return state, length
 
     def followers(self, state: int, most: int) -> list[tuple[int, int]]:
-        """What followed a context: (token, times), the most recently seen first, `most` of them at most."""
+        """Return up to `most` followers of a context as (token, count), the most recently seen first."""
         count = self._count
         return [(token, count[target]) for token, target in islice(reversed(self._next[state].items()), most)]

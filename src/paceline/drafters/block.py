@@ -20,10 +20,10 @@ from paceline.verify.tree import PREFILL_ROWS
 
 
 class Block(StateDrafter[CachedSlot]):
-    """Drafts a block with a head that has read the target's hidden states of the whole text.
+    """Drafts a block with a head that attends to the target's hidden states of the whole text.
 
-    Keys and values that the head makes of them are kept from round to round; those of a drafted block never are. What
-    the target has read since is caught up with by the next draft, in one pass for all requests that share it.
+    The head's keys and values of them are cached; those of a drafted block never are. The next draft first reads the
+    pending states, in one pass for all its requests.
     """
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
@@ -67,7 +67,7 @@ class Block(StateDrafter[CachedSlot]):
 
     @torch.inference_mode()
     def _catch_up(self, states: Sequence[CachedSlot]) -> None:
-        """Make keys and values of all that waits, in passes that fit a window's ring."""
+        """Read all pending states into the cache, in passes that fit a window's ring."""
         while late := [state for state in states if len(state.pending)]:
             parts = [state.pending.take(PREFILL_ROWS) for state in late]
             features = pad_sequence(parts, batch_first=True)
@@ -84,7 +84,7 @@ def _check(config: BlockConfig, vocab_size: int) -> None:
         < vocab_size,
         f"it marks {len(config.causal)} of {config.layer.layers} layers causal or not": len(config.causal)
         not in (0, config.layer.layers),
-        "it listens to no layer": not config.taps,
+        "it has no taps": not config.taps,
     }
     for cause, found in wrong.items():
         if found:

@@ -15,7 +15,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.growth import Growth
 from paceline.drafters.model import DraftModel, SavedText
-from paceline.drafters.transcript import Respelled, TokenReader, Transcript, continuation
+from paceline.drafters.retokenizer import Retokenizer, TokenMapper, TokenReader, continuation
 from paceline.drafters.vocab_map import VocabMap
 from paceline.errors import TokenizerMismatch
 from paceline.protocols import KVCache, Target
@@ -32,32 +32,32 @@ R = TypeVar("R", bound=TokenReader)
 
 
 def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
-    """A drafter from a model whose tokenizer is not the target's: `SharedTokens` where the two write most of a text
-    with the same tokens, else `Retold`. Says which on the log. Raises `TokenizerMismatch` where one has no words."""
-    words = VocabMap(target, draft)
-    for side, said in (("The target", words.said), (name, words.drafted)):
-        if not said:
-            raise TokenizerMismatch(f"{side} has no token that says anything", "Draft with a language model")
-    share = words.share()
-    how = "of them are drafted" if share >= SHARED else "are too few, and its text is encoded anew"
+    """Return a drafter from a model with another tokenizer: `SharedTokens` where both share most tokens of a text, else
+    `TextDrafter`. Logs which one. Raises `TokenizerMismatch` where a vocabulary has no text."""
+    vocab_map = VocabMap(target, draft)
+    for side, texts in (("The target", vocab_map.target_bytes), (name, vocab_map.draft_bytes)):
+        if not texts:
+            raise TokenizerMismatch(f"{side} has no token that stands for text", "Draft with a language model")
+    share = vocab_map.share()
+    how = "are drafted" if share >= SHARED else "are too few: its text is encoded again"
     getLogger(__name__).warning(
-        "%s has another tokenizer than the target: tokens that both have (%.0f %%) %s", name, 100 * share, how
+        "%s has another tokenizer than the target: shared tokens (%.0f %%) %s", name, 100 * share, how
     )
-    return SharedTokens(words) if share >= SHARED else Retold(words)
+    return SharedTokens(vocab_map) if share >= SHARED else TextDrafter(vocab_map)
 
 
 class _Foreign(DraftModel, Generic[R]):
-    """A draft model that reads the target's text in tokens of its own."""
+    """A draft model that reads the target's text in its own tokens."""
 
-    def __init__(self, model: Target, vocab_size: int, words: VocabMap, reader: Callable[[], R]) -> None:
+    def __init__(self, model: Target, vocab_size: int, vocab_map: VocabMap, reader: Callable[[], R]) -> None:
         super().__init__(model, vocab_size)
-        self._words, self._reader = words, reader
+        self._vocab_map, self._reader = vocab_map, reader
         self._readers: dict[int, R] = {}
         self._unread: dict[int, list[int]] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         reader = self._reader()
-        reader.read(self._words.body(prompt))
+        reader.read(self._vocab_map.without_opening(prompt))
         super().admit(slot, reader.ids)
         self._readers[slot], self._unread[slot] = reader, []
 
@@ -65,7 +65,7 @@ class _Foreign(DraftModel, Generic[R]):
         self._unread[slot] += verdict.tokens
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """As many of its own tokens as are the same, however many of the target's those are."""
+        """Load all draft tokens that are the same, however many target tokens those are."""
         super().load(slot, saved, saved.length)
 
     def release(self, slot: int) -> None:
@@ -74,7 +74,7 @@ class _Foreign(DraftModel, Generic[R]):
         super().release(slot)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        # A text of nothing that the draft can read gives it nothing to go on from.
+        # Without one token that the draft model can read, there is nothing to continue.
         return super().limit(ask) if self._slots[ask.slot].token_ids else DraftBudget.chain(0)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -83,98 +83,99 @@ class _Foreign(DraftModel, Generic[R]):
         return super().propose(asks)
 
     def _read(self, slot: int) -> None:
-        """Take in what was committed; the cache keeps what still stands."""
+        """Read the tokens committed since; the cache keeps the draft tokens that are still valid."""
         reader, state = self._readers[slot], self._slots[slot]
-        stand = reader.read(self._unread[slot])
+        valid = reader.read(self._unread[slot])
         self._unread[slot].clear()
-        state.token_ids[stand:] = reader.ids[stand:]
-        self._cache.truncate(state.cache_slot, min(stand, self._cache.lengths[state.cache_slot]))
+        state.token_ids[valid:] = reader.ids[valid:]
+        self._cache.truncate(state.cache_slot, min(valid, self._cache.lengths[state.cache_slot]))
 
 
-class SharedTokens(_Foreign[Respelled]):
+class SharedTokens(_Foreign[TokenMapper]):
     """Drafts among the tokens that both vocabularies have ("token-level intersection", arXiv 2502.05202).
 
-    The draft model then speaks the target's language: candidates are target tokens, ranked or drawn with the sampler
-    as those of any draft model are, in chains and trees, with their q. Target tokens that it lacks reach it spelled in
-    its own; it never drafts them.
+    Candidates are target tokens, ranked or drawn with the sampler as those of any draft model, in chains and trees,
+    with their q. Target tokens that the draft model lacks are spelled in its own tokens, and never drafted.
     """
 
-    def __init__(self, words: VocabMap) -> None:
-        model = _Interpreter(words)
-        super().__init__(model, model.vocab_size, words, lambda: Respelled(words, model.vocab_size))
+    def __init__(self, vocab_map: VocabMap) -> None:
+        model = _TargetVocabulary(vocab_map)
+        super().__init__(model, model.vocab_size, vocab_map, lambda: TokenMapper(vocab_map, model.vocab_size))
 
 
-class _Interpreter:
-    """The draft model as a `Target` with the target's vocabulary: token ids below `vocab_size` are the target's, the
-    draft's own follow."""
+class _TargetVocabulary:
+    """The draft model as a `Target` with the target's vocabulary: ids below `vocab_size` are the target's, those of the
+    draft model follow."""
 
-    def __init__(self, words: VocabMap) -> None:
-        self._model = words.draft.target
-        self.vocab_size = words.target.target.vocab_size
+    def __init__(self, vocab_map: VocabMap) -> None:
+        self._model = vocab_map.draft.target
+        self.vocab_size = vocab_map.target.target.vocab_size
         self.context_length, self.device = self._model.context_length, self._model.device
-        ours, theirs = (torch.tensor(list(ids), device=self.device) for ids in (words.shared, words.shared.values()))
-        self._ours, self._theirs = ours.long(), theirs.long()
-        # A processor of the user's may force a token that the draft lacks: it reads something, and errs.
-        self._own = torch.arange(-self.vocab_size, self._model.vocab_size, device=self.device).clamp(min=0)
-        self._own[self._ours] = self._theirs
+        target_ids, draft_ids = (
+            torch.tensor(list(ids), device=self.device) for ids in (vocab_map.shared, vocab_map.shared.values())
+        )
+        self._target_ids, self._draft_ids = target_ids.long(), draft_ids.long()
+        # A processor may force a token that the draft lacks: it then reads another one, which costs acceptance only.
+        self._to_draft = torch.arange(-self.vocab_size, self._model.vocab_size, device=self.device).clamp(min=0)
+        self._to_draft[self._target_ids] = self._draft_ids
 
     def new_cache(self) -> KVCache:
         return self._model.new_cache()
 
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        out = self._model.forward(replace(rows, tokens=self._own[rows.tokens]), cache, want)
+        out = self._model.forward(replace(rows, tokens=self._to_draft[rows.tokens]), cache, want)
         logits = out.logits.new_full((*out.logits.shape[:-1], self.vocab_size), -torch.inf)
-        logits[..., self._ours] = out.logits[..., self._theirs]
+        logits[..., self._target_ids] = out.logits[..., self._draft_ids]
         return Forward(logits, out.taps)
 
 
-class Retold(_Foreign[Transcript]):
-    """Drafts text, which is then cut into target tokens (as SLEM does, arXiv 2502.05202).
+class TextDrafter(_Foreign[Retokenizer]):
+    """Drafts text, which is then encoded in target tokens (as SLEM does, arXiv 2502.05202).
 
-    The draft model reads and writes tokens of its own. What it writes are its likeliest, at any temperature: its tokens
-    are not the target's, so no noise can be shared, and a draw of its own would meet the target's less often (LOG.md).
+    The draft model reads and writes its own tokens: the likeliest ones, at any temperature, since no noise can be
+    shared between two vocabularies and an independent draw would match the target's less often (LOG.md).
     """
 
-    def __init__(self, words: VocabMap) -> None:
-        model = words.draft.target
-        super().__init__(model, model.vocab_size, words, lambda: Transcript(words))
+    def __init__(self, vocab_map: VocabMap) -> None:
+        model = vocab_map.draft.target
+        super().__init__(model, model.vocab_size, vocab_map, lambda: Retokenizer(vocab_map))
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         return _LIKELIEST.rank(Prefix(), logits, paths, count)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [self._answer(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
+        return [self._to_target(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
 
-    def _answer(self, ask: Ask, draft: Draft) -> Draft:
+    def _to_target(self, ask: Ask, draft: Draft) -> Draft:
         incomplete = self._readers[ask.slot].incomplete
-        paths = [self._retold(ask, path, incomplete) for path in _branches(draft)]
+        paths = [self._target_path(ask, path, incomplete) for path in _branches(draft)]
         return _within(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
 
-    def _retold(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
-        """A path of draft tokens in target tokens, up to an end or to what cannot be said."""
-        said, end = b"", []
+    def _target_path(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
+        """Return a path of draft tokens in target tokens, up to an end of text or a token that is no text."""
+        text, end = b"", []
         for token in path:
-            if token in self._words.ends or token not in self._words.drafted:
-                end = [self._words.ends[token]] if token in self._words.ends else []
+            if token in self._vocab_map.ends or token not in self._vocab_map.draft_bytes:
+                end = [self._vocab_map.ends[token]] if token in self._vocab_map.ends else []
                 break
-            said += self._words.drafted[token]
-        if not said.startswith(incomplete):
+            text += self._vocab_map.draft_bytes[token]
+        if not text.startswith(incomplete):
             return []
-        # Tokens may begin a character that they do not end.
-        said = said.decode(errors="ignore").encode()[len(incomplete) :]
-        return continuation(self._words, ask.token_ids, said) + end
+        # The last token may end inside a character.
+        text = text.decode(errors="ignore").encode()[len(incomplete) :]
+        return continuation(self._vocab_map, ask.token_ids, text) + end
 
 
 def _branches(draft: Draft) -> list[list[int]]:
-    """The tokens on the way to every leaf."""
-    ways: list[list[int]] = [[]]
+    """Return the path of tokens to every leaf."""
+    paths: list[list[int]] = [[]]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        ways.append([*ways[parent], token])
-    return [way for row, way in enumerate(ways) if row not in draft.parents]
+        paths.append([*paths[parent], token])
+    return [path for row, path in enumerate(paths) if row not in draft.parents]
 
 
 def _within(draft: Draft, budget: DraftBudget) -> Draft:
-    """The first nodes of a tree, as many as the budget has; texts that part early may meet in few tokens."""
+    """Return the first nodes of a tree, as many as the budget allows: re-encoded paths may branch elsewhere."""
     rows, children = {0: 0}, Counter[int]()
     kept: list[tuple[int, int]] = []
     for row, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):

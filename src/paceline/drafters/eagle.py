@@ -54,7 +54,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         super().__init__(self._net.new_cache(), _EagleSlot)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Nothing where features are missing: of a first token, or of a text that was not fed."""
+        """Return no budget where features are missing: of a first token, or of a text that was not fed."""
         state = self._slots[ask.slot]
         known = self._cache.lengths[state.cache_slot] + len(state.pending)
         return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
@@ -65,7 +65,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         for state in states:
             while len(state.pending) > SHARED:
                 self._read_pending(state)
-        # Asked again before anything was observed, a request has nothing to catch up with.
+        # If asked again before `observe`, a request has nothing pending.
         if behind := [state for state in states if len(state.pending)]:
             self._catch_up(behind)
         roots = [state.root for state in states if state.root is not None]
@@ -74,7 +74,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
     def _catch_up(self, states: Sequence[_EagleSlot]) -> None:
-        """One pass over all features pending, each with the token after its own."""
+        """Read all pending features in one pass, each with the token after its own."""
         slots = [state.cache_slot for state in states]
         lengths = [self._cache.lengths[slot] for slot in slots]
         tokens = [state.token_ids[length + 1 :] for state, length in zip(states, lengths, strict=True)]
@@ -97,7 +97,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         self._cache.commit(rows, [range(1, count)])
 
     def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, up to T, taps * target H] of a pass; those that are missing belong to rows nobody reads."""
+        """Run a pass on features [B, up to T, taps * target H], padded for the rows that only fill up."""
         features = F.pad(features, (0, 0, 0, rows.tokens.shape[1] - features.shape[1]))
         return self._net.step(rows, self._net.fuse(features), self._cache)
 
@@ -117,5 +117,5 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return logits_of(outs, rows.counts, self._net.logits)
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        """By the target's own ids, whose noise is shared."""
+        """Rank by the target's token ids, whose noise is shared."""
         return growth.ask.rank(logits, paths, count, self._net.subset)

@@ -1,4 +1,4 @@
-"""The target's own first layers draft, and verification goes on from where they left off."""
+"""Early exit: the target's first layers draft, and verification continues from where they stopped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EarlyExit(Growing):
         self._adapter = _adapter(weights, config, self._target)
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
-        """For each slot what came out of layer E in this round, pass by pass."""
+        """Per slot the outputs of the exit layer in this round, pass by pass."""
         self._cache: KVCache | None = None
 
     def bind(self, cache: KVCache) -> None:
@@ -73,8 +73,8 @@ class EarlyExit(Growing):
         self._streams.pop(slot, None)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """No more levels than the draft has room for: what was fed stays in it."""
-        # What a round left here that broke off is not of this one.
+        """Return no more levels than the draft has room for: fed nodes stay in it."""
+        # An interrupted round may have left streams here.
         self._streams[ask.slot] = []
         return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
 
@@ -87,7 +87,7 @@ class EarlyExit(Growing):
         return self._feed(growths, [growth.feed() for growth in growths])
 
     def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:
-        """The rows of these trees from `starts` on, through the first layers: logits [rows, V] of each."""
+        """Run the trees' rows from `starts` on through the first layers. Return each tree's logits [rows, V]."""
         asks = [growth.ask for growth in growths]
         drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed), tuple(g.above)) for g in growths]
         rows = pack(
@@ -108,7 +108,7 @@ class EarlyExit(Growing):
 
     @torch.inference_mode()
     def _logits(self, streams: Tensor) -> Tensor:
-        """What the exit says [..., V] of streams [..., H]."""
+        """Return the exit's logits [..., V] of streams [..., H]."""
         if self._adapter:
             down, up = self._adapter
             streams = up.onto(down(streams), streams)
@@ -116,14 +116,14 @@ class EarlyExit(Growing):
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         ranked = [Ranked([], [])] * len(paths)
-        sure = [i for i, stops in enumerate(self._unsure(growth, logits)) if not stops]
+        sure = [i for i, stops in enumerate(self._stops(growth, logits)) if not stops]
         best = super().rank(growth, logits[sure], [paths[i] for i in sure], count)
         for i, candidates in zip(sure, best, strict=True):
             ranked[i] = candidates
         return ranked
 
-    def _unsure(self, growth: Growth, logits: Tensor) -> list[bool]:
-        """For each row of logits [R, V] whether to stop there."""
+    def _stops(self, growth: Growth, logits: Tensor) -> list[bool]:
+        """Return for each row of logits [R, V] whether to stop there."""
         # Where a chain ends may depend on the draws above its end: a row is judged by what was drawn from it alone.
         if growth.ask.draws and growth.nodes.budget.branch > 1:
             return [False] * len(logits)

@@ -1,14 +1,28 @@
-"""From what a user writes to a drafter."""
+"""Drafters by name:
+
+none                          no drafter
+auto                          the default, `AUTO`
+suffix, suffix:remember       repeats of this text, or of earlier replies too
+ngram                         prompt lookup
+model:REF                     a draft model, also with another tokenizer
+eagle3, medusa, block         the head of this kind that comes with Paceline for the target
+eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
+early-exit                    the adapter that comes with Paceline, or half of the target's layers
+early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
+A+B+C                         the first of these that has a draft; a reference comes last and may hold a "+"
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+
+from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
@@ -29,38 +43,39 @@ from paceline.types import DraftBudget
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
 
-_BARE: dict[str, Callable[[], Drafter]] = {
+_LOOKUPS: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
-    "suffix:remember": lambda: Suffix(remember=True),
+    "suffix:remember": partial(Suffix, remember=True),
     "ngram": NGram,
 }
+"""Name -> the drafter, which has no weights."""
 
 AUTO = "suffix"
-"""What "auto" means: it has no weights to fetch, and costs nothing while it has nothing to propose. Learned drafters
-gain more on some texts and lose on others (LOG.md, benchmarks/results/2026-11-22-never-slower.md)."""
+"""The drafter that "auto" stands for: it has no weights to fetch, and costs nothing while it has nothing to propose.
+Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
 
-_LEARNED = {
+_CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",
     "medusa": "paceline.drafters.medusa:Medusa",
     "block": "paceline.drafters.block:Block",
     "exit": "paceline.drafters.early_exit:EarlyExit",
 }
-"""Kind of head (`heads.kind_of`) -> the drafter that runs it, as (config, tensors, host)."""
+"""Kind of head (`heads.kind_of`) -> the drafter class, made from (config, tensors, target)."""
 
-_HEADS = {"eagle3": "eagle3", "medusa": "medusa", "block": "block", "early-exit": "exit"}
-"""Name -> kind of head. Alone it means the one that comes with Paceline, with a reference the one that is there."""
+_KINDS = {"eagle3": "eagle3", "medusa": "medusa", "block": "block", "early-exit": "exit"}
+"""Name -> kind of head."""
 
 _REFERENCE = re.compile(r"(?:^|\+)\s*((?:model|eagle3|medusa|block|head|early-exit(?!:\d+\s*(?:\+|$))):)")
-"""What a reference follows, which goes on to the end."""
+"""The name before a reference, which goes on to the end of the spec."""
 
 
 def make_drafter(
     spec: str | Drafter | None, target: Loaded, load: DraftModelLoader, read: HeadOpener = open_head
 ) -> Drafter | None:
-    """`spec` as in `paceline.load`; `load` reads draft models, `read` heads.
+    """Return the drafter that `spec` names; `load` reads draft models, `read` heads.
 
-    Raises `InvalidOption` for an unknown one, `TokenizerMismatch`, `HeadMismatch`, and what reading raises.
+    Raises `InvalidOption` for an unknown name, `TokenizerMismatch`, `HeadMismatch`, and what reading raises.
     """
     if spec is None or spec == "none":
         return None
@@ -77,10 +92,10 @@ def open_drafter(
     read: Callable[..., Loaded] | None = None,
     head: HeadOpener = open_head,
 ) -> Drafter | None:
-    """`make_drafter`, with all weights read by `read` (as `load_model`; without it onto the target's device) and by
-    `head`, and held as `quantize` says."""
-    onto: Any = target.target.device.type
-    open_model = read or partial(load_model, device=onto)
+    """`make_drafter`, with models read by `read` (default: `load_model` onto the target's device) and heads by `head`,
+    and their weights quantised as `quantize` says."""
+    device: Any = target.target.device.type
+    open_model = read or partial(load_model, device=device)
 
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)
@@ -94,12 +109,12 @@ def open_drafter(
 
 
 def spec_name(spec: str) -> str:
-    """What a drafter is called in statistics: as it was asked for, with the drafter that "auto" stands for."""
+    """Return the name of a drafter in statistics: `spec`, with the drafter that "auto" stands for."""
     return "+".join(AUTO if part == "auto" else part for part in _split(spec))
 
 
 def check_spec(spec: str | Drafter | None) -> None:
-    """Raises `InvalidOption` for what means no drafter, before anything is loaded."""
+    """Raise `InvalidOption` for a `spec` that names no drafter, before anything is loaded."""
     if not isinstance(spec, (str, Drafter, type(None))):
         raise InvalidOption(
             f"drafter={spec!r:.80} is a {type(spec).__name__}",
@@ -121,10 +136,12 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str | None) -> Non
 
 
 def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
-    """Raises `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights to read."""
+    """Raise `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights."""
     check_mode(mode, "draft_quantize")
-    bare = spec is None or isinstance(spec, Drafter) or all(part in (*_BARE, "auto", "none") for part in _split(spec))
-    if mode and bare:
+    no_weights = (
+        spec is None or isinstance(spec, Drafter) or all(part in (*_LOOKUPS, "auto", "none") for part in _split(spec))
+    )
+    if mode and no_weights:
         raise InvalidOption(
             f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
             "Leave draft_quantize out; `quantize` is the target's",
@@ -133,15 +150,15 @@ def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
 
 def _check_name(part: str) -> None:
     name, _, reference = part.partition(":")
-    named = bool(reference) and (name in _HEADS or name in ("model", "head"))
-    if part != "auto" and part not in _BARE and part not in _HEADS and not named:
-        learned = [*_HEADS, *(f"{name}:REF" for name in _HEADS), "early-exit:LAYERS", "head:REF"]
-        known = ", ".join(["none", "auto", *_BARE, "model:REF", *learned])
+    named = bool(reference) and (name in _KINDS or name in ("model", "head"))
+    if part != "auto" and part not in _LOOKUPS and part not in _KINDS and not named:
+        learned = [*_KINDS, *(f"{name}:REF" for name in _KINDS), "early-exit:LAYERS", "head:REF"]
+        known = ", ".join(["none", "auto", *_LOOKUPS, "model:REF", *learned])
         raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
 
 
 def _split(spec: str) -> list[str]:
-    """At "+", but not inside a reference, which may hold one: it comes last."""
+    """Split at "+", but not inside the reference at the end."""
     found = _REFERENCE.search(spec)
     if not found:
         return [part.strip() for part in spec.split("+")]
@@ -153,8 +170,8 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     _check_name(part)
     if part == "auto":
         part = AUTO
-    if part in _BARE:
-        return _BARE[part]()
+    if part in _LOOKUPS:
+        return _LOOKUPS[part]()
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
@@ -164,28 +181,30 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
         return DraftModel(loaded.target, target.target.vocab_size)
     if name == "early-exit" and (reference.isdecimal() or not reference):
         return _early_exit(reference, target, read)
-    head = read(reference or _shipped(name, target))
+    path = reference or shipped(_KINDS[name], target)
+    if path is None:
+        raise InvalidOption(
+            f"no {name} head for {target.path} comes with Paceline", f"Name one that you have: {name}:FOLDER"
+        )
+    head = read(path)
     kind = kind_of(head.config)
-    if name != "head" and _HEADS[name] != kind:
-        raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_HEADS[name]}", f"Write head:{reference}")
-    return _learned(fits(head, target), target)
+    if name != "head" and _KINDS[name] != kind:
+        raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Write head:{reference}")
+    fitted = fits(head, target)
+    return _with_head(fitted.config, fitted.tensors, target)
 
 
-def _learned(head: HeadFile, target: Loaded) -> Drafter:
-    return _drafter(head.config, head.tensors, target)
-
-
-def _drafter(config: HeadConfig, tensors: Any, target: Loaded) -> Drafter:
-    module, _, name = _LEARNED[kind_of(config)].partition(":")
+def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded) -> Drafter:
+    module, _, name = _CLASSES[kind_of(config)].partition(":")
     made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target))
     return made
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
-    """After so many layers, through the target's own norm and head; "" means the adapter that comes with Paceline, or
-    half of the target."""
+    """Return early exit after `layers` layers; "": with the adapter that comes with Paceline, or after half of them."""
     if not layers and (path := shipped("exit", target)):
-        return _learned(fits(read(path), target), target)
+        head = fits(read(path), target)
+        return _with_head(head.config, head.tensors, target)
     sizes = sizes_of(target)
     count = int(layers) if layers else max(1, sizes.layers // 2)
     if not 0 < count < sizes.layers:
@@ -193,20 +212,11 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
             f"early-exit:{count} is not possible in a model of {sizes.layers} layers",
             f"Give 1 to {sizes.layers - 1}",
         )
-    return _drafter(ExitConfig(sizes.hidden, count), {}, target)
-
-
-def _shipped(name: str, target: Loaded) -> Path:
-    path = shipped(_HEADS[name], target)
-    if path is None:
-        raise InvalidOption(
-            f"no {name} head for {target.path} comes with Paceline", f"Name one that you have: {name}:FOLDER"
-        )
-    return path
+    return _with_head(ExitConfig(sizes.hidden, count), {}, target)
 
 
 def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:
-    """A draft length, a tree, or None for "auto". Raises `InvalidOption`."""
+    """Return the budget for a draft length, a budget, or None for "auto". Raises `InvalidOption`."""
     if isinstance(draft, DraftBudget):
         return draft
     if draft == "auto":

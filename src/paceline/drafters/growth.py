@@ -1,4 +1,4 @@
-"""Draft trees that grow level by level, those of a whole batch at once."""
+"""Draft trees that grow level by level, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Nodes(ABC):
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     q: dict[int, Tensor] = field(default_factory=dict)
-    """Of each node whose children were drawn, from what."""
+    """The distribution [V] that a node's children were drawn from, where they were drawn."""
 
     @abstractmethod
     def grow(self, parent: int, best: Ranked) -> None:
-        """Give a node its children, of `budget.branch` candidates at most."""
+        """Add the children of a node, from up to `budget.branch` candidates."""
 
     @abstractmethod
     def level(self, first: int) -> list[int]:
-        """Which of the nodes from `first` on get children, oldest first."""
+        """Return those nodes from `first` on that get children, oldest first."""
 
     @abstractmethod
     def others(self, first: Sequence[int]) -> list[int]:
-        """The nodes that stay beside those of `first`, oldest first."""
+        """Return the nodes that are kept besides those in `first`, oldest first."""
 
     def draft(self, first: Sequence[int] = ()) -> Draft:
-        """What has grown. `first`: nodes that stay in any case, and come before the others."""
+        """Return the draft. `first`: nodes that are kept in any case, and come before the others."""
         kept = [*first, *self.others(first)]
         rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
         parents = tuple(rows[self.parents[node]] for node in kept)
@@ -56,7 +56,7 @@ class Nodes(ABC):
         self.depths.append(self.depths[parent] + 1 if parent != ROOT else 1)
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the pending one down to the node."""
+        """Return the drafted tokens down to the node."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])
@@ -85,14 +85,14 @@ class Chosen(Nodes):
         return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
-        """The `count` highest scores among these nodes, oldest first."""
+        """Return the `count` nodes with the highest scores, oldest first."""
         return sorted(sorted(nodes, key=lambda n: (-self.scores[n], n))[:count])
 
 
 @dataclass(slots=True)
 class Drawn(Nodes):
-    """Every candidate stands where `tree.shape` has a place for it, whatever was drawn: choosing what to keep by what
-    was drawn would change the distribution."""
+    """Every candidate that has a place in `tree.shape` is kept, whatever was drawn: choosing by what was drawn would
+    change the distribution."""
 
     ranks: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -113,10 +113,10 @@ class Drawn(Nodes):
 
 @dataclass(slots=True)
 class Growth:
-    """One request's tree and the level at which it stands.
+    """One request's tree while it grows.
 
     `chosen`: the nodes of the newest level that get children. `row_of`: the row of every node that has been fed, in the
-    order of rows; of the root `NONE`, or 0 where the pending token is a row of the tree.
+    order of rows; the root's is `NONE`, or 0 where the pending token is a row of the tree.
     """
 
     ask: Ask
@@ -132,22 +132,22 @@ class Growth:
 
     @property
     def fed(self) -> list[int]:
-        """The nodes that have been fed, in the order of their rows."""
+        """Nodes that have been fed, in the order of their rows."""
         return list(self.row_of)[1:]
 
     @property
     def above(self) -> list[int]:
-        """The parent row of each of them."""
+        """Parent row of each node in `fed`."""
         return [self.row_of[self.nodes.parents[node]] for node in self.fed]
 
     def feed(self) -> int:
-        """Give the chosen nodes the next rows. Returns the first of these."""
+        """Assign the next rows to the chosen nodes. Return the first of these rows."""
         start = self.row_of[ROOT] + len(self.row_of)
         self.row_of.update((node, row) for row, node in enumerate(self.chosen, start))
         return start
 
     def descend(self) -> bool:
-        """Choose among the newest nodes those that get children; False where none does."""
+        """Choose the newest nodes that get children. Return False if none does."""
         self._level += 1
         self.chosen = self.nodes.level(self._first) if self._level < self.nodes.budget.depth else []
         self._first = len(self.nodes.tokens)
@@ -155,40 +155,40 @@ class Growth:
 
 
 class Growing(Drafter):
-    """A drafter that goes down level by level: one pass per level, however many requests share it.
+    """A drafter that grows trees level by level, with one pass per level for the whole batch.
 
-    Candidates are ranked by the sampler's own noise, so that at any temperature the draft aims at what the target is
-    about to draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
+    Candidates are ranked with the sampler's noise, so that at any temperature the draft aims at what the target will
+    draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
     `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape.
 
-    A request's draft is the same in any company, as far as the bits of its logits are.
+    A request's draft is the same in every batch, as far as the bits of its logits are.
     """
 
     @abstractmethod
     def limit(self, ask: Ask) -> DraftBudget:
-        """As much of the ask's budget as can be drafted now; without nodes the request is left out of the passes."""
+        """Return the part of the ask's budget that can be drafted now; with 0 nodes the request joins no pass."""
 
     @abstractmethod
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
-        """Catch up with all that is known of these requests, the pending tokens included.
+        """Feed all known tokens of these requests, the pending ones included.
 
-        Returns the logits [1, V] after each one's pending token.
+        Return the logits [1, V] after each one's pending token.
         """
 
     @abstractmethod
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         """One pass over the `chosen` nodes of all these trees (see `pack_level`), whose parents `roots` or an earlier
-        level has fed. A request that is missing here does not come back this round.
+        level has fed. A request that is missing here does not return this round.
 
-        Returns the logits [len(chosen), V] after each one's chosen nodes, in their order.
+        Return the logits [len(chosen), V] after each one's chosen nodes, in their order.
         """
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        """The candidates of each row of logits [R, V], which stands after its path: see `Sampler.rank`."""
+        """Return the candidates of each row of logits [R, V], which follows its path: see `Sampler.rank`."""
         return growth.ask.rank(logits, paths, count)
 
     def end(self, growth: Growth) -> Draft:
-        """What is made of a tree that has grown."""
+        """Return the draft of a tree that has grown."""
         return growth.nodes.draft()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -217,17 +217,17 @@ def grow_trees(
 
 
 def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Logits [counts[b], V] of the first rows of each slot's states [B, T, H], made of these rows alone (though of
-    `MIN_ROWS` in all)."""
+    """Return logits [counts[b], V] of the first rows of each slot's states [B, T, H]. No others are computed, except to
+    fill up to `MIN_ROWS`."""
     real = torch.cat([line[:count] for line, count in zip(states, counts, strict=True)])
     filled = F.pad(real, (0, 0, 0, max(0, MIN_ROWS - len(real))))
     return list(logits(filled)[: len(real)].split(list(counts)))
 
 
 def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
-    """The rows of one level: each tree's chosen nodes, on top of the rows of its levels before.
+    """Return the rows of one level: each tree's chosen nodes, after the rows of its earlier levels.
 
-    `lengths`: the committed length of each slot, where nodes of depth 1 stand.
+    `lengths`: the committed length of each slot, the position of nodes at depth 1.
     """
     counts = tuple(len(growth.chosen) for growth in growths)
     count = max(-(-MIN_ROWS // len(growths)), *counts)

@@ -1,4 +1,4 @@
-"""Trees of heads that guess several depths at once, none of them knowing what the others choose."""
+"""Trees from heads that predict several depths at once, independently of each other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.verify.tree import Place, close, places
 
 
 def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
-    """The draft within `budget` for one request, row d of logits [D, V] being the guess at depth d + 1.
+    """Return one request's draft within `budget`, row d of logits [D, V] being the prediction at depth d + 1.
 
-    The likeliest nodes of all that could be, where a node is as likely as its path's candidates together. Under a rule
-    that draws, what stands where is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
+    It holds the likeliest nodes of all, a node's probability being the product along its path. Under a rule that draws,
+    the shape is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
     """
     logits = logits[: budget.depth].cpu()
     if ask.draws:
@@ -29,10 +29,10 @@ def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | 
 
 
 def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
-    """So many candidates of each depth, from its row of logits [D, V], after the best of the depths before it.
+    """Return `widths[d]` candidates of each depth d, from its row of logits [D, V], after the best of the depths above.
 
-    Processors so see the likeliest path. Other parents may get a child that a processor forbids there, which costs
-    nothing but the place.
+    Processors thus see the likeliest path. Other parents may get a child that a processor forbids there, which wastes
+    that node only.
 
     Under the rules rejection and block each depth draws once for all parents. That is sound: a walk goes down one path
     and so sees the draws of a depth once; what it decided above depends on other draws; and a q that a processor bent
@@ -67,14 +67,13 @@ def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class FixedTree:
-    """A fixed tree. `nodes`: of each the parent's row, the depth (from 0) and the rank. `widths`: candidates of each
-    depth."""
+    """A tree of fixed shape. `nodes`: parent row, depth (from 0) and rank of each. `widths`: candidates per depth."""
 
     nodes: tuple[tuple[int, int, int], ...]
     widths: tuple[int, ...]
 
     def draft(self, ranked: Sequence[Ranked]) -> Draft:
-        """The tree of these candidates, less the places for which there are none."""
+        """Return the draft of these candidates, without the places that have none."""
         rows: list[int | None] = [0]
         tokens: list[int] = []
         parents: list[int] = []
@@ -93,7 +92,8 @@ class FixedTree:
 
 
 def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
-    """Less the further siblings below an only child. `closed`: without gaps, so that an only child has no (.., 1)."""
+    """Return the places without further siblings below an only child. `closed`: numbered without gaps, so that an only
+    child has no (.., 1)."""
     every = {*closed}
 
     def stays(place: Place) -> bool:
@@ -105,11 +105,11 @@ def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
 
 @lru_cache(maxsize=256)
 def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
-    """The tree that `budget` leaves (see `tree.places`). `drawn`: siblings take draws in their order, with no gap, and
-    what hangs from an only child is a chain.
+    """Return the tree that fits `budget` (see `tree.places`). `drawn`: siblings take draws in order, without gaps, and
+    only a chain continues an only child.
 
-    A processor may leave a depth fewer candidates than places, by what was drawn above. The rule block, which judges
-    chains as a whole, must not see one come and go with the draws inside it.
+    A processor may leave a depth fewer candidates than places, depending on the draws above. The rule block, which
+    judges chains as a whole, must not see a chain appear or vanish with the draws inside it.
     """
     kept = places(budget, order)
     kept = _tapering(close(kept)) if drawn else kept

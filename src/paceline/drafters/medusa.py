@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last hidden state that guess the tokens after the next, all in one pass."""
+"""Medusa: heads on the target's last hidden state that predict several following tokens in one pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHOLE = DraftBudget(512, 512, 1 << 20)
 
 
 class Medusa(Drafter):
-    """Drafts with Medusa heads (arXiv 2401.10774): head i speaks for depth i + 1, whatever stands above.
+    """Drafts with Medusa heads (arXiv 2401.10774): head i predicts depth i + 1, independently of the nodes above.
 
     The tree has a fixed shape, `config.paths` (the most useful place first: the budget cuts from the end) or that of
     `tree.places`. Every place of a depth takes its token from one ranking, that of its head, made after the likeliest
@@ -40,7 +40,7 @@ class Medusa(Drafter):
             # The best places come first, and more rows than are nearly free cost more than they bring.
             self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
         self._states: dict[int, Tensor] = {}
-        """The "final" state [H] behind each slot's pending token, where one was heard of."""
+        """The "final" hidden state [H] before each slot's pending token, once one was received."""
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         self._states.pop(slot, None)
@@ -52,14 +52,14 @@ class Medusa(Drafter):
 
     @property
     def needs_past(self) -> bool:
-        """No: it goes by the last token's state alone, which is fed in any case."""
+        """False: it needs only the last token's state, which is always fed."""
         return False
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._hear(slot, taps, -1)
+        self._receive(slot, taps, -1)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._hear(slot, out, verdict.path[-1] if verdict.path else 0)
+        self._receive(slot, out, verdict.path[-1] if verdict.path else 0)
 
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)
@@ -78,16 +78,16 @@ class Medusa(Drafter):
 
     @torch.inference_mode()
     def _logits(self, slots: Sequence[int], heads: int) -> Tensor:
-        """[heads, R, V] on the host, from one pass for all slots."""
+        """Return logits [heads, R, V] on the host, from one pass for all slots."""
         states = torch.stack([self._states[slot] for slot in slots])
         return self._heads.logits(self._heads.states(states, heads)).cpu()
 
-    def _hear(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
+    def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
         # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
         self._states[slot] = taps["final"][row].clone()
 
     def _shape(self, ask: Ask) -> FixedTree:
-        """Without a state (a prompt of one token was not fed) there is nothing to say."""
+        """Return the tree to draft: empty without a state, since a prompt of one token was not fed."""
         if ask.slot not in self._states:
             return FixedTree((), ())
         return fixed(ask.budget.within(self._depth), self._order, ask.draws)

@@ -18,8 +18,8 @@ from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 SHARED = 32
-"""Requests catch up in one pass while none has more tokens to feed than this; more go ahead in chunks of their own,
-because everybody's rows are padded to the longest."""
+"""The most tokens per request that are fed in one pass with other requests; longer texts first go through passes of
+their own, because all rows are padded to the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
     draft = DraftBudget.chain(5)
 
     def __init__(self, model: Target, vocab_size: int) -> None:
-        """`vocab_size`: the target's; a padded draft vocabulary is cut to it."""
+        """`vocab_size`: the target's; logits of a padded draft vocabulary are cut to it."""
         self._model, self._vocab = model, vocab_size
         super().__init__(model.new_cache(), CachedSlot)
 
@@ -47,7 +47,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         return SavedText(kept.length, kept.tensors, tokens, kept) if tokens else None
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """It reads tokens and nothing else, so that its own decide how far the two texts are one."""
+        """Load as many tokens as both texts share, by the draft model's own token ids."""
         state = self._slots[slot]
         most = max(0, min(length, len(saved.tokens), len(state.token_ids) - 1))
         same = next((i for i in range(most) if saved.tokens[i] != state.token_ids[i]), most)
@@ -58,20 +58,20 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
-        rest = [self._ahead(state) for state in states]
+        rest = [self._uncached(state) for state in states]
         slots = [state.cache_slot for state in states]
         lengths = [self._cache.lengths[slot] for slot in slots]
         drafts = [Draft.chain(tokens[1:]) for tokens in rest]
         rows = pack([tokens[0] for tokens in rest], drafts, slots, lengths, self._model.device)
-        # The head is spared all rows but the last where that is everybody's.
-        level = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
-        logits = self._model.forward(rows, self._cache, Want("last" if level else "all")).logits
+        # The head computes the last row alone where all requests feed equally many.
+        even = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
+        logits = self._model.forward(rows, self._cache, Want("last" if even else "all")).logits
         self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
-        return [line[-1:] if level else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
+        return [line[-1:] if even else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
-    def _ahead(self, state: CachedSlot) -> list[int]:
-        """What is known and not yet cached, the pending token at least; a long text is fed here, up to that one."""
-        # Asked again before anything was observed, it feeds the pending token again.
+    def _uncached(self, state: CachedSlot) -> list[int]:
+        """Return the tokens that are not cached yet, the pending one at least. Most of a long text is fed here."""
+        # If asked again before `observe`, feed the pending token again.
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
         while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
             chunk = state.token_ids[done : min(done + PREFILL_ROWS, len(state.token_ids) - 1)]
@@ -88,6 +88,6 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         return [line[: len(growth.chosen)] for line, growth in zip(logits, growths, strict=True)]
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        """Cut or padded to the target's vocabulary."""
+        """Cut or pad the logits to the target's vocabulary."""
         logits = pad(logits, (0, self._vocab - logits.shape[-1]), value=-math.inf)
         return super().rank(growth, logits, paths, count)

@@ -34,7 +34,7 @@ class NGram(Drafter):
     def __init__(self, max_n: int = 5, min_n: int = 1) -> None:
         if not 1 <= min_n <= max_n <= 64:
             raise InvalidOption(
-                f"n-grams from min_n={min_n} to max_n={max_n} are not possible", "Give 1 <= min_n <= max_n <= 64"
+                f"min_n and max_n must satisfy 1 <= min_n <= max_n <= 64, got {min_n} and {max_n}", "Give other lengths"
             )
         self._min_n, self._max_n = min_n, max_n
         self._slots: dict[int, _Index] = {}
@@ -81,14 +81,14 @@ class _Index:
     done: int = 0
 
     def catch_up(self) -> None:
-        """Index what has been written since. O(max_n) per token."""
+        """Index the tokens added since the last call. O(max_n) per token."""
         for end in range(self.done + 1, len(self.text)):
             for key in self._keys(end):
                 self.follows[key] = end
         self.done = max(self.done, len(self.text) - 1)
 
     def lookup(self) -> tuple[int, int]:
-        """The longest n for which the last n tokens occurred before, and where the text went on then; or (0, 0)."""
+        """Return the longest n whose last n tokens occurred before, and the index after that occurrence; or (0, 0)."""
         best = (0, 0)
         for n, key in enumerate(self._keys(len(self.text)), self.min_n):
             start = self.follows.get(key)

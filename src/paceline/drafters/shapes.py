@@ -1,4 +1,4 @@
-"""The best tree of a fixed shape: measure which places the target's tokens are found at, then take the likeliest.
+"""The best tree of a fixed shape: measure at which places drafted tokens are accepted, then take the likeliest.
 
 accuracy = Accuracy()
 llm = paceline.load(..., drafter=Measured(drafter, accuracy), draft=DraftBudget(60, 4, 8))  # wide, and let it write
@@ -23,19 +23,19 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import Place
 
 Chance = Callable[[Place], float]
-"""The probability that a place holds the target's token, given that the place above it does."""
+"""The probability that a place is accepted, given that the place above it is."""
 
 
 @dataclass(slots=True)
 class Accuracy:
-    """Where the target's tokens stood. `tried`: how often a place was drafted and the one above it stood; `stood`: how
-    often it then stood itself. Whatever else was drafted does not bend these."""
+    """Acceptance by place. `tried`: how often a place was drafted and the one above it accepted; `accepted`: how
+    often it was then accepted too. Neither depends on what else was drafted."""
 
     tried: Counter[Place] = field(default_factory=Counter)
-    stood: Counter[Place] = field(default_factory=Counter)
+    accepted: Counter[Place] = field(default_factory=Counter)
 
     def count(self, draft: Draft, verdict: Verdict) -> None:
-        """One round of any drafter whose siblings stand in the order of their ranks, without gaps."""
+        """Count one round of any drafter whose siblings come in the order of their ranks, without gaps."""
         below: defaultdict[int, list[int]] = defaultdict(list)
         for row, parent in enumerate(draft.parents, 1):
             below[parent].append(row)
@@ -44,9 +44,9 @@ class Accuracy:
         self.add(ranks, [len(below[row]) for row in (0, *verdict.path)[: len(verdict.tokens)]])
 
     def add(self, ranks: Sequence[int], widths: Sequence[int]) -> None:
-        """One text that was read instead: at each depth the rank of its token, of so many candidates looked at.
+        """Count one path: at each depth the rank of the target's token, among `widths` candidates.
 
-        A rank beyond them is a miss, and what lies below a miss is not counted.
+        A rank beyond them is a miss, and nothing below a miss is counted.
         """
         place: Place = ()
         for rank, width in zip_longest(ranks, widths):
@@ -54,23 +54,23 @@ class Accuracy:
             if rank is None or rank >= (width or 0):
                 break
             place = (*place, rank)
-            self.stood[place] += 1
+            self.accepted[place] += 1
 
     def chances(self, doubt: float = 20.0) -> Chance:
-        """What was measured of each place, as if `doubt` (> 0) more rounds had gone as at all places of its depth and
-        rank together. 0 for depths and ranks that were never tried."""
-        tried, stood = (_together(counts) for counts in (self.tried, self.stood))
+        """Return the measured acceptance of each place, smoothed by `doubt` (> 0) rounds with the average of its
+        depth and rank. 0 for depths and ranks that were never tried."""
+        tried, accepted = (_together(counts) for counts in (self.tried, self.accepted))
 
         def chance(place: Place) -> float:
             kind = len(place), place[-1]
-            usual = stood[kind] / tried[kind] if tried[kind] else 0.0
-            return (self.stood[place] + doubt * usual) / (self.tried[place] + doubt)
+            usual = accepted[kind] / tried[kind] if tried[kind] else 0.0
+            return (self.accepted[place] + doubt * usual) / (self.tried[place] + doubt)
 
         return chance
 
 
 class Measured(DrafterWrapper):
-    """Counts how a drafter's trees fare; the last round of a reply is not heard of."""
+    """Drafter that counts the acceptance of another one's trees; the last round of a reply is not observed."""
 
     def __init__(self, inner: Drafter, accuracy: Accuracy) -> None:
         super().__init__(inner)
@@ -95,7 +95,7 @@ class MeasuredShape:
     expected: tuple[float, ...]
 
     def fastest(self, seconds: Mapping[int, float], drafting: float = 0.0) -> MeasuredShape:
-        """As many places as give the most tokens per second; none where no draft pays.
+        """Return the number of places that gives the most tokens per second; none where no draft pays.
 
         `seconds`: what a pass of so many rows takes, the places and the pending token; in between it is interpolated,
         and no pass is larger than the largest. `drafting`: what a round's draft takes besides, however large.
@@ -108,7 +108,7 @@ class MeasuredShape:
 
 
 def best(chance: Chance, budget: DraftBudget) -> MeasuredShape:
-    """The tree within the budget that keeps the most tokens per round, and every smaller one with it.
+    """Return the tree within the budget that accepts the most tokens per round, and with it every smaller one.
 
     A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
     places. No place has more than the one above it: the places with the highest products are a tree, and no other tree

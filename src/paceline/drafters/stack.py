@@ -15,7 +15,7 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 @dataclass(frozen=True, slots=True)
 class SavedStack(Saved):
-    """What each of the drafters saved. `needed`: those who cannot do without."""
+    """State saved by each drafter. `needed`: the states of drafters that need the past (`Drafter.needs_past`)."""
 
     parts: tuple[Saved | None, ...]
     needed: tuple[Saved, ...]
@@ -25,16 +25,16 @@ class SavedStack(Saved):
 
 
 class DrafterStack(Drafter):
-    """Per request the first drafter with something to say wins; a later one is asked only where the earlier are silent.
+    """For each request the first drafter with a draft wins; a later one is asked only where the earlier have none.
 
-    All are told about every token, so each can take over at any round. None is asked for more than its own `draft`
-    (what a lookup drafts for nothing may cost a draft model a pass per token); the stack's `draft` has room for any of
-    them. Put a drafter into one stack only. Raises `InvalidOption` for a stack of none.
+    All observe every token, so each can take over in any round. None is asked for more than its own `draft` budget (a
+    lookup drafts for nothing, a draft model pays a pass per token); the stack's budget has room for any of them. A
+    drafter belongs to one stack only. Raises `InvalidOption` for an empty stack.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise InvalidOption("a stack of no drafters", "Give at least one drafter, or drafter=None")
+            raise InvalidOption("a drafter stack must hold at least one drafter, got none", "Give one, or drafter=None")
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         sizes = [d.draft for d in drafters]
@@ -78,15 +78,13 @@ class DrafterStack(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [Draft()] * len(asks)
-        silent = list(range(len(asks)))
+        empty = list(range(len(asks)))
         for drafter in self._drafters:
-            if not silent:
+            if not empty:
                 break
-            for i, draft in zip(
-                silent, drafter.propose([_within(asks[i], drafter.draft) for i in silent]), strict=True
-            ):
+            for i, draft in zip(empty, drafter.propose([_within(asks[i], drafter.draft) for i in empty]), strict=True):
                 drafts[i] = draft
-            silent = [i for i in silent if not drafts[i].tokens]
+            empty = [i for i in empty if not drafts[i].tokens]
         return drafts
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
@@ -99,7 +97,7 @@ class DrafterStack(Drafter):
 
 
 def _within(ask: Ask, size: DraftBudget) -> Ask:
-    """The same request, for no more than `size`."""
+    """Return the same ask with a budget of at most `size`."""
     budget = ask.budget
     nodes, depth = min(budget.nodes, size.nodes), min(budget.depth, size.depth)
     return replace(ask, budget=DraftBudget(nodes, depth, min(budget.branch, size.branch)))

@@ -1,4 +1,4 @@
-"""Drafting from what this text, or an earlier one, said next: chains and trees from suffix automata."""
+"""Drafting from repeats of this text or of earlier replies: chains and trees from suffix automata."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paceline.verify.tree import MIN_ROWS
 
 # Measured by replaying 438 recorded answers (LOG.md); the estimate of speed is flat around all of them.
 _DOUBT = 2.0
-"""How much evidence (match length times mean count) makes a context right half of the time."""
+"""Evidence (match length times mean count) at which a context is right half of the time."""
 _RECENT = 0.5
-"""What being the latest continuation is worth, in occurrences."""
+"""Bonus of the latest continuation, in occurrences."""
 _LEVELS = 4
-"""Contexts asked per node: the longest, then shorter ones."""
+"""Contexts evaluated per node: the longest, then shorter ones."""
 _CERTAIN = 0.9
-"""Trust beyond which shorter contexts are not asked."""
+"""Trust above which shorter contexts are not evaluated."""
 _FOLLOWERS = 16
-"""Continuations weighed per context, the most recent ones."""
+"""Continuations evaluated per context, the most recent ones."""
 _REMATCH = 64
 """Tokens looked up again when the memory has started over."""
 _END = -1
@@ -64,7 +64,7 @@ class Suffix(Drafter):
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         state = self._slots[slot]
-        state.fresh += verdict.tokens
+        state.unread += verdict.tokens
         if state.reply is not None:
             state.reply += verdict.tokens
 
@@ -82,45 +82,45 @@ class Suffix(Drafter):
         return [self._draft(ask, len(asks)) for ask in asks]
 
     def _draft(self, ask: Ask, together: int) -> Draft:
-        # Under the rules that draw, a text follows its drafts: then these must be the same in any company.
+        # Under the rules that draw, a text follows its drafts: then these must be the same in every batch.
         free = -(-MIN_ROWS // (1 if ask.draws else together)) - 1
         return grow(self._slots[ask.slot].contexts(self._memory), ask.budget, max(self._floor, ask.price), free)
 
 
 @dataclass(slots=True)
 class _SuffixSlot:
-    """`fresh`: tokens that `own` has not seen. `reply`: the reply so far and the token before it, to be remembered.
+    """`unread`: tokens not yet in `automaton`. `reply`: the reply so far and the token before it, to be remembered.
 
     `state`, `length`: where the text stands in the memory, as of its `generation`.
     """
 
-    own: SuffixAutomaton
-    fresh: list[int]
+    automaton: SuffixAutomaton
+    unread: list[int]
     reply: deque[int] | None
     state: int = 0
     length: int = 0
     generation: int = 0
 
     def contexts(self, memory: SuffixAutomaton | None) -> list[Context]:
-        """Catch up, then say where the text stands in each automaton. O(1) amortised per token."""
-        fresh, self.fresh = self.fresh, []
-        self.own.extend(fresh)
-        own = (self.own, *self.own.context())
+        """Read new tokens, then return the text's state in each automaton. O(1) amortised per token."""
+        tokens, self.unread = self.unread, []
+        self.automaton.extend(tokens)
+        here = (self.automaton, *self.automaton.context())
         if memory is None:
-            return [own]
+            return [here]
         if self.generation != memory.generation:
             self.generation, self.state, self.length = memory.generation, 0, 0
-            fresh = self.own.text[-_REMATCH:]
+            tokens = self.automaton.text[-_REMATCH:]
         self.state, self.length = memory.settle(self.state, self.length)
-        for token in fresh:
+        for token in tokens:
             self.state, self.length = memory.step(self.state, self.length, token)
-        return [own, (memory, self.state, self.length)]
+        return [here, (memory, self.state, self.length)]
 
 
 def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1) -> Draft:
-    """The draft that follows these contexts: best first, while a node's chance to be accepted is at least `floor`.
+    """Return the draft after these contexts: best first, while a node's acceptance probability is at least `floor`.
 
-    `free`: so many nodes are drafted however unlikely they are, since no pass has fewer rows than `MIN_ROWS`.
+    `free`: nodes drafted however unlikely they are, since no pass has fewer rows than `MIN_ROWS`.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -146,10 +146,10 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
 
 
 def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]:
-    """The `most` likeliest next tokens and their estimated probability, best first.
+    """Return the `most` likeliest next tokens and their estimated probability, best first.
 
-    The longest context speaks first. What it is not trusted with goes to the next shorter one, as in prediction by
-    partial matching (Cleary and Witten 1984), but trust grows with the length of the match, too.
+    The longest context comes first; the probability that it is not trusted with goes to the next shorter one,
+    as in prediction by partial matching (Cleary and Witten 1984), but trust grows with the length of the match, too.
     """
     found: dict[int, float] = {}
     rest = 1.0
@@ -170,7 +170,7 @@ def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]
 
 
 def _longest(contexts: Sequence[Context]) -> int:
-    """The index of the longest match; ties go to the first."""
+    """Return the index of the longest match; ties go to the first."""
     if len(contexts) == 1 or contexts[0][2] >= contexts[1][2]:
         return 0
     return 1

@@ -1,4 +1,4 @@
-"""Two vocabularies side by side: which tokens say the same, and how to say the others."""
+"""Mapping between two vocabularies: tokens with the same text, and spellings of the others."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ def mean(values):
 
 El tiempo pasa rápidamente cuando uno lee. Die Straße führt über den Fluss. Les élèves étaient déjà là.
 """
-"""Text of several kinds, to see which tokens a tokenizer really uses."""
+"""Text of several kinds, to measure which tokens a tokenizer really uses."""
 
 
 class VocabMap:
-    """The words of a target and of a draft model that has another tokenizer."""
+    """Mapping between the vocabularies of a target and of a draft model with another tokenizer."""
 
     def __init__(self, target: Loaded, draft: Loaded) -> None:
         self.target, self.draft = target, draft
         self._spelled: dict[int, tuple[int, ...]] = {}
 
     @cached_property
-    def said(self) -> dict[int, bytes]:
-        """What each ordinary target token adds to a text."""
-        return _said(self.target)
+    def target_bytes(self) -> dict[int, bytes]:
+        """Target id -> the bytes of each ordinary token."""
+        return _token_bytes(self.target)
 
     @cached_property
-    def drafted(self) -> dict[int, bytes]:
-        """What each ordinary draft token adds to a text."""
-        return _said(self.draft)
+    def draft_bytes(self) -> dict[int, bytes]:
+        """Draft id -> the bytes of each ordinary token."""
+        return _token_bytes(self.draft)
 
     @cached_property
     def speller(self) -> Speller:
-        """Bytes to target tokens."""
-        return Speller(_first(self.said))
+        """Speller of bytes in target tokens."""
+        return Speller(_first(self.target_bytes))
 
     @cached_property
     def _respeller(self) -> Speller:
-        """Bytes to draft tokens."""
-        return Speller(_first(self.drafted))
+        """Speller of bytes in draft tokens."""
+        return Speller(_first(self.draft_bytes))
 
     @cached_property
     def shared(self) -> dict[int, int]:
-        """Target id -> the draft id that says the same: the same bytes, the same special token, or an end."""
-        ours, theirs = _first(self.said), _first(self.drafted)
-        return {ours[said]: theirs[said] for said in ours if said in theirs} | self.special
+        """Target id -> draft id of the same bytes, the same special token, or an end of text."""
+        target, draft = _first(self.target_bytes), _first(self.draft_bytes)
+        return {target[text]: draft[text] for text in target if text in draft} | self.special
 
     @cached_property
     def special(self) -> dict[int, int]:
-        """The part of `shared` that is no text."""
+        """Special tokens in `shared`."""
         ours, theirs = _special(self.target), _special(self.draft)
         same = {ours[name]: theirs[name] for name in ours.keys() & theirs.keys()}
         over = _ends(self.draft)[:1]
@@ -67,37 +67,37 @@ class VocabMap:
 
     @cached_property
     def ends(self) -> dict[int, int]:
-        """Draft id -> target id, for what is no text."""
+        """Draft id -> target id of special tokens and ends of text."""
         every = {end: ours for end in _ends(self.draft) for ours in _ends(self.target)[:1]}
         return every | {d: t for t, d in reversed(self.special.items())}
 
     @cached_property
     def opening(self) -> list[int]:
-        """What the draft's tokenizer puts before every text."""
+        """Draft tokens that its tokenizer puts before every text."""
         return _opening(self.draft)
 
-    def body(self, prompt: Sequence[int]) -> Sequence[int]:
-        """A prompt without what the target's tokenizer puts before every text, for which `opening` stands."""
+    def without_opening(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Return a prompt without the tokens that the target's tokenizer puts before every text (see `opening`)."""
         own = _opening(self.target)
         return prompt[len(own) :] if list(prompt[: len(own)]) == own else prompt
 
     def share(self) -> float:
-        """How many of the target's tokens for a text of several kinds the draft has too, from 0 to 1."""
+        """Return the share (0 to 1) of the target's tokens in `SAMPLE` that the draft has too."""
         tokens = self.target.tokenizer.encode(SAMPLE, special=False)
         return sum(token in self.shared for token in tokens) / max(len(tokens), 1)
 
     def pieces(self, tokens: Iterable[int]) -> Iterable[int | bytes]:
-        """Target tokens as text, and as draft ids where they are no text."""
+        """Yield the bytes of target tokens, or the draft ids of special ones."""
         for token in tokens:
             if token in self.special:
                 yield self.special[token]
-            elif token in self.said:
-                yield self.said[token]
+            elif token in self.target_bytes:
+                yield self.target_bytes[token]
             else:
                 yield self._names.get(token, "").encode(errors="replace")
 
     def respell(self, token: int) -> tuple[int, ...]:
-        """One target token in draft tokens; none for what cannot be said."""
+        """Return one target token in draft tokens; empty if it has no text."""
         if token not in self._spelled:
             self._spelled[token] = tuple(self._in_draft(token))
         return self._spelled[token]
@@ -113,23 +113,23 @@ class VocabMap:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Target id -> how the tokenizer spells it, for special tokens."""
+        """Target id -> name of each special token."""
         return {i: name for name, i in _special(self.target).items()}
 
 
-def _said(model: Loaded) -> dict[int, bytes]:
-    """Of the tokens that have a row in the model; those that say nothing left out."""
+def _token_bytes(model: Loaded) -> dict[int, bytes]:
+    """Return the bytes of the tokens that have a row in the model and are not empty."""
     rows = model.target.vocab_size
-    return {i: said for i, said in model.tokenizer.token_bytes.items() if said and i < rows}
+    return {i: text for i, text in model.tokenizer.token_bytes.items() if text and i < rows}
 
 
-def _first(said: dict[int, bytes]) -> dict[bytes, int]:
-    """Bytes -> the first token that says them."""
-    return {text: i for i, text in reversed(said.items())}
+def _first(texts: dict[int, bytes]) -> dict[bytes, int]:
+    """Return bytes -> the first token that has them."""
+    return {text: i for i, text in reversed(texts.items())}
 
 
 def _ends(model: Loaded) -> list[int]:
-    """The ids that end a text, the tokenizer's own first."""
+    """Return the ids that end a text, the tokenizer's own first."""
     own = model.tokenizer.eos_token_id
     return list(dict.fromkeys([*([] if own is None else [own]), *model.eos]))
 

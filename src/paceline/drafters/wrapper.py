@@ -1,4 +1,4 @@
-"""A drafter around another one."""
+"""Base class for drafters that wrap another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.types import Draft, Tap, Verdict
 
 
 class DrafterWrapper(Drafter):
-    """Passes everything on: override what you want to see or change."""
+    """Forwards every call to `inner`: override what you want to observe or change."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.taps, self.draft = inner, inner.taps, inner.draft

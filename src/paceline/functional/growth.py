@@ -58,7 +58,7 @@ def grow(step: Step, root: Tensor, config: TreeConfig, head: Head | None = None)
     """
     width = min(config.max_nodes, config.branch + (config.depth - 1) * config.branch**2)
     _check_root(root)
-    return _Drafting(step, root, head, config, [Sampler()] * len(root)).trees(width)
+    return _LevelGrowth(step, root, head, config, [Sampler()] * len(root)).trees(width)
 
 
 def sample(
@@ -81,7 +81,7 @@ def sample(
     heat = temperatures(temperature, len(root))
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
     samplers = [Sampler(t, noise=Noise(seed, b), rule="rejection") for b, t in enumerate(heat)]
-    tree = _Drafting(step, root, head, config, samplers).trees(len(places(config.budget)))
+    tree = _LevelGrowth(step, root, head, config, samplers).trees(len(places(config.budget)))
     vocab = (head(root[:, None]) if head else root).shape[-1]
     q = torch.zeros(len(root), tree.tokens.shape[1] + 1, vocab, dtype=tree.scores.dtype)
     for b, draft in enumerate(tree.drafts):
@@ -129,7 +129,7 @@ def cartesian(*widths: int) -> list[tuple[int, ...]]:
     return list(product(*map(range, widths)))
 
 
-class _Drafting:
+class _LevelGrowth:
     """The growing trees of a batch: `grow_trees` sees single requests, the caller's drafter whole padded levels."""
 
     def __init__(

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from paceline.drafters.transcript import Respelled, Transcript, continuation
+from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import AWKWARD
@@ -38,7 +38,7 @@ def chunks(tokens: Sequence[int], seed: int = 0, most: int = 6) -> Iterator[Sequ
 def test_a_transcript_read_bit_by_bit_is_the_encoding_of_the_whole(target: str, draft: str, text: str) -> None:
     pair = words(target, draft)
     text = text.replace("<s>", "").replace("</s>", "").replace("<unk>", "").replace("▁", "")
-    reader = Transcript(pair)
+    reader = Retokenizer(pair)
     for chunk in chunks(pair.target.tokenizer.encode(text, special=False)):
         before = list(reader.ids)
         stand = reader.read(chunk)
@@ -53,7 +53,7 @@ def test_any_tokens_can_be_read_by_any_tokenizer(target: str, draft: str) -> Non
     pair = words(target, draft)
     chance = random.Random(1)
     tokens = chance.choices(range(pair.target.target.vocab_size), k=300)
-    for reader in (Transcript(pair), Respelled(pair)):
+    for reader in (Retokenizer(pair), TokenMapper(pair)):
         for chunk in chunks(tokens):
             reader.read(chunk)
         assert reader.ids
@@ -69,7 +69,7 @@ def test_a_round_costs_the_same_however_long_the_text_is(draft: str, monkeypatch
     monkeypatch.setattr(
         Tokenizer, "encode", lambda self, text, special=True: encoded.append(len(text)) or encode(self, text, special)
     )
-    reader = Transcript(pair)
+    reader = Retokenizer(pair)
     cost = []
     for chunk in chunks(tokens):
         encoded.clear()
@@ -82,7 +82,7 @@ def test_a_round_costs_the_same_however_long_the_text_is(draft: str, monkeypatch
 def test_an_incomplete_character_waits_for_its_last_byte() -> None:
     pair = words("byte-level, small", "byte-level")
     tokens = pair.target.tokenizer.encode("a中", special=False)
-    reader = Transcript(pair)
+    reader = Retokenizer(pair)
     reader.read(tokens[:-1])
     assert reader.ids == pair.draft.tokenizer.encode("a")
     assert reader.incomplete == "中".encode()[: len(reader.incomplete)] != b""
@@ -93,7 +93,7 @@ def test_an_incomplete_character_waits_for_its_last_byte() -> None:
 
 def test_what_follows_changes_the_last_tokens_only() -> None:
     pair = words("byte-level, small", "byte-level")
-    reader = Transcript(pair)
+    reader = Retokenizer(pair)
     reader.read(pair.target.tokenizer.encode("- First, ope"))
     before = list(reader.ids)
     stand = reader.read(pair.target.tokenizer.encode("n"))
@@ -108,8 +108,8 @@ def test_ends_are_ends_and_beginnings_the_drafts_own() -> None:
         pair = VocabMap(speaker(target), speaker(draft))
         over, end = target.vocabulary["</s>"], draft.vocabulary["</s>"]
         assert pair.special[over] == end
-        for reader in (Transcript(pair), Respelled(pair)):
-            reader.read(pair.body([*target.encode("why"), over, *target.encode("not", special=False)]))
+        for reader in (Retokenizer(pair), TokenMapper(pair)):
+            reader.read(pair.without_opening([*target.encode("why"), over, *target.encode("not", special=False)]))
             before, after = reader.ids[: reader.ids.index(end)], reader.ids[reader.ids.index(end) + 1 :]
             assert before[: len(opening)] == opening
             assert draft.decode(before[len(opening) :]).strip() == "why"
@@ -125,11 +125,11 @@ def test_drafted_text_is_cut_into_the_targets_own_tokens(target: str, text: str)
     cuts = range(0, len(tokens) - 5, 3)
     right = 0
     for at in cuts:
-        before = b"".join(pair.said[i] for i in tokens[:at])
-        whole = before + b"".join(pair.said[i] for i in tokens[at : at + 6])
+        before = b"".join(pair.target_bytes[i] for i in tokens[:at])
+        whole = before + b"".join(pair.target_bytes[i] for i in tokens[at : at + 6])
         drafted = whole.decode(errors="ignore").encode().removeprefix(before)
         found = continuation(pair, tokens[:at], drafted)
-        assert b"".join(pair.said[i] for i in found) == drafted
+        assert b"".join(pair.target_bytes[i] for i in found) == drafted
         right += found[:2] == tokens[at : at + 2]
     assert right > 0.95 * len(cuts)
 
@@ -139,7 +139,7 @@ def test_a_draft_inside_a_word_is_spelled_on_from_there() -> None:
     pair = words("byte-level", "letters")
     assert len(pair.target.tokenizer.encode(" value", special=False)) == 1
     (begun,) = pair.target.tokenizer.encode(" val", special=False)[:1]
-    rest = b" value".removeprefix(pair.said[begun])
+    rest = b" value".removeprefix(pair.target_bytes[begun])
     assert continuation(pair, [begun], rest) == pair.speller.spell(rest) != []
     found = continuation(pair, [begun], rest + b" the")
     assert found == [*pair.speller.spell(rest), *pair.target.tokenizer.encode(" the", special=False)]
