@@ -15,10 +15,10 @@ from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.checkpoints.gguf_tensors import unpair
-from paceline.checkpoints.lazy import Quantised
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.kernels.quantize import Codes, Mode
+from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
 
 Q = gguf.GGMLQuantizationType

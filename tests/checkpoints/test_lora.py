@@ -20,11 +20,11 @@ from torch import Tensor
 
 import paceline
 from paceline.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from paceline.checkpoints.lazy import own_codes
 from paceline.checkpoints.lora import open_adapter, open_model, split_adapter
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.models.lazy import codes_of
 from paceline.sampling.parameters import Sampling
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
@@ -310,11 +310,11 @@ def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path:
     train(model.eval(), tmp_path / "lora", target_modules=["q_proj", "lm_head"])
     merged = open_model(tmp_path / "m.gguf", tmp_path / "lora").tensors
     for name in merged:
-        own = own_codes(merged, name)
+        own = codes_of(merged, name)
         changed = "q_proj" in name or "lm_head" in name
         assert (own is None) == (changed or "norm" in name), name
         assert own is None or torch.equal(own.dequantised(), merged[name])
-    assert own_codes(base.tensors, "model.layers.0.self_attn.q_proj.weight") is not None
+    assert codes_of(base.tensors, "model.layers.0.self_attn.q_proj.weight") is not None
 
 
 def test_an_adapters_tokenizer_comes_with_it(pair: tuple[Path, Path]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
-from paceline.checkpoints.lazy import Quantised
 from paceline.engine.self_check import guarantee
 from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
@@ -24,6 +23,7 @@ from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, make_attention, make_layer, make_mlp, make_norm
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Layer
+from paceline.models.lazy import Quantised
 from paceline.models.rope import Rotary
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import paceline
-from paceline.checkpoints.lazy import Quantised
 from paceline.drafters.block import Block
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.medusa import Medusa
@@ -23,6 +22,7 @@ from paceline.kernels.linear import linear
 from paceline.kernels.quantize import GROUP, Codes, Mode, quantize, round_activations, stack
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
 from paceline.protocols import Drafter, TargetWithHead
 from paceline.sampling.parameters import Sampling

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoints.lazy import LazyTensors, Renamed
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, read_json, read_json_if_there
 from paceline.files.schema import GENERATION, IDENTITY, TEXT, check, check_value, mapping, shown
 from paceline.models.families import ties_head
+from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_file import GGUFFile, GGUFTensor
-from paceline.checkpoints.lazy import LazyTensors
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import EXPERTS
 from paceline.kernels.quantize import Codes
+from paceline.models.lazy import LazyTensors
 
 Fix = Callable[[Tensor], Tensor]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
-from paceline.checkpoints.lazy import Outlines, Quantised
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
 from paceline.kernels.cuda import has_triton
@@ -22,6 +21,7 @@ from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
+from paceline.models.lazy import Outlines, Quantised
 from paceline.protocols import Target
 
 if TYPE_CHECKING:

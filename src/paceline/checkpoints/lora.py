@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
-from paceline.checkpoints.lazy import LazyTensors, own_codes, shape_of
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import ADAPTER, check, shown
 from paceline.kernels.quantize import Codes
 from paceline.models.families import ties_head
+from paceline.models.lazy import LazyTensors, codes_of, shape_of
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
@@ -225,7 +225,7 @@ class Merged(LazyTensors):
     def codes(self, name: str) -> Codes | None:
         """The base's own, of a matrix that the adapter leaves as it is."""
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
-        return None if changed or (name == HEAD and self._untied) else own_codes(self._base, name)
+        return None if changed or (name == HEAD and self._untied) else codes_of(self._base, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The base's, except of tensors that the adapter brings whole: products keep the shape."""

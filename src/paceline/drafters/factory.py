@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, words_of
-from paceline.checkpoints.lazy import Quantised
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.cross import cross
@@ -23,6 +22,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.kernels.quantize import Mode, check_mode
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
+from paceline.models.lazy import Quantised
 from paceline.protocols import Drafter
 from paceline.types import DraftBudget
 

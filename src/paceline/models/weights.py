@@ -11,31 +11,21 @@ from paceline.errors import CorruptModel, InvalidOption
 from paceline.kernels.activations import Activation
 from paceline.kernels.linear import Linear, gated, linear
 from paceline.kernels.quantize import Codes, quantize, stack
+from paceline.models.lazy import Quantised, codes_of
 
 _HEAD_BITS = 8
 """Least bits of an output head: it is one product of many, and decides every token."""
 
 
-class CodedTensors(Mapping[str, Tensor]):
-    """Tensors by name, of which matrices may be stored as codes."""
-
-    bits: int | None = None
-    """Bits of the codes to hold matrices in, for those that are not stored as codes; None: hold them as tensors."""
-
-    def codes(self, name: str) -> Codes | None:
-        """The codes that a matrix is stored in; None for floats, and for what is computed when it is read."""
-        return None
-
-
 class Weights:
     """Tensors of a checkpoint, taken one by one: their shapes are checked, and none may be left over.
 
-    Of `CodedTensors` with `bits`, products are made of codes; what is taken as a tensor stays one.
+    Of `Quantised` tensors, products are made of codes; what is taken as a tensor stays one.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors, self._dtype, self.device = tensors, dtype, device
-        self._bits = tensors.bits if isinstance(tensors, CodedTensors) else None
+        self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -76,7 +66,7 @@ class Weights:
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
         """The file's own codes, whatever their bits, since quantising twice would lose twice; else the nearest ones."""
-        own = self._tensors.codes(name) if name in self and isinstance(self._tensors, CodedTensors) else None
+        own = codes_of(self._tensors, name) if name in self._tensors else None
         if own is None:
             return quantize(self.get(name, shape, torch.float32), bits)
         self._check(name, own.shape, shape)

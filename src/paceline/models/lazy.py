@@ -1,4 +1,4 @@
-"""Tensors that stay in their file until they are asked for."""
+"""Tensors that stay in their file until they are accessed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantize import Codes, Mode
-from paceline.models.weights import CodedTensors
 
 
-class LazyTensors(CodedTensors):
-    """Tensors by name, read (dequantised, merged) at each access and by nothing else.
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, read (dequantised, merged) at each access.
 
-    `Mapping` itself would read one to say whether its name is there.
+    Unlike `Mapping`'s own, the membership test here reads no tensor.
     """
 
     _names: Mapping[str, object]
-    """All there are, in order."""
+    """All names, in order."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -29,23 +28,27 @@ class LazyTensors(CodedTensors):
     def __len__(self) -> int:
         return len(self._names)
 
+    def codes(self, name: str) -> Codes | None:
+        """Return the codes that a matrix is stored in; None for floats and for tensors that are computed when read."""
+        return None
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape. Subclasses whose tensors are costly to read know it without reading them."""
+        """Return a tensor's shape. Subclasses whose tensors are costly to read override this."""
         return tuple(self[name].shape)
 
 
-def own_codes(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
-    """See `CodedTensors.codes`. Tensors in memory have none."""
+def codes_of(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
+    """Return `LazyTensors.codes`; None for tensors in memory."""
     return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """A tensor's shape, read as cheaply as these tensors allow."""
+    """Return a tensor's shape, without reading the tensor where possible."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
 class Outlines(LazyTensors):
-    """The tensors of a checkpoint without their values: on the meta device, which has none."""
+    """The tensors of a checkpoint on the meta device: shapes without values."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._names = self._tensors = tensors
@@ -55,7 +58,7 @@ class Outlines(LazyTensors):
 
 
 class Renamed(LazyTensors):
-    """Tensors of which one has another name than in the file."""
+    """Tensors of which one has been given another name."""
 
     def __init__(self, tensors: Mapping[str, Tensor], old: str, new: str) -> None:
         self._tensors = tensors
@@ -65,16 +68,16 @@ class Renamed(LazyTensors):
         return self._tensors[self._names[name]]
 
     def codes(self, name: str) -> Codes | None:
-        return own_codes(self._tensors, self._names[name])
+        return codes_of(self._tensors, self._names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])
 
 
 class Quantised(LazyTensors):
-    """Tensors whose matrices are to be held as codes, of `bits` where they have none of their own.
+    """Tensors whose matrices are to be held as codes, of `bits` where the file does not have codes already.
 
-    The wish travels with the tensors, so that whatever is built of them (`models.weights.Weights`) follows it.
+    The setting travels with the tensors, so that all modules built from them (`models.weights.Weights`) follow it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode) -> None:
@@ -85,4 +88,4 @@ class Quantised(LazyTensors):
         return self._tensors[name]
 
     def codes(self, name: str) -> Codes | None:
-        return own_codes(self._tensors, name)
+        return codes_of(self._tensors, name)
