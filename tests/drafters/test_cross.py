@@ -121,9 +121,9 @@ def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
     drafter = TextDrafter(words)
     ask = ask_for(0, SHAPES["chain"], GREEDY, [begun])
     letter = words.draft.tokenizer.vocabulary
-    found = drafter._retold(ask, [letter["é"], letter["l"]], b"\xc3")
+    found = drafter._target_path(ask, [letter["é"], letter["l"]], b"\xc3")
     assert b"".join(words.target_bytes[token] for token in found) == b"\xa9l"
-    assert drafter._retold(ask, [letter["l"]], b"\xc3") == []
+    assert drafter._target_path(ask, [letter["l"]], b"\xc3") == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -244,7 +244,7 @@ def test_a_tokenizer_without_words_is_refused() -> None:
     from tokenizers.models import WordLevel
 
     mute = Loaded(model("letters").target, Tokenizer(Backend(WordLevel({}, ""))), (), {}, Path("x"))
-    with pytest.raises(TokenizerMismatch, match="says anything"):
+    with pytest.raises(TokenizerMismatch, match="stands for text"):
         cross(model("letters"), mute, "model:x")
 
 

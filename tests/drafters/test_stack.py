@@ -98,7 +98,7 @@ def test_lookups_take_turns_and_stay_up_to_date() -> None:
 
 
 def test_a_stack_of_none_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="no drafters"):
+    with pytest.raises(InvalidOption, match="at least one drafter"):
         DrafterStack([])
 
 

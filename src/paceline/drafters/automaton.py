@@ -80,7 +80,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """Return the state of `state`'s longest string + token alone: cloned from one that also holds longer strings."""
+        """Return the state of `state`'s longest string + token: cloned from one that also holds longer strings."""
         after, link = self._next, self._link
         old = after[state][token]
         if self._length[old] == self._length[state] + 1:

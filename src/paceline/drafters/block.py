@@ -84,7 +84,7 @@ def _check(config: BlockConfig, vocab_size: int) -> None:
         < vocab_size,
         f"it marks {len(config.causal)} of {config.layer.layers} layers causal or not": len(config.causal)
         not in (0, config.layer.layers),
-        "it has no taps": not config.taps,
+        "it taps no layer": not config.taps,
     }
     for cause, found in wrong.items():
         if found:

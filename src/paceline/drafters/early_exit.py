@@ -11,7 +11,6 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.errors import InvalidOption, UnsupportedModel
-from paceline.kernels.linear import Linear
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import RMSNorm
@@ -46,17 +45,25 @@ class EarlyExit(Growing):
         Raises `UnsupportedModel` for a target that cannot stop early, `InvalidOption` for a number of layers or a
         threshold out of range, `CorruptModel` for tensors that do not fit.
         """
-        self._target, self._exit, self.threshold = _native(target), config.layers, threshold
-        layers = self._target.config.layers
+        if not isinstance(target, Decoder):
+            raise UnsupportedModel(
+                f"{type(target).__name__} cannot stop after its first layers, as early exit needs",
+                "Use early exit with a model that Paceline runs itself, or another drafter",
+            )
+        self._target, self._exit, self.threshold = target, config.layers, threshold
+        layers, hidden = target.config.layers, target.config.hidden
         if not 1 <= config.layers <= layers:
             raise InvalidOption(
                 f"early exit after {config.layers} layers is not possible", f"The target has 1 to {layers}"
             )
         if not 0.0 <= threshold <= 1.0:
             raise InvalidOption(f"threshold={threshold} is not a probability", "Use 0 (never stop) to 1")
-        weights = Weights(tensors, self._target.dtype, self._target.device)
-        self._norm = _norm(weights, self._target)
-        self._adapter = _adapter(weights, config, self._target)
+        weights = Weights(tensors, target.dtype, target.device)
+        self._norm, self._adapter = target.norm, None
+        if "norm.weight" in weights:
+            self._norm = RMSNorm(weights.get("norm.weight", (hidden,)), target.config.norm_eps)
+        if rank := config.rank:
+            self._adapter = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
         """Per slot the outputs of the exit layer in this round, pass by pass."""
@@ -135,25 +142,3 @@ class EarlyExit(Growing):
         if not streams:
             return Draft()
         return replace(growth.nodes.draft(growth.fed), carried=Carried(self._exit, torch.cat(streams)))
-
-
-def _native(target: Target) -> Decoder:
-    if not isinstance(target, Decoder):
-        raise UnsupportedModel(
-            f"{type(target).__name__} cannot stop after its first layers, as early exit needs",
-            "Use early exit with a model that Paceline runs itself, or another drafter",
-        )
-    return target
-
-
-def _norm(weights: Weights, target: Decoder) -> RMSNorm:
-    if "norm.weight" not in weights:
-        return target.norm
-    return RMSNorm(weights.get("norm.weight", (target.config.hidden,)), target.config.norm_eps)
-
-
-def _adapter(weights: Weights, config: ExitConfig, target: Decoder) -> tuple[Linear, Linear] | None:
-    if not config.rank:
-        return None
-    hidden = target.config.hidden
-    return weights.linear({"proj.down": config.rank}, hidden), weights.linear({"proj.up": hidden}, config.rank)
