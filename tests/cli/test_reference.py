@@ -24,6 +24,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
         "**Sampling**",
     ):
         assert part in generate
+    assert "`-V, --version` |" in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}, "no cell breaks its row"
     program = [sys.executable, "-m", "paceline.cli.reference"]

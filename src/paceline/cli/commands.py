@@ -32,7 +32,7 @@ _OPTION = "option"
 
 
 class Declaration(NamedTuple):
-    """Option of a command, as `option` declares it inside `Annotated`."""
+    """Declaration of an option: inside `Annotated`, or in the metadata of a dataclass field."""
 
     help: str
     names: tuple[str, ...]

@@ -40,8 +40,9 @@ def markdown() -> str:
     from paceline.cli import app
 
     group: Any = typer.main.get_command(app)
-    pages = [_command(f"paceline {name}", command) for name, command in group.commands.items()]
-    return "\n\n".join(["# Command line", _escaped(group.help), *pages]) + "\n"
+    commands = {f"paceline {name}": command for name, command in group.commands.items()}
+    pages = [_command(name, command) for name, command in ({"paceline": group} | commands).items()]
+    return "\n\n".join(["# Command line", *pages]) + "\n"
 
 
 def _command(name: str, command: Any) -> str:
