@@ -157,6 +157,8 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
+    """A function call in an assistant's message."""
+
     id: Annotated[str, Field(max_length=200)] | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -164,6 +166,8 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
@@ -249,6 +253,8 @@ Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
 class ChatRequest(RequestBody):
+    """Body of /v1/chat/completions."""
+
     messages: Messages
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
@@ -337,6 +343,8 @@ class ChatRequest(RequestBody):
 
 
 class CompletionRequest(RequestBody):
+    """Body of /v1/completions."""
+
     prompt: (
         Text
         | TokenIds
@@ -357,7 +365,7 @@ class CompletionRequest(RequestBody):
 
 
 class TokenizeRequest(Strict):
-    """Either text as it is, or messages for the chat template."""
+    """Body of /tokenize: either text as it is, or messages for the chat template."""
 
     model: ModelName | None = None
     prompt: Text | None = None
@@ -375,5 +383,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
+    """Body of /detokenize."""
+
     model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
