@@ -250,7 +250,7 @@ def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int 
         ("clip", {"fields": {"general.type": "mmproj"}}, "'mmproj'"),
         ("llama", {"fields": {"split.count": 3}}, "merge"),
         ("llama", {"fields": {"llama.feed_forward_length": [96]}}, "different widths"),
-        ("llama", {"fields": {"llama.attention.value_length": 8}}, "another size"),
+        ("llama", {"fields": {"llama.attention.value_length": 8}}, "different sizes"),
         ("llama", {"fields": {"llama.rope.dimension_count": 8}}, "part of each head"),
         ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
     ],

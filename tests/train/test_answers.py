@@ -93,13 +93,12 @@ import sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from paceline.train.answers import Plan
-from paceline.train.prompts import Prompts
+from paceline.train.answers import AnswerPlan
 from paceline.train.prompts import Prompts
 from paceline.train.writing import write_answers
 from tests.toys import toy_llm
 folder = Path(sys.argv[1])
-write_answers(toy_llm(), Prompts(folder / "p.jsonl"), folder / "answers.jsonl", Plan(answer_tokens=8, width=4),
+write_answers(toy_llm(), Prompts(folder / "p.jsonl"), folder / "answers.jsonl", AnswerPlan(answer_tokens=8, width=4),
               lambda progress: time.sleep(0.02))
 """
 
@@ -171,8 +170,8 @@ def test_a_file_is_continued_by_the_same_command_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (b'{"id": "p9", "temperature": 0.0, "answer": "a"}\n', "line 2: nothing asks for an answer to 'p9'"),
-        (b'{"id": "p0", "temperature": 0.5, "answer": "a"}\n', "line 2: nothing asks .* temperature 0.5"),
+        (b'{"id": "p9", "temperature": 0.0, "answer": "a"}\n', "line 2: no prompt of the plan is 'p9'"),
+        (b'{"id": "p0", "temperature": 0.5, "answer": "a"}\n', "line 2: no prompt of the plan is .* temperature 0.5"),
         (b'{"id": "p0", "temperature": 0.0, "answer": "a"}\n', "line 2: this is a second answer to 'p0'"),
         (b"\x00\x00\n", "line 2: not valid JSON"),
     ],

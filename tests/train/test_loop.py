@@ -250,4 +250,4 @@ def test_a_teacher_keeps_its_tokens_where_its_target_is() -> None:
             return torch.empty(9, 4, device="meta")
 
     teacher = Teacher(Elsewhere(), torch.arange(3))  # type: ignore[arg-type]
-    assert teacher.vocabulary.device.type == teacher.kept.device.type == "meta"
+    assert teacher.vocabulary.device.type == teacher.rows.device.type == "meta"

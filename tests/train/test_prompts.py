@@ -66,7 +66,7 @@ def test_marks_blank_lines_and_carriage_returns_change_nothing(tmp_path: Path) -
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: bytes, said: str) -> None:
-    with pytest.raises(InvalidData, match=f"p.jsonl, line 4: .*{said}.*Correct the line"):
+    with pytest.raises(InvalidData, match=f"p.jsonl, line 4: .*{said}.*Correct or remove the line"):
         prompts_of(tmp_path, b'{"prompt": "a"}\n\n{"prompt": "b"}\n' + line + b"\n")
 
 

@@ -42,7 +42,7 @@ def test_shards_hold_every_document_once_and_batches_are_shuffled_by_the_seed() 
 def test_kept_states_are_read_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = all_of(States(TARGET, selection(documents(70)), TAPS, tmp_path, 10**9))
     again = States(TARGET, selection(documents(70)), TAPS, tmp_path, 10**9)
-    monkeypatch.setattr(again, "_study", None)
+    monkeypatch.setattr(again, "_compute", None)
     assert all(torch.equal(a, b) for a, b in zip(first, all_of(again), strict=True))
 
 
