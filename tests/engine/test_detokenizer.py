@@ -183,3 +183,17 @@ def test_no_logprobs_unless_asked_for_and_none_but_the_tokens_own_for_zero() -> 
         stream = TextStream(Sampling(logprobs=asked), (), letters, 1000)
         (chunk,) = stream.emit(stream.trim(Verdict((), (3,)), Draft(), torch.zeros(1, 9)))
         assert (chunk.logprobs and chunk.logprobs.top) == expected
+
+
+def test_a_verdict_that_is_trimmed_and_not_emitted_changes_nothing() -> None:
+    """A round that fails before its commit is repeated."""
+    stream = TextStream(Sampling(stop="fgh", max_new_tokens=8), (), letters, 1000)
+    for part in ("abe", "fg", "xyz"):
+        verdict = Verdict(tuple(range(1, len(part))), tuple(map(ord, part)))
+        left = stream.left
+        first = stream.trim(verdict, Draft(), torch.empty(0))
+        assert stream.left == left
+        again = stream.trim(verdict, Draft(), torch.empty(0))
+        assert again.chunks == first.chunks
+        assert stream.emit(again) == list(first.chunks)
+        assert stream.left == left - len(part)
