@@ -48,8 +48,8 @@ class LLM:
     def __init__(
         self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
     ) -> None:
-        """See `load`, which makes one from names. Several may share a loaded model. `drafter`: several by name are for
-        replies that say which (`start`); the first is the default."""
+        """Usually made by `load`. Several may share a loaded model. `drafter`: one drafter, or several by name, of
+        which a request names one (`start`); the first is the default."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
 
@@ -77,7 +77,7 @@ class LLM:
         return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False), self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
-        """Return the sampling that the model's `generation_config` recommends, with changes; greedy without one."""
+        """Return the sampling that the model's `generation_config` recommends, with changes; greedy if it has none."""
         try:
             own = Sampling(**recommended(self.model.generation))
         except InvalidOption as error:
@@ -132,12 +132,12 @@ class LLM:
         on_chunk: Callable[[Chunk], object] | None = None,
         **changes: Any,
     ) -> Any:
-        """Write one reply, or a list of replies to a list of prompts (see `batch`) or to one prompt (`n` of them).
+        """Write one reply; or, for a list of prompts (see `batch`) or with `n`, a list of replies.
 
         `sampling`: used as given; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
-        parameters to change in either, such as `max_new_tokens=64, temperature=0.7`.
-        `on_chunk` sees every chunk of a single reply as it comes; if it returns False, the reply ends there. `raw`:
-        text goes to the model as it is, without the chat template. Raises `PacelineError`.
+        parameters that override either, such as `max_new_tokens=64, temperature=0.7`.
+        `on_chunk`: called with every chunk of a single reply as it is written; if it returns False, the reply ends
+        there. `raw`: give text to the model as it is, without the chat template. Raises `PacelineError`.
         """
         several = _is_batch(prompt)
         if several or n is not None:
@@ -155,7 +155,7 @@ class LLM:
         return stream.completion
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any) -> Stream:
-        """Write one reply chunk by chunk, a chunk per token. Nothing is computed before the first is asked for.
+        """Write one reply chunk by chunk, one chunk per token. Nothing is computed before the first chunk is requested.
 
         `sampling`, `changes`: as for `generate`.
         """
@@ -173,12 +173,12 @@ class LLM:
         width: int = 32,
         **changes: Any,
     ) -> Batch:
-        """Write many replies at once: an iterator over (index, chunk), whose `completions` are in the prompts' order.
+        """Write many replies together: an iterator over (index, chunk), whose `completions` are in the prompts' order.
 
-        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, of each of them.
-        `n`: replies per prompt, n in a row, sample 0 to n - 1 of its seed.
-        `width`: requests that share a pass at most; the others wait. Each reply is the one its prompt would get alone.
-        Raises `PacelineError` for a bad prompt or option before anything is computed.
+        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, applied to each.
+        `n`: replies per prompt, adjacent in the results: samples 0 to n - 1 of its seed.
+        `width`: maximum number of requests that share a pass; the others wait. Each reply is the one its prompt would
+        get alone. Raises `PacelineError` for an invalid prompt or option before anything is computed.
         """
         if isinstance(prompts, str):
             raise InvalidPrompt("a batch is a list of prompts, and this is one text", "Give [text], or call generate")
@@ -315,25 +315,25 @@ def load(
     """Load a target model and a drafter.
 
     model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
-    adapter in PEFT's layout, which names its base model itself; or a causal model of transformers that you hold, with
-    its `tokenizer`: it stays where it is, in its own dtype, and is set to eval().
+    adapter in PEFT's layout, which names its base model itself; or a causal model already loaded with transformers,
+    with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
     drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model, best
     one with the target's own tokenizer; with an adapter "model:REF@ADAPTER"), a head trained for the model
     ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
-    one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first with something to say drafts),
-    or a `Drafter`. A list of names loads each of them, for replies that say which one drafts (a server's do).
-    draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which goes by what rounds cost and give.
+    one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first that has a proposal drafts), or
+    a `Drafter`. A list of names loads each of them, for requests that name their drafter (as a server's do).
+    draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    quantize: None, "int8" or "int4": hold the target's projections and output head as integers, a GGUF's own where it
-    has such (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
+    quantize: None, "int8" or "int4": hold the target's projections and output head as integers, in a GGUF file's own
+    codes if it has them (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
     progress: show bars for download and load on stderr.
-    exact: load only if speculation keeps the text bit for bit here, which a self-check finds out in any case
-    (`LLM.guarantee`). On CUDA this takes slower kernels, in which no row of a pass depends on the others.
+    exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
+    any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
 
-    Raises `PacelineError`: what is wrong and what to do about it.
+    Raises `PacelineError`, which says what is wrong and what to do about it.
     """
     SANDBOX.start()  # for the chat template; it starts while the model is read
     budget = to_tree(draft)

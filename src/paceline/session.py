@@ -56,12 +56,12 @@ class Snapshot:
 
 
 class Session(Closable):
-    """One text over a target, advanced by what you observe and by nothing else. Make one with `LLM.session()`.
+    """One text over a target, which only `observe` advances. Make one with `LLM.session()`.
 
-    The last token of the history is the pending one: row 0 of the next pass. What was scored stays at hand until the
-    history leaves it: logits of a token that was drafted and then observed cost no pass, and its keys and values stay.
-    Each session has a cache of its own; close it, leave its `with` block or drop it, and the memory is free. Whatever
-    raises a `SessionError` has changed nothing. Not for several threads at once.
+    The last token of the history is the pending one: row 0 of the next pass. Scored rows are kept until the history
+    diverges from them: logits of a token that was drafted and then observed cost no pass, and its keys and values stay.
+    Each session has a cache of its own; to free the memory, close it, leave its `with` block or drop it. A call that
+    raises a `SessionError` has changed nothing. Do not use one session from several threads at once.
     """
 
     _cache: KVCache | None = None
@@ -103,7 +103,7 @@ class Session(Closable):
 
     @property
     def context_length(self) -> int:
-        """The most tokens that the history may have."""
+        """Maximum length of the history, in tokens."""
         return self._target.context_length
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -154,7 +154,7 @@ class Session(Closable):
         self.rollback_to(0)
 
     def snapshot(self) -> Snapshot:
-        """Return the present state. Costs a copy of the history's token ids."""
+        """Return the current state. Costs a copy of the history's token ids."""
         self._kv()
         return Snapshot(tuple(self._text), self._key, self._scored, tuple(self._path))
 
@@ -178,7 +178,7 @@ class Session(Closable):
     def next_logits(self) -> Tensor:
         """Return logits [V] after the history, float32 (float64 of a float64 model).
 
-        No pass where the last token was scored already. Raises `SessionError` for an empty history.
+        Runs no pass if the last token has been scored already. Raises `SessionError` for an empty history.
         """
         return self.logits_after(())[0]
 
@@ -194,7 +194,7 @@ class Session(Closable):
 
         The history stays; observing any path of the tree reuses the pass. A draft beyond what the cache verifies
         exactly in one pass (`KVCache.fit`) takes more of them and leaves no keys and values. Raises `SessionError`,
-        and `InvalidOption` for what is no tree.
+        and `InvalidOption` for a malformed tree.
         """
         if not isinstance(tree, Draft):
             raise SessionError(f"a {type(tree).__name__} is no draft", "Give a paceline.Draft of tokens and parents")
@@ -204,9 +204,9 @@ class Session(Closable):
     def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
         """Return hidden states {tap: [R, H]} of the rows whose logits were requested last, in their order.
 
-        That is one row for `next_logits`, k + 1 or N + 1 for drafts; once the history has changed (or before anything
-        was asked) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
-        output. Taps asked for once come along with every later pass; the first time costs a pass of its own.
+        That is one row for `next_logits`, k + 1 or N + 1 for drafts; once the history has changed (or before any
+        request) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
+        output. Taps requested once are computed in every later pass; the first request costs an extra pass.
         """
         if isinstance(taps, str) or not isinstance(taps, Sequence):
             raise SessionError(f"taps are {taps!r}", 'Give a list: numbers of layers, or "final"')

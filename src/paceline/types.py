@@ -41,7 +41,7 @@ rejection and block); nothing certain (typical)."""
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """Budget for one round of drafting: at most `nodes` tokens, `depth` deep, `branch` children per node.
+    """Budget for one round of drafting: at most `nodes` tokens, `depth` levels and `branch` children per node.
 
     `DraftBudget.chain(n)` is the classic draft of n tokens in a row.
     """

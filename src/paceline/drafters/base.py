@@ -1,4 +1,4 @@
-"""The drafter seam: the base class of every drafter, and what it is asked."""
+"""The base class of every drafter, and the requests that it gets."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Rank(Protocol):
 class Ask:
     """A request for one draft.
 
-    `token_ids`: prompt and reply so far, the pending token last; the request's own list, not a copy. `budget`: the most
-    to draft. `rank`: ranks a drafter's candidates. `draws`: whether the acceptance rule needs candidates drawn from the
-    drafter's distribution, in a shape that does not depend on the draws (rejection and block); `rank` then draws.
-    `price`: the cost of verifying one more node, in tokens: a node less likely to be accepted does not pay.
+    `token_ids`: prompt and reply so far, the pending token last; the request's own list, not a copy. `budget`: limits
+    of the draft. `rank`: ranks a drafter's candidates. `draws`: whether the acceptance rule needs candidates drawn from
+    the drafter's distribution, in a shape that does not depend on the draws (rejection and block); `rank` then draws.
+    `price`: the cost of verifying one more node, in tokens: a node that is less likely to be accepted is not worth
+    drafting.
     """
 
     slot: int
@@ -44,7 +45,7 @@ class Ask:
 
     @staticmethod
     def of(slot: int, prefix: Prefix, budget: DraftBudget, sampler: Sampler, price: float = 0.0) -> Ask:
-        """Return the ask of a request whose text is `prefix` and that samples with `sampler`."""
+        """Return the ask for a request with the text `prefix` and this sampler."""
         return Ask(slot, prefix.token_ids, budget, partial(sampler.rank, prefix), sampler.draws, price)
 
     @property
@@ -67,60 +68,60 @@ class Drafter(ABC):
     """
 
     taps: tuple[Tap, ...] = ()
-    """Which hidden states `feed` and `observe` should bring."""
+    """Hidden states that `feed` and `observe` should receive."""
 
     draft: DraftBudget = DraftBudget.chain(5)
-    """How much to draft at most where the user gives no size (`draft="auto"`): a controller picks up to that."""
+    """Maximum draft if the user gives no size (`draft="auto"`): the draft length is chosen up to it."""
 
     def bind(self, cache: KVCache) -> None:  # noqa: B027
-        """The engine's cache of the target, given once before the first `admit`: between rounds it holds all of a
+        """Receive the engine's cache of the target, once, before the first `admit`: between rounds it holds all of a
         slot's text but the pending token. For drafters that run the target's own layers; a drafter has one engine."""
 
     @abstractmethod
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """A request begins: its whole prompt, the pending token included."""
+        """Start a request. `prompt`: its whole prompt, the pending token included."""
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        """A request begins with the prompt of `source`, which has been fed and has drafted nothing yet.
+        """Start a request with the same prompt as slot `source`, which has been fed and has drafted nothing yet.
 
-        A drafter with taps must copy what `feed` told it of `source`: it will not be fed again.
+        A drafter with taps must copy what `feed` gave it for `source`: the prompt is not fed again.
         """
         self.admit(slot, prompt)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
-        """A prefill chunk has passed through the target: its tokens, and the taps [len(tokens), H] asked for."""
+        """Receive a prefill chunk that the target has processed: its tokens, and the declared taps [len(tokens), H]."""
 
     @property
     def needs_past(self) -> bool:
-        """Whether a draft needs the hidden states of all the text before it: by default where there are taps.
+        """Whether a draft needs the hidden states of all the text before it; by default, whether there are taps.
 
-        Then a prompt may begin with what is known of another only if `load` brings those states.
+        If so, a prompt can start from a cached prefix only if `load` restores those states.
         """
         return bool(self.taps)
 
     def save(self, slot: int) -> Saved | None:
-        """A copy of what was computed of the slot's text so far, for texts that begin alike; None: nothing."""
+        """Return a copy of the drafter's state for the slot's text so far, for the prefix cache; None if there is
+        none."""
         return None
 
     def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
-        """After `admit`: the first `length` tokens of the prompt will not be fed, since a drafter like this one has
-        `saved` them.
+        """Restore the state after the first `length` tokens of the prompt, which will not be fed. Called after `admit`.
 
-        `saved.holds` has said yes. Token `length` is that of the saved text too, and at least one row of the prompt
-        is fed after this. The slot must then be as if it had been fed those tokens.
+        `saved` comes from `save`, and `saved.holds` was true. Token `length` is the same as in the saved text, and at
+        least one row of the prompt is fed after this. The slot must then be as if it had been fed those tokens.
         """
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """One draft per ask, in order; an empty `Draft()` where there is nothing to say."""
+        """Return one draft per ask, in order; an empty `Draft()` if there is no proposal."""
 
     @abstractmethod
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        """What the round committed: `verdict.tokens` continue the text. `out`: the taps [T, H] of the round's rows.
+        """Receive what a round committed: `verdict.tokens` continue the text. `out`: taps [T, H] of the round's rows.
 
-        Only buffers; catching up belongs to the next `propose`.
+        Only store them; catching up belongs in the next `propose`.
         """
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """The request is over (finished, cancelled or failed). Releasing an unknown slot does nothing."""
+        """End a request (finished, cancelled or failed). Releasing an unknown slot does nothing."""

@@ -28,7 +28,7 @@ _UNFINISHED = 2 * _CHARACTER
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """How likely the model held a token, before any penalty, ban, temperature or cut; natural logarithms.
+    """Log-probabilities at one token, before any penalty, ban, temperature or truncation; natural logarithms.
 
     `chosen`: of the token itself. `top`: (token id, log-probability) of the likeliest tokens, likeliest first; the
     chosen one is among them if it is that likely.
@@ -43,7 +43,7 @@ class Chunk:
     """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
 
     `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
-    held back before. `finish_reason`: on the last chunk only. `logprobs`: if asked for.
+    held back before. `finish_reason`: on the last chunk only. `logprobs`: if requested.
     """
 
     text: str

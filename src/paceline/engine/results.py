@@ -1,4 +1,4 @@
-"""Replies in the user's hands: completions, streams, batches."""
+"""The replies that callers get: completions, streams, batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished reply. `token_ids`: those of the reply, EOS included. `text`: their text, up to a stop string.
-    `logprobs`: one per token id, if requested."""
+    """A finished reply. `text`: its text, up to a stop string. `token_ids`: its tokens, EOS included. `prompt_tokens`:
+    the length of the prompt. `logprobs`: one per token id, if requested."""
 
     text: str
     token_ids: list[int]
@@ -65,7 +65,7 @@ class _Replies(Closable):
     @property
     @abstractmethod
     def _partial(self) -> Any:
-        """What an error brings along."""
+        """The `partial` of an error."""
 
     def _next(self) -> tuple[int, Chunk]:
         """Return the next chunk and the index of its reply. Raises the first error once all replies are done."""
@@ -85,7 +85,7 @@ class _Replies(Closable):
         return index, chunk
 
     def close(self) -> None:
-        """End all replies here and free their slots; closing twice does nothing."""
+        """Stop all replies and free their slots; closing twice does nothing."""
         self._scheduler.close()
         self._ready.clear()
 
@@ -106,8 +106,10 @@ class _Replies(Closable):
 
 
 class Stream(_Replies, Iterator[Chunk]):
-    """One reply as it grows, a batch of one: iterate over its chunks; close it, or leave its `with` block, to stop
-    early. A `PacelineError` carries the completion so far as its `partial`.
+    """One reply as it is written: iterate over its chunks; close it, or leave its `with` block, to stop early.
+
+    If the reply fails, the stream first hands out the tokens of its last complete round, then raises. A `PacelineError`
+    has the completion so far as its `partial`.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -122,16 +124,16 @@ class Stream(_Replies, Iterator[Chunk]):
 
     @property
     def completion(self) -> Completion:
-        """The reply as far as it has been handed out; whole once the iteration has ended."""
+        """The reply as far as it has been handed out; complete once the iteration has ended."""
         return self._completion(0)
 
 
 class Batch(_Replies, Iterator[tuple[int, Chunk]]):
-    """Several replies at once, in ragged rounds: iterate over (index of the reply, chunk).
+    """Several replies written together: iterate over (index of the reply, chunk).
 
-    Up to `width` requests share a pass. Each accepts its own number of tokens; one that ends makes room for the next
-    that waits. Replies to one prompt that run together share its prefill. A request that fails ends alone, and the
-    error is raised when all others are done; a `PacelineError` carries every completion as its `partial`.
+    Up to `width` requests share a pass. Each accepts its own number of tokens per round; when one ends, the next
+    waiting one takes its slot. Replies to one prompt that run together share its prefill. If a request fails, the error
+    is raised when all others are done; a `PacelineError` has every completion as its `partial`.
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[BatchItem], width: int) -> None:
@@ -155,5 +157,5 @@ class Batch(_Replies, Iterator[tuple[int, Chunk]]):
 
     @property
     def completions(self) -> list[Completion]:
-        """What has been handed out of each reply that has begun, in order; all of them once the iteration has ended."""
+        """The replies that have begun, in order, as far as handed out; all replies once the iteration has ended."""
         return [self._completion(index) for index, task in enumerate(self._tasks) if task.request]

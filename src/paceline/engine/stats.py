@@ -15,9 +15,10 @@ Phase = Literal["prefill", "draft", "verify", "commit"]
 class Stats:
     """Counts and times of one reply.
 
-    `rounds`: verify passes. `drafted`, `accepted`: draft tokens proposed and accepted. `accepted_at[i]`: rounds
-    accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the prefix cache. `seed`: the seed used.
-    `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain decoding. `seconds`: time by phase.
+    `rounds`: passes that verify. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and accepted of
+    them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the prefix cache.
+    `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain decoding.
+    `seconds`: time by phase.
     """
 
     seed: int
@@ -36,7 +37,7 @@ class Stats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens of the reply per verify pass, the target's own one included."""
+        """Mean acceptance length: tokens of the reply per round, including the target's own."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of a reply. Make one with `json`, `json_schema`, `regex` or `lark`; all raise `InvalidOption`.
+    """Constraint on a reply. Make one with `json`, `json_schema`, `regex` or `lark`; all raise `InvalidOption`.
 
-    A reply keeps to it from its first token to its end: EOS comes where the grammar may stop and nowhere else, and
-    where nothing else is left. What `max_new_tokens` or a stop string cuts off is the beginning of such a text.
+    The whole reply follows it: EOS is allowed only where the grammar may end, and forced where nothing else is allowed.
+    A reply that `max_new_tokens` or a stop string cuts short is the beginning of a valid text.
     """
 
     kind: Kind
@@ -61,11 +61,11 @@ class Grammar:
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | bool | str, *, whitespace: bool = False) -> Grammar:
-        """JSON that a schema allows, its properties in the schema's order. `schema`: as Python has it, or as JSON.
+        """JSON that follows a schema, its properties in the schema's order. `schema`: a dict, or JSON text.
 
-        The text is one line as `json.dumps` writes it, so that most of what is between values needs no choice.
-        `whitespace`: any white space between tokens instead. The key "x-guidance" of the schema sets llguidance's own
-        options. What llguidance cannot enforce is refused.
+        The text is one line in the format of `json.dumps`, so that the model chooses little besides the values.
+        `whitespace`: allow any white space between tokens instead. The key "x-guidance" of the schema sets llguidance's
+        options. A schema that llguidance cannot enforce is refused.
         """
         try:
             known = json.loads(schema if isinstance(schema, str) else json.dumps(schema))

@@ -59,32 +59,36 @@ class Vocabulary:
 class Sampling:
     """Sampling parameters of one reply. The default is greedy.
 
-    max_new_tokens: the most tokens of the reply, EOS included (>= 1).
+    max_new_tokens: maximum number of tokens of the reply, EOS included (>= 1).
     temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
 
     Applied to the logits before temperature, in this order, at every drafted token as at every other:
     repetition_penalty: > 1 makes tokens of prompt and reply less likely (0.01 to 1000; 1: off), as in transformers.
-    frequency_penalty, presence_penalty: -2 to 2, subtracted per occurrence in the reply and once, as in OpenAI's API.
-    logit_bias: token id -> what is added to its logit; -inf bans it.
+    frequency_penalty, presence_penalty: -2 to 2, subtracted for each occurrence in the reply, and once if there is any,
+    as in OpenAI's API.
+    logit_bias: token id -> number added to its logit; -inf bans the token.
     bad_words: banned sequences: strings (with and without a space before them) or sequences of token ids.
     no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included (0: off).
     min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
-    processors: your own, each a function of (prefix, logits [V]) that returns the logits to use (`sampler.Prefix`).
-    grammar: the grammar of the reply (`Grammar`). Where it leaves only EOS, EOS comes before min_new_tokens too.
+    processors: your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
+    `sampler.Prefix`.
+    grammar: the grammar of the reply (`Grammar`). Where it allows only EOS, EOS comes even before min_new_tokens.
 
-    Cuts, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their mass
-    reaches p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest
-    (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their mass reaches p
-    (1: all).
+    Truncation, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their
+    probabilities add up to p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the
+    likeliest (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their
+    probabilities add up to p (1: all).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
-    "rejection" and "block" (only the distribution is), "typical" (lossy: not even that). See `verify/rules.py`.
+    "rejection" and "block" (the distribution is the same), "typical" (lossy: neither is). See `verify/rules.py`.
     seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
-    stop_when: functions of (token ids of the reply so far, its text so far) that return True where it ends; each is
-    asked after every token, drafted or not, in order and once.
-    ignore_eos: go on after the model's own end-of-sequence tokens.
-    logprobs: None, or report each token's log-probability before all of the above, and so many of the likeliest tokens.
+    stop_when: functions of (token ids of the reply so far, its text so far) that return True where the reply ends. They
+    are called after every token, drafted or not, in order. When a round is repeated (after a failure), they may be
+    called twice for the same token, so their results must depend on their arguments alone.
+    ignore_eos: continue after the model's own end-of-sequence tokens.
+    logprobs: None, or the number of likeliest tokens to report with each token's log-probability (0: the token's
+    alone); log-probabilities are those before all of the above.
     """
 
     max_new_tokens: int = 512
