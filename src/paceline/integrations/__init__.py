@@ -1,1 +1,1 @@
-"""Paceline inside other libraries."""
+"""Integrations of Paceline with other libraries."""

@@ -1,4 +1,4 @@
-"""One sequence of a batch of transformers, as its logits processors and stopping criteria see it."""
+"""One sequence of a transformers batch, as logits processors and stopping criteria see it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _SHAPING = ("Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta")
 _BANS = ("NoBadWords", "NoRepeatNGram", "MinLength", "MinNewTokensLength", "SuppressTokens", "SuppressTokensAtBegin")
 _BY_ROW = {f"{name}LogitsWarper" for name in _SHAPING} | {f"{name}LogitsProcessor" for name in _BANS}
-"""Processors of transformers that treat every sequence of a batch alike."""
+"""Processors of transformers that treat all sequences of a batch alike."""
 
 
 class BatchSequence:
     """Sequence `index` of a batch of `count`. `prompt`: its tokens without the padding.
 
-    Processors and criteria may hold something per sequence (a padding length, a function that asks for the batch
-    index). Those are shown a whole batch, in which every sequence is this one, and only its own row is read.
+    Some processors and criteria hold state per sequence (a padding length, a function of the batch index). They get a
+    whole batch in which every sequence is this one, and only the row of this sequence is read.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BatchSequence:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
     ) -> None:
-        """`input_ids`: this sequence [T], of which the first `padding` are not text."""
+        """`input_ids`: this sequence [T], of which the first `padding` tokens are padding."""
         self.index, self._count, self._padding = index, count, padding
         self._processors, self._criteria = processors, criteria
         alike = all(_treats_rows_alike(processor) for processor in processors)
@@ -53,7 +53,7 @@ class BatchSequence:
         return 2**31 if limit is None else int(limit) - self._padding - len(self.prompt)
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """A `LogitsProcessor`: all of transformers' in their order, over float32 as in `generate`."""
+        """Apply all processors of transformers in order, in float32 as in `generate` (a `LogitsProcessor`)."""
         scores = logits.to(self._ids.device, torch.float32)
         ids = self._ids_after(prefix.token_ids, prefix.path)
         if self._processors:
@@ -66,7 +66,7 @@ class BatchSequence:
         return bool(self._criteria(ids.repeat(self._count, 1), None)[self.index])
 
     def _ids_after(self, committed: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Return the padded sequence [length]; tokens committed at the last call are not copied again."""
+        """Return the padded sequence [length]; tokens that were committed at the last call are not copied again."""
         ids = self._extended([*committed[self._known :], *path])
         self._known = len(committed)
         return ids
@@ -87,7 +87,8 @@ def _treats_rows_alike(processor: object) -> bool:
 
 @dataclass(slots=True)
 class Recorder(Sampler):
-    """A sampler that keeps the rows it chose from. `logits`, `scores`: [V] by position, before and after processors."""
+    """A sampler that keeps the rows it chooses from. `logits`, `scores`: [V] by position, before and after
+    processors."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, Tensor] = field(default_factory=dict)
@@ -104,8 +105,8 @@ def rows_of(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
 ) -> list[BatchSequence]:
-    """The sequences of a batch [B, T]. Raises `InvalidOption` for masks and positions that are more than padding on the
-    left."""
+    """Return the sequences of a batch [B, T]. Raises `InvalidOption` unless masks and positions describe padding on the
+    left and nothing else."""
     count, width = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     keep = torch.ones_like(input_ids) if mask is None else mask.to(input_ids)

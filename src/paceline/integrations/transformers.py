@@ -40,20 +40,20 @@ def speculate(
     tokenizer: Any = None,
     streamer: BaseStreamer | None = None,
 ) -> Speculator:
-    """A `custom_generate` that writes what `generate` writes, with drafts.
+    """Return a `custom_generate` that writes what `generate` writes, with drafts.
 
     drafter, draft: as in `paceline.load`; "model:REF" also needs the target's `tokenizer`, to compare vocabularies.
-    streamer: give it here and not to `generate`, which (in 5.23) hands it on to no callable.
+    streamer: give it here and not to `generate`, which (in 5.23) does not pass it on to a callable.
 
     Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal: in bfloat16, passes that verify
-    drafts round differently from passes of one row, so texts may part after a while. With drafter=None greedy text is
-    written by `generate`'s own loop, and is identical. Sampled text has the same distribution and is a function of a
-    seed drawn from torch's generator: `torch.manual_seed` repeats it. Every logits processor and stopping criterion of
-    the call applies to every token; they must be functions of their arguments. (`stop_strings` needs a tokenizer, which
-    transformers does not hand on either: give a `StopStringCriteria`.)
+    drafts round differently from passes of one row, so texts may diverge after a while. With drafter=None greedy text
+    is written by `generate`'s own loop, and is identical. Sampled text has the same distribution and depends on a seed
+    drawn from torch's generator, so `torch.manual_seed` makes it reproducible. Every logits processor and stopping
+    criterion of the call applies to every token; their results must depend on their arguments alone. (`stop_strings`
+    needs a tokenizer, which transformers does not pass on either: give a `StopStringCriteria`.)
 
-    The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for what
-    cannot be drafted.
+    The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for options
+    that speculation does not support.
     """
     check_spec(drafter)
     if isinstance(drafter, str) and "model:" in drafter and tokenizer is None:
@@ -62,7 +62,7 @@ def speculate(
 
 
 class Speculator:
-    """What `speculate` returns. Keeps the drafter, and so what it remembers, from call to call."""
+    """The callable that `speculate` returns. It keeps the drafter, with its state, from call to call."""
 
     def __init__(
         self, drafter: str | Drafter | None, draft: DraftBudget | None, tokenizer: Any, streamer: BaseStreamer | None
@@ -71,7 +71,7 @@ class Speculator:
         self._engine: Engine | None = None
         self._model: PreTrainedModel | None = None
         self.stats: list[Stats] = []
-        """Of the latest call, one per sequence."""
+        """Statistics of the latest call, one per sequence."""
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class Speculator:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """See transformers' `generate`, which calls it. `input_ids`: int64 [B, T], padded on the left."""
+        """Called by transformers' `generate`. `input_ids`: int64 [B, T], padded on the left."""
         from transformers.generation import EosTokenCriteria
 
         refuse(generation_config, logits_processor, model_kwargs)
@@ -104,7 +104,7 @@ class Speculator:
     def _undrafted(
         self, model: PreTrainedModel, input_ids: Tensor, *choice: Any, **rest: Any
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """`generate`'s own loop. Passes of other sizes than its own would round bfloat16 differently."""
+        """Run `generate`'s own loop: passes of other sizes would round bfloat16 differently."""
         self.stats = [Stats(0, "bits") for _ in input_ids]
         out: Any = model._sample(input_ids, *choice, **rest)
         whole = out if isinstance(out, Tensor) else out.sequences
@@ -114,7 +114,7 @@ class Speculator:
         return out
 
     def _ready(self, model: PreTrainedModel) -> Engine:
-        """The engine for this model: the one of the last call, if it was the same."""
+        """Return the engine for this model: that of the last call, if the model is the same."""
         from paceline.models.transformers import CausalLM
 
         if self._engine is None or self._model is not model:
@@ -158,8 +158,8 @@ class _GenerateCall:
         self._put = 0
 
     def run(self, pad: Tensor | None) -> Tensor | GenerateDecoderOnlyOutput:
-        """`pad`: what follows the end of a sequence. Where nothing is an end of sequence, transformers lets those that
-        a criterion stopped run on until all are."""
+        """Write all sequences. `pad`: the token after the end of a sequence. Without end-of-sequence tokens,
+        transformers lets sequences that a criterion has stopped run on until all are stopped."""
         self._pad = pad
         self._write([row.left for row in self._rows], criteria=True)
         longest = max(map(len, self._replies))
@@ -184,7 +184,7 @@ class _GenerateCall:
         )
 
     def _write(self, left: Sequence[int], criteria: bool) -> None:
-        """Go on with every sequence that has tokens left, until each has ended."""
+        """Continue every sequence that has tokens left until it has ended."""
         scheduler = Scheduler(self._engine, len(self._rows))
         tasks = {i: Task(partial(self._start, i, count, criteria)) for i, count in enumerate(left) if count}
         for task in tasks.values():
@@ -207,7 +207,7 @@ class _GenerateCall:
         return request
 
     def _stream(self, live: Sequence[int]) -> None:
-        """Hand over the tokens that every sequence has by now, one [B] after the other, as `generate` does."""
+        """Give the streamer the tokens that all sequences have by now, one [B] after the other, as `generate` does."""
         if self._streamer is None:
             return
         replies = self._replies
@@ -255,7 +255,7 @@ def _fits(criteria: StoppingCriteriaList, engine: Engine) -> None:
 
 
 def refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
-    """Raises `InvalidOption` for what a call asks and a draft cannot keep to."""
+    """Raise `InvalidOption` for options of a call that speculation does not support."""
     from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
     from transformers.cache_utils import DynamicCache
     from transformers.generation import GenerationMode

@@ -1,6 +1,6 @@
-"""Toy targets and drafters, and what targets and drafters of your own must keep to (docs/how-to/own-drafter.md).
+"""Toy targets and drafters, and checks for your own targets and drafters (docs/how-to/own-drafter.md, own-target.md).
 
-Small enough to compare token by token, real enough to fail.
+They are small enough to compare token by token, and real enough to fail.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ from paceline.models.heads import BlockConfig
 from paceline.testing.tiny import TINY, random_tensors
 
 TINY_BLOCK = BlockConfig(replace(TINY, qk_norm=True), taps=(0, 1), size=5, mask_token=36)
-"""For `TINY`."""
+"""A block drafter's config that fits `TINY`."""
 
 
 def block_tensors(config: BlockConfig = TINY_BLOCK, seed: int = 0) -> dict[str, Tensor]:
-    """Normal weights for `config` by the names in `models/heads.py`, float32, norms around one."""
+    """Return normally distributed weights for `config`, float32, under the names of `models/heads.py`; norms are near
+    1."""
     c, draw = config.layer, torch.Generator().manual_seed(seed)
     names = [f"layers.{i}.{norm}_layernorm" for i in range(c.layers) for norm in ("input", "post_attention")]
     shapes = dict.fromkeys([*names, "hidden_norm", "norm"], c.hidden)

@@ -1,4 +1,4 @@
-"""Drafters for tests, and what every drafter must keep to."""
+"""A drafter for tests, and the checks that every drafter must pass."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from paceline.verify.tree import check, depths
 
 
 class Oracle(Drafter):
-    """Knows the whole text beforehand and errs at a chosen rate: a drafter of any acceptance you like.
+    """A drafter that knows the whole text in advance and errs at a chosen rate, for any acceptance you like.
 
-    At every node the true next token is among the children with probability `accuracy`, the rest is noise. With
-    accuracy 0 it is hostile: always wrong.
+    At every node the true next token is among the children with probability `accuracy`; the others are random. With
+    accuracy 0 it is always wrong.
     """
 
     def __init__(self, text: Sequence[int], accuracy: float, vocab_size: int, seed: int = 0) -> None:
@@ -66,11 +66,11 @@ class Oracle(Drafter):
 
 
 def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
-    """What every drafter must keep to, tried on a toy target; raises `AssertionError` saying what broke.
+    """Check the contract of `Drafter` on a toy target; raises an `AssertionError` that says what is broken.
 
-    Lossless text, alone and in company, greedy and sampled; drafts that are trees within their budget, and drawn from
-    the q they name; slots that do not disturb each other; a life that may end at any moment. `make` makes a fresh
-    drafter for a target of 37 tokens (or for the `target` given, which may be the one it was made for).
+    It checks that text is lossless, alone and in a batch, greedy and sampled; that drafts are trees within their
+    budget, drawn from the q they give; that slots do not affect each other; and that a request may end at any time.
+    `make` makes a fresh drafter for a target with a vocabulary of 37 tokens, or for the given `target`.
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -90,7 +90,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
 
 
 def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Requests of all kinds share rounds, and each writes what it would write alone."""
+    """Check that requests of different kinds that share rounds each write what they would write alone."""
     prompts = [prompt, prompt[3:], [2, *prompt[::-1]]]
     samplings = [
         Sampling(max_new_tokens=24),
@@ -108,7 +108,7 @@ def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> N
 
 
 def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """A second sample of one prompt is drafted for as the first is, though its prompt is not fed again."""
+    """Check that a second sample of a prompt gets the drafts of the first, though its prompt is not fed again."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
     request = _begin(engine, sampling, prompt)
@@ -120,7 +120,7 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
 
 
 def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """A prompt that begins like an earlier text is drafted for as if it had been fed whole (`prefix.py`)."""
+    """Check that a prompt with a cached prefix gets the drafts of one fed whole (`engine/prefix_cache.py`)."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(temperature=0.9, seed=7)
     plain = _begin(engine, sampling, prompt)
@@ -143,13 +143,13 @@ def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
 
 
 def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
-    """A processor that looks at the prefix: no token twice in a row."""
+    """A processor that depends on the prefix: no token twice in a row."""
     logits[prefix.tokens[-1]] = -torch.inf
     return logits
 
 
 def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Slots come and go in any order, and nothing that was never admitted needs care."""
+    """Check that slots come and go in any order, and that releasing an unknown slot does nothing."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     drafter.release(5)
     first = _begin(engine, Sampling(), prompt)
@@ -171,7 +171,7 @@ def _begin(
     source: Request | None = None,
     saved: tuple[Saved, Saved | None, int] | None = None,
 ) -> Request:
-    """A request that has been prefilled. `saved`: what target and drafter saved, and how much of it to load."""
+    """Return a prefilled request. `saved`: what target and drafter saved, and how many tokens of it to load."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
     request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), source)
     if saved and request.policy:
@@ -188,7 +188,7 @@ def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) ->
 
 
 class _Checked(DrafterWrapper):
-    """Checks every draft and keeps the first error."""
+    """A drafter wrapper that checks every draft and keeps the first error."""
 
     error: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""Random heads beside a toy target, for tests of learned drafters."""
+"""Random EAGLE heads for a toy target, for tests of learned drafters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from paceline.testing.tiny import TINY, random_tensors
 
 
 def eagle_config(target: ModelConfig = TINY, **changes: object) -> EagleConfig:
-    """An EAGLE-3 head for a target of this config, by default with 23 of its tokens; `changes`: fields of the config.
+    """Return the config of an EAGLE-3 head for this target, with a draft vocabulary of 23 tokens. `changes`: its
+    fields.
 
-    With `version=1` it is an EAGLE-1 head, which knows all tokens.
+    With `version=1` it is an EAGLE-1 head, whose draft vocabulary is the target's.
     """
     layer = replace(target, layers=1, context_length=16)
     first = changes.get("version") == 1
@@ -29,7 +30,7 @@ def eagle_config(target: ModelConfig = TINY, **changes: object) -> EagleConfig:
 
 
 def eagle_tensors(config: EagleConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Random weights for an EAGLE head, float32, under the names of `models/heads.py`; no norm is one."""
+    """Return random weights for an EAGLE head, float32, under the names of `models/heads.py`; norms are not 1."""
     if config.version == 1:
         scale *= 0.4  # nothing norms what such a head hands on, and it would grow with every step
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +62,7 @@ def eagle_tensors(config: EagleConfig, seed: int = 0, scale: float = 0.4) -> dic
 
 
 def _map(config: EagleConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    """Which of the target's tokens a head of few knows."""
+    """Return the maps of a head with a reduced draft vocabulary; empty if it has the target's."""
     vocab, count = config.layer.vocab_size, config.draft_vocab
     if count == vocab:
         return {}

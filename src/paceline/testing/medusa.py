@@ -1,4 +1,4 @@
-"""Medusa heads of a few thousand weights: random ones, and ones that are right."""
+"""Medusa heads of a few thousand weights: random ones, and ones fitted to given texts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 TINY_MEDUSA = MedusaConfig(hidden=TINY.hidden, vocab_size=TINY.vocab_size, heads=3, layers=1)
-"""For `TINY`, with output heads of their own."""
+"""A Medusa config that fits `TINY`, with its own output heads."""
 
 
 def medusa_tensors(config: MedusaConfig = TINY_MEDUSA, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Normal weights for `config` by the names in `models/heads.py`, float32."""
+    """Return normally distributed weights for `config`, float32, under the names of `models/heads.py`."""
     draw = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(config.heads):
@@ -33,8 +33,8 @@ def medusa_tensors(config: MedusaConfig = TINY_MEDUSA, seed: int = 0, scale: flo
 def fitted_medusa(
     target: Target, texts: Sequence[Sequence[int]], config: MedusaConfig = TINY_MEDUSA
 ) -> dict[str, Tensor]:
-    """Heads that know the texts by heart, as long as these have fewer tokens together than the target's states have
-    numbers: blocks that change nothing, and under them the least-squares solution."""
+    """Return heads that predict the texts exactly, provided these have fewer tokens in total than the target's hidden
+    size: residual blocks that change nothing, and output heads that are the least-squares solution."""
     tensors = {name: torch.zeros_like(x) for name, x in medusa_tensors(config).items()}
     states = [_states(target, text) for text in texts]
     for head in range(config.heads):
@@ -47,7 +47,7 @@ def fitted_medusa(
 
 
 def _states(target: Target, text: Sequence[int]) -> Tensor:
-    """The "final" state of every token, [len(text), H]."""
+    """Return the "final" state of every token, [len(text), H]."""
     cache = target.new_cache()
     rows = pack_prefix(text, cache.acquire(), 0, target.device)
     return target.forward(rows, cache, Want("none", taps=("final",))).taps["final"][0, : len(text)]

@@ -16,7 +16,7 @@ BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
 
 
 class Probe:
-    """A target under test, a cache of it, and what plain feeding gives."""
+    """A target under test, one of its caches, and the results of plain feeding."""
 
     def __init__(self, target: Target, tolerance: float, taps: tuple[Tap, ...]) -> None:
         self.target, self.tolerance, self.taps = target, tolerance, taps
@@ -27,7 +27,7 @@ class Probe:
         return [(i * i + 5 * i + 3 * seed + 1) % self.target.vocab_size for i in range(count)]
 
     def text(self, count: int, seed: int = 0, cache: KVCache | None = None) -> Text:
-        """A slot that holds `count` tokens, the last one pending, fed plainly."""
+        """Return a slot with `count` tokens, the last one pending, fed one by one."""
         cache = cache or self.cache
         text = Text(self, cache, cache.acquire())
         assert text.length == 0, f"a new slot holds {text.length} tokens"
@@ -41,7 +41,7 @@ class Probe:
         return out
 
     def plain(self, tokens: Sequence[int]) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """Logits [V] after the tokens and taps {tap: [H]} of the last, from a cache that saw nothing else."""
+        """Return logits [V] after the tokens, and taps {tap: [H]} of the last, from a cache used for nothing else."""
         if tuple(tokens) not in self._plain:
             cache = self.target.new_cache()
             slot = cache.acquire()
@@ -54,7 +54,7 @@ class Probe:
         return self._plain[tuple(tokens)]
 
     def compare(self, said: str, tokens: Sequence[int], logits: Tensor, taps: dict[Tap, Tensor]) -> None:
-        """One row [V] and its taps [H] against plain feeding."""
+        """Compare one row [V] and its taps [H] with plain feeding."""
         plain, states = self.plain(tokens)
         self.close(f"{said}: not the logits of plain feeding", logits, plain)
         for tap in self.taps:
@@ -67,7 +67,7 @@ class Probe:
 
 @dataclass
 class Text:
-    """A slot and the text it stands for: all but the last token are committed, that one is pending."""
+    """A slot and its text: all tokens but the last are committed, and the last is pending."""
 
     probe: Probe
     cache: KVCache
@@ -80,7 +80,7 @@ class Text:
         return self.cache.lengths[self.slot]
 
     def add(self, *tokens: int) -> None:
-        """Go on plainly."""
+        """Feed and commit the pending token and these, one by one; the last becomes pending."""
         for token in tokens:
             if self.tokens:
                 self.verify(Draft())
@@ -100,7 +100,7 @@ class Text:
         self.tokens += [draft.tokens[row - 1] for row in path]
 
     def draft(self, shape: DraftBudget, seed: int = 0) -> Draft:
-        """As much of the shape as the cache can verify, level by level."""
+        """Return a draft with as much of the shape as the cache can verify, level by level."""
         budget = self.cache.fit(self.slot, shape)
         assert budget.nodes <= shape.nodes, "fit gave more nodes than the budget"
         assert budget.depth <= shape.depth, "fit gave more depth than the budget"
@@ -108,7 +108,7 @@ class Text:
         return fill(budget, self.probe.target.vocab_size, seed)
 
     def expect(self, said: str, draft: Draft | None = None, out: Forward | None = None, line: int = 0) -> None:
-        """Every row of the draft is what plain feeding of its path gives."""
+        """Check that every row of the draft gives what plain feeding of its path gives."""
         draft = self.draft(SMALL) if draft is None else draft
         out = out or self.verify(draft)
         # The longest first: plain feeding then gives its prefixes too.
@@ -118,7 +118,7 @@ class Text:
 
 
 def fill(budget: DraftBudget, vocab: int, seed: int = 0) -> Draft:
-    """A tree of this budget: level by level, siblings different, one row with fewer children than the others."""
+    """Return a tree that uses this budget, level by level, with different siblings; the last row may lack children."""
     tokens: list[int] = []
     parents: list[int] = []
     level = [0]
@@ -133,7 +133,7 @@ def fill(budget: DraftBudget, vocab: int, seed: int = 0) -> Draft:
 
 
 def depth_first(draft: Draft) -> Draft:
-    """The same tree with its nodes numbered down every branch first."""
+    """Return the same tree with its nodes numbered depth first."""
     paths = sorted(paths_of(draft).values())
     row = {path[-1] if path else 0: i for i, path in enumerate(paths)}
     nodes = [path[-1] for path in paths if path]
@@ -141,7 +141,7 @@ def depth_first(draft: Draft) -> Draft:
 
 
 def paths_of(draft: Draft) -> dict[int, list[int]]:
-    """Row -> the rows that lead to it from below row 0, itself included."""
+    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
     paths: dict[int, list[int]] = {0: []}
     for row, parent in enumerate(draft.parents, 1):
         paths[row] = [*paths[parent], row]

@@ -1,4 +1,4 @@
-"""What every target and its cache must keep to."""
+"""The checks that every target and its cache must pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from paceline.verify.tree import depths, pack, pack_prefix
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
-    """What `protocols.Target` and `KVCache` promise, tried; raises `AssertionError` saying what broke.
+    """Check the contracts of `Target` and `KVCache`; raises an `AssertionError` that says what is broken.
 
-    Everything is compared with plain feeding, one token per pass, each committed. `make` makes the target, which needs
-    8 tokens of vocabulary and a context of 48; one of up to 1024 is walked to its end. `tolerance`: how far two logits
-    of one row may lie apart, absolutely. `taps`: the hidden states that it can bring, to be checked too.
+    Everything is compared with plain feeding: one token per pass, each committed. `make` makes the target, which needs
+    a vocabulary of at least 8 tokens and a context of at least 48; a context of up to 1024 is tested to its end.
+    `tolerance`: maximum absolute difference of a row's logits. `taps`: hidden states that the target returns, to be
+    checked too.
     """
     for clause in CLAUSES:
         _hold(clause, Probe(make(), tolerance, tuple(taps)))
@@ -82,7 +83,7 @@ def _chunks(probe: Probe) -> None:
 
 
 def _ragged(probe: Probe) -> None:
-    """Slots of different lengths and drafts share a pass and stay alone."""
+    """Slots of different lengths and drafts share a pass without affecting each other."""
     texts = [probe.text(length, seed) for seed, length in enumerate((3, 14, 8))]
     for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
         group = [texts[i] for i in order]
@@ -103,7 +104,7 @@ def _ragged(probe: Probe) -> None:
 
 
 def _traces(probe: Probe) -> None:
-    """What was fed and not committed leaves no trace."""
+    """Rows that were fed and not committed leave no trace."""
     text = probe.text(8)
     rows = pack_prefix(probe.tokens(6, seed=3), text.slot, text.length, probe.target.device)
     for shape in (*SHAPES, *SHAPES[::-1]):
@@ -115,7 +116,7 @@ def _traces(probe: Probe) -> None:
 
 
 def _commits(probe: Probe) -> None:
-    """Any path of a draft can be committed, and the text goes on from there."""
+    """Any path of a draft can be committed, and the text continues from there."""
     for shape in (DraftBudget.chain(3), BUSHY):
         for length in (4, 5):
             for node in range(shape.nodes + 1):
@@ -129,7 +130,7 @@ def _commits(probe: Probe) -> None:
 
 
 def _truncation(probe: Probe) -> None:
-    """A slot can go back, and what it says that it kept is there."""
+    """A slot can be truncated, and has kept what its length says."""
     text = probe.text(14)
     for seed, length in enumerate((13, 12, 7, 6, 2, 0)):
         text.verify(text.draft(BUSHY))
@@ -147,7 +148,7 @@ def _truncation(probe: Probe) -> None:
 
 
 def _forks(probe: Probe) -> None:
-    """A fork begins with what was committed, and then goes its own way."""
+    """A fork starts with the committed tokens, and is then independent."""
     text = probe.text(9)
     text.verify(text.draft(BUSHY))
     fork = Text(probe, probe.cache, probe.cache.fork(text.slot), list(text.tokens))
@@ -164,7 +165,7 @@ def _forks(probe: Probe) -> None:
 
 
 def _saves(probe: Probe) -> None:
-    """What was saved of a text can be loaded as far as it says, whatever became of its slot."""
+    """A saved text can be loaded up to the length that it holds, whatever became of its slot."""
     text = probe.text(11)
     text.verify(text.draft(BUSHY))
     tokens, saved = list(text.tokens), probe.cache.save(text.slot)
@@ -186,7 +187,7 @@ def _saves(probe: Probe) -> None:
 
 
 def _lives(probe: Probe) -> None:
-    """Slots come and go in any order, none disturbs another, and a slot that was used is as new."""
+    """Slots come and go in any order without affecting each other, and a reused slot is as new."""
     texts = [probe.text(length, seed) for seed, length in enumerate((12, 5, 8))]
     assert len({text.slot for text in texts}) == 3, "one slot was given twice"
     for seed in range(3, 7):
@@ -209,7 +210,7 @@ def _lives(probe: Probe) -> None:
 
 
 def _caches(probe: Probe) -> None:
-    """Two caches of one target know nothing of each other."""
+    """Two caches of one target are independent."""
     ours, theirs = probe.text(9), probe.text(6, seed=1, cache=probe.target.new_cache())
     for _ in range(2):
         ours.expect("beside another cache")
@@ -218,7 +219,7 @@ def _caches(probe: Probe) -> None:
 
 
 def _growing(probe: Probe) -> None:
-    """A tree may grow over several passes (`Rows.starts`), on top of rows that nothing has committed."""
+    """A tree may grow over several passes (`Rows.starts`), on rows that are not committed."""
     text = probe.text(7)
     text.verify(Draft())
     text.commit(Draft(), ())
@@ -245,7 +246,7 @@ def _growing(probe: Probe) -> None:
 
 
 def _fits(probe: Probe) -> None:
-    """`fit` stays within the budget, leaves room for a draft now and then, and what it allows is verified exactly."""
+    """`fit` stays within the budget and allows some drafts, and all that it allows is verified exactly."""
     most = 0
     text = probe.text(1)
     for step in (1, 2, 3):

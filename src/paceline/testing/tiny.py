@@ -1,4 +1,4 @@
-"""A random decoder of a few thousand weights, and engines run by hand."""
+"""A random decoder of a few thousand weights, and functions that run an engine without an `LLM`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TINY = ModelConfig(
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama of this size, by Hugging Face name."""
+    """Return the shape of each tensor of a Llama with this config, by Hugging Face name."""
     width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
     for i in range(config.layers):
@@ -54,7 +54,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Normal weights for `config` by Hugging Face name, float32, norms at one."""
+    """Return normally distributed weights for `config` by Hugging Face name, float32; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * scale if len(shape) > 1 else torch.ones(shape)
@@ -63,7 +63,7 @@ def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> di
 
 
 def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: int | bool) -> Decoder:
-    """A random decoder of a few thousand weights, float64 so that rounding decides nothing."""
+    """Return a random decoder of a few thousand weights, in float64 so that rounding does not matter."""
     config = replace(TINY, **changes)  # type: ignore[arg-type]
     return Decoder(config, random_tensors(config, seed), dtype, torch.device("cpu"))
 
@@ -78,7 +78,8 @@ def run(
     eos: Sequence[int] = (),
     engine: Engine | None = None,
 ) -> tuple[list[int], FinishReason | None, Stats]:
-    """Decode with an engine alone: (token ids of the reply, why it ended, statistics). Token 65 reads as "A"."""
+    """Decode with an engine alone. Returns (token ids of the reply, stop reason, statistics). Token 65 decodes to
+    "A"."""
     (reply,) = run_together(engine or Engine(target, drafter, draft), [prompt], [sampling], eos=eos)
     return reply
 
@@ -86,7 +87,7 @@ def run(
 def run_together(
     engine: Engine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, eos: Sequence[int] = ()
 ) -> list[tuple[list[int], FinishReason | None, Stats]]:
-    """Decode several prompts in shared passes; each leaves when it is done. What `run` gives, of each."""
+    """Decode several prompts in shared passes. Returns for each what `run` returns."""
     scheduler = Scheduler(engine, len(prompts))
     tasks = [
         Task(partial(_start, engine, prompt, sampling, eos))

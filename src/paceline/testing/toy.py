@@ -1,4 +1,4 @@
-"""The smallest target there is, over the plainest cache there is. Read them before you write your own."""
+"""A minimal target and a minimal cache. Read them before you write your own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paceline.protocols import KVCache, Saved
 from paceline.types import DraftBudget, Forward, Rows, Tap, Want
 
 Entry = dict[int, tuple[Tensor, Tensor]]
-"""What one token left behind: layer -> (key, value), each [kv_heads, D]."""
+"""Keys and values of one token: layer -> (key, value), each [kv_heads, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedList(Saved):
-    """The entries of a text, which nothing ever changes."""
+    """A copy of the entries of a text."""
 
     entries: tuple[Entry, ...]
 
 
 class ListCache:
-    """A `KVCache` of lists: per slot the entries of its text, one after the other. Slow, and easy to see through."""
+    """A `KVCache` made of lists: for each slot, the entries of its tokens in order. Slow, but easy to understand."""
 
     def __init__(self) -> None:
         self.prompts: list[int] = []  # slot -> the length of its request's prompt
@@ -105,13 +105,13 @@ class ListPass:
         )
 
     def _row(self, b: int, t: int, layer: int, q: Tensor) -> Tensor:
-        """One row, q [heads, D], looks at all that it sees: [heads * D]."""
+        """Attend from one row, q [heads, D], to all that it sees. Returns [heads * D]."""
         entries = self.seen(b, self._rows.starts[b] + t)
         keys, values = (torch.stack(x, 1) for x in zip(*(entry[layer] for entry in entries), strict=True))
         return F.scaled_dot_product_attention(q[:, None], keys, values, enable_gqa=True).flatten()
 
     def seen(self, b: int, row: int) -> list[Entry]:
-        """The committed tokens, then the row's ancestors from the root down, then the row itself."""
+        """Return the committed tokens, then the row's ancestors from the root down, then the row itself."""
         path: list[Entry] = []
         while row != NONE:
             path.append(self._fed[b][row])
@@ -120,8 +120,8 @@ class ListPass:
 
 
 class ToyTarget:
-    """A `Target` of random vectors with one head of attention: each logit depends on all tokens before and their
-    places."""
+    """A `Target` of random vectors with one attention head: each logit depends on all earlier tokens and their
+    positions."""
 
     device = torch.device("cpu")
 
