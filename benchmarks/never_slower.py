@@ -26,10 +26,10 @@ from paceline.bench.measure import Sample, measure
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.systems import own_system, split_size
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Ask
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
 from paceline.drafters.wrapper import DrafterWrapper
-from paceline.protocols import Ask
 from paceline.types import Draft
 
 PLAIN = "plain"

@@ -85,7 +85,7 @@ class Session(Closable):
         self._path: list[int] = []
         """The scored rows below row 0 that the history has taken."""
         self._fed: Rows | None = None
-        """Whether the scored rows lie in the cache, not yet committed."""
+        """The pass of the scored rows, until they are committed."""
         self._asked = Draft()
         self._taps: tuple[Tap, ...] = ()
         self._key = object()

@@ -129,7 +129,7 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
     assert "fewer than two tokens" in told(str(empty))
     assert "is not UTF-8" in told(str(binary))
     assert "No such file" in told(str(tmp_path / "absent"))
-    assert "cannot share 512" in told(str(good), "--context", "512")
+    assert "less than the window" in told(str(good), "--context", "512")
     assert "'int2' is unknown" in told(str(good), "--quantize", "int2")
 
 

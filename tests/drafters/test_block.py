@@ -178,9 +178,11 @@ def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyP
     waited = []
 
     class Noted(Engine):
-        def prefill(self, request: Request) -> None:
-            super().prefill(request)
-            waited.append(len(drafter._slots[request.slot].pending))
+        def feed(self, request: Request, limit: int = PREFILL_ROWS) -> int:
+            fed = super().feed(request, limit)
+            if fed and self.cache.lengths[request.slot] == request.position:
+                waited.append(len(drafter._slots[request.slot].pending))
+            return fed
 
     prompts = [[i * i % 37 for i in range(length)] for length in (1400, 90)]
     run_together(Noted(target, drafter, DraftBudget.chain(4)), prompts, [Sampling(max_new_tokens=6)] * 2)

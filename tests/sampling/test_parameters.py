@@ -237,7 +237,7 @@ def less_likely_and_one_more(prefix: Prefix, logits: torch.Tensor) -> torch.Tens
         Sampler(1.0, processors=(less_likely_and_one_more,)),
         Sampler(1.0, rule="rejection", processors=(less_likely_and_one_more,)),
     ],
-    ids=str,
+    ids=["greedy", "t", "top_k", "top_p", "typical_p", "typical", "block", "processor", "rejection"],
 )
 def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: Sampler) -> None:
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64).round(decimals=1)

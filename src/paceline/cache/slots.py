@@ -39,7 +39,8 @@ class SlotTable(ABC):
         for i, (slot, path) in enumerate(zip(rows.slots, paths, strict=True)):
             if path is None:
                 continue
-            length, columns = self.lengths[slot], self._columns(rows, i)
+            # Not `self.lengths`: so a commit that failed half-way can be repeated.
+            length, columns = rows.lengths[i], self._columns(rows, i)
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
                 self._move(slot, *map(list, zip(*moves, strict=True)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -67,10 +68,17 @@ class EarlyExit(Growing):
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
         """Per slot the outputs of the exit layer in this round, pass by pass."""
-        self._cache: KVCache | None = None
+        self._bound: Callable[[], KVCache | None] = lambda: None
+
+    @property
+    def _cache(self) -> KVCache | None:
+        return self._bound()
 
     def bind(self, cache: KVCache) -> None:
-        self._cache = cache
+        """Draft over this cache. Raises `InvalidOption` where the drafter serves another engine that is in use."""
+        if self._cache not in (None, cache):
+            raise InvalidOption("an early-exit drafter cannot serve two models at once", "Make one for each")
+        self._bound = ref(cache)
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
 

@@ -8,8 +8,6 @@ from functools import cached_property, wraps
 from threading import RLock
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from paceline.drafters.base import Ask, Drafter
 from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
 from paceline.engine.draft_groups import PolicyGroup, group, learn, taps
@@ -21,7 +19,7 @@ from paceline.engine.stats import Clock, Stats
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Want
+from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 _MAX_FORCED = 32
@@ -198,11 +196,15 @@ class Engine:
         verdicts = [r.verify(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
         clock.lap("verify")
         self.cache.commit(rows, [None if r.error else v.path for r, v in zip(requests, verdicts, strict=True)])
-        for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
-            self._advance(request, draft, verdict, {tap: states[i] for tap, states in out.taps.items()})
-        clock.lap("commit")
-        _charge(requests, clock)
-        learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
+        try:
+            for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
+                self._advance(request, draft, verdict, out, i)
+            clock.lap("commit")
+            _charge(requests, clock)
+            learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
+        except Exception as error:  # the round is committed and must not be repeated
+            for request in requests:
+                request.fail(request.error or error)
         return [request.stream.emit(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def finish(self, request: Request) -> None:
@@ -268,15 +270,16 @@ class Engine:
         return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
     @staticmethod
-    def _advance(request: Request, draft: Draft, verdict: Trimmed, taps: dict[Tap, Tensor]) -> None:
-        """Advance a request by its committed verdict, and its drafter with it."""
+    def _advance(request: Request, draft: Draft, verdict: Trimmed, out: Forward, index: int) -> None:
+        """Advance a request by its committed verdict, and its drafter with it. `index`: the request's in the pass."""
+        request.stats.count(draft, verdict)
         if request.error:
             return
         request.token_ids.extend(verdict.tokens)
         request.finish = verdict.finish
-        request.stats.count(draft, verdict)
         if request.policy and not verdict.finish:
             try:
+                taps = {tap: states[index] for tap, states in out.taps.items()}
                 request.policy.drafter.observe(request.slot, verdict, taps)
             except Exception as error:  # the tokens are committed, and still shown
                 request.fail(error)

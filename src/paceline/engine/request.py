@@ -54,6 +54,8 @@ class Request:
 
         An error here, of a user's processor or criterion too, ends this request alone.
         """
+        if self.error:  # the round is repeated
+            return self.fail(self.error)
         try:
             return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler, self.prefix), draft, logits)
         except Exception as error:

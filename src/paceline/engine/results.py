@@ -59,6 +59,7 @@ class _Replies(Closable):
         self._index = {task: index for index, task in enumerate(self._tasks)}
         self._shown: list[list[Chunk]] = [[] for _ in self._tasks]
         self._ready: deque[tuple[int, Chunk]] = deque()
+        self._raised = False
         for task in self._tasks:
             self._scheduler.add(task)
 
@@ -72,10 +73,12 @@ class _Replies(Closable):
         try:
             while not self._ready:
                 if not self._scheduler.busy:
-                    raise next((task.error for task in self._tasks if task.error), StopIteration())
+                    errors = [] if self._raised else [task.error for task in self._tasks if task.error]
+                    raise errors[0] if errors else StopIteration
                 for task, chunks in self._scheduler.turn():
                     self._ready.extend((self._index[task], chunk) for chunk in chunks)
         except BaseException as error:
+            self._raised = True
             self.close()
             if isinstance(error, PacelineError):
                 error.partial = self._partial
