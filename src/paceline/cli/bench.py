@@ -33,7 +33,7 @@ class BenchOptions:
         'JSONL file of {"category", "prompt"}, or of Spec-Bench questions.', metavar="FILE", default=MISSING
     )
     count: int = _workload("Prompts to measure, spread evenly over the categories.", min=1, default=13)
-    context: int | None = _workload("Lengthen every prompt to N tokens with the text of others before it.", min=1)
+    context: int | None = _workload("Lengthen every prompt to N tokens by putting the text of others before it.", min=1)
     tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
     repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
     batch: str = _workload("Batch widths to measure, separated by commas, such as 1,8.", metavar="N,N", default="1")

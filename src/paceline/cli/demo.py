@@ -32,7 +32,7 @@ _WARM_UP = "Name three colours."
 def demo(
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="Prompt to answer. Without it: a text to correct.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="Prompt to answer; by default, a text to correct.", show_default=False),
     ] = None,
     *,
     load: LoadOptions,
@@ -41,7 +41,7 @@ def demo(
     """Answer a prompt with and without speculation, timed.
 
     The answers have 192 tokens at most, unless -n sets another length. Exit code 1: the two texts differ although this
-    machine guarantees that they are identical to the bit.
+    machine guarantees that they are identical bit for bit.
     """
     from rich.console import Console
     from rich.text import Text

@@ -35,7 +35,7 @@ def doctor(
         option("Drafter, as for generate.", "-d", metavar="DRAFTER", show_default="all that suit the model"),
     ] = None,
     draft_quantize: DraftQuantize = None,
-    details: Annotated[bool, option("Show the measurements, forecasts by kind of text, and limits too.")] = False,
+    details: Annotated[bool, option("Also show measurements, forecasts by kind of text, and limits.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -31,7 +31,7 @@ def perplexity(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure on a text what --quantize costs in quality.
+    """Measure how much quality --quantize costs on a text.
 
     The table shows the perplexity, and how often the likeliest token stays the same.
     """
