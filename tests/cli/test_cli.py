@@ -177,6 +177,7 @@ def test_what_runs_the_layers_and_the_remedy(
     assert "int8 or int4" in kernels(dtype=torch.float32).remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [{"CXX": "/bin/false"}, {"PACELINE_CACHE": "FILE"}])
 def test_the_slow_path_is_told_once_and_info_says_the_same(folder: Path, tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "file").write_text("")

@@ -152,6 +152,7 @@ def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> No
         torch.testing.assert_close(logits, expected(dense, text, len(logits)), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [WINDOWED, NARROW], ids=["causal windows", "from the anchor"])
 def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) -> None:
     check_drafter(lambda: block(config))

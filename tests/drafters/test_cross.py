@@ -126,6 +126,7 @@ def test_a_draft_completes_the_character_that_the_target_has_begun() -> None:
     assert drafter._target_path(ask, [letter["l"]], b"\xc3") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_foreign_drafters_keep_the_contract(way: str) -> None:
     words = VocabMap(model("byte-level, small"), model("sentencepiece", 1))
@@ -248,6 +249,7 @@ def test_a_tokenizer_without_words_is_refused() -> None:
         cross(model("letters"), mute, "model:x")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

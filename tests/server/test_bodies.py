@@ -154,6 +154,7 @@ def test_a_charset_may_be_said(served: Serving) -> None:
     assert served.post("/tokenize", content=b'{"prompt": "a"}', headers=kind).status_code == 200
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=300, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(
     st.sampled_from([*PATHS, *PATHS[:2] * 4]).flatmap(lambda path: st.tuples(st.just(path), BODIES[path]))
@@ -163,6 +164,7 @@ def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> 
     check_response(served.post(path, content=data, headers=JSON))
 
 
+@pytest.mark.slow
 def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
     """A sample of what tests/slow runs by the thousand."""
     requests = Document(served.get("/openapi.json").json()).requests()

@@ -10,7 +10,7 @@ import pytest
 from tests.server import faults
 from tests.server.server_process import ServerProcess, paceline_serve
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 COMMAND = paceline_serve("--model demo --quantize int8")
 
 

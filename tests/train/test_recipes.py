@@ -43,6 +43,7 @@ def block() -> tuple[Recipe, type[Drafter]]:
     return BlockRecipe(BlockConfig(LAYER, (1, 2, 3), 4, mask_token=36), TARGET, EVERY), BlockDrafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "least"), [(medusa, 1.1), (early_exit, 1.3), (block, 2.0)])
 def test_a_trained_drafter_drafts_as_well_as_training_said(make, least: float, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -62,6 +62,7 @@ def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJ
     assert (order.work / "answers.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     train(llm, order)
     whole = dict(open_head(order.out).tensors)
@@ -84,6 +85,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_p
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_loses_no_training(
     llm: LLM, order: TrainJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(
     assert open_head(order.out)
 
 
+@pytest.mark.slow
 def test_without_prompts_the_target_makes_its_own(llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     plan = replace(order.plan, epochs=0.2)
@@ -108,6 +111,7 @@ def test_without_prompts_the_target_makes_its_own(llm: LLM, order: TrainJob) -> 
     assert len((order.work / "prompts.jsonl").read_text().splitlines()) == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     order = replace(order, kind=kind)
@@ -129,6 +133,7 @@ def test_what_training_cannot_begin_from_is_refused_before_anything_is_answered(
     assert not order.work.exists()
 
 
+@pytest.mark.slow
 def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(
     llm: LLM, order: TrainJob, tmp_path: Path
 ) -> None:

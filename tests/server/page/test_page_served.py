@@ -70,6 +70,7 @@ def test_the_page_is_open_and_the_api_is_not(plain: LLM, open_tab: Open) -> None
         assert len(tab.send("hello").locator(".token").all()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_side_by_side_with_the_demo_model(open_tab: Open) -> None:
     llm = paceline.load("demo", drafter="suffix")
