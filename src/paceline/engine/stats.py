@@ -15,10 +15,10 @@ Phase = Literal["prefill", "draft", "verify", "commit"]
 class Stats:
     """Counts and times of one reply.
 
-    `rounds`: passes that verify. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and accepted of
-    them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the prefix cache.
-    `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain decoding.
-    `seconds`: time by phase.
+    `rounds`: rounds, one verifying pass each. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and
+    accepted of them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the
+    prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain
+    decoding. `seconds`: time by phase.
     """
 
     seed: int
