@@ -109,7 +109,7 @@ class Uniform(NGram):
 
 
 class Amnesiac(Eagle):
-    """Saves what it has heard and loads nothing."""
+    """Saves what it has seen and loads nothing."""
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None: ...
 
@@ -139,7 +139,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
         draft = DraftBudget.chain(2)
 
         def __init__(self) -> None:
-            self.heard: list[int] = []
+            self.seen: list[int] = []
             self.states: list[torch.Tensor] = []
             self.log: list[str] = []
 
@@ -149,7 +149,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
 
         def feed(self, slot, tokens, taps) -> None:  # type: ignore[no-untyped-def]
             self.log.append("feed")
-            self.heard += tokens
+            self.seen += tokens
             self.states.append(taps["final"])
             assert taps[1].shape == taps["final"].shape == (len(tokens), 32)
 
@@ -159,7 +159,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
 
         def observe(self, slot: int, verdict: Verdict, out) -> None:  # type: ignore[no-untyped-def]
             kept = [0, *verdict.path]
-            self.heard += [self.text[-1], *verdict.tokens[:-1]]
+            self.seen += [self.text[-1], *verdict.tokens[:-1]]
             self.states.append(out["final"][kept])
             self.text += verdict.tokens
 
@@ -170,10 +170,10 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
     prompt = [i % 37 for i in range(300)]
     tokens, _, _ = run(target, prompt, Sampling(max_new_tokens=20), engine=Engine(target, drafter))
     assert drafter.log == ["admit", "feed", "feed", "release"]
-    assert drafter.heard == (prompt + tokens)[: len(drafter.heard)]
-    assert len(drafter.heard) >= len(prompt) + len(tokens) - 4
+    assert drafter.seen == (prompt + tokens)[: len(drafter.seen)]
+    assert len(drafter.seen) >= len(prompt) + len(tokens) - 4
     again = Listener()
-    run(target, drafter.heard, Sampling(max_new_tokens=1), engine=Engine(target, again))
+    run(target, drafter.seen, Sampling(max_new_tokens=1), engine=Engine(target, again))
     states = torch.cat(again.states)
     torch.testing.assert_close(torch.cat(drafter.states)[: len(states)], states, rtol=0, atol=1e-9)
 

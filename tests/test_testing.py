@@ -58,7 +58,7 @@ class SharesForks(ListCache):
 
 
 class ForksRows(ListCache):
-    """A fork begins with rows that nobody committed."""
+    """A fork begins with rows that were not committed."""
 
     def fork(self, slot: int) -> int:
         new = super().fork(slot)

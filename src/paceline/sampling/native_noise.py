@@ -12,7 +12,7 @@ from paceline.kernels.cpu.build import library
 from paceline.sampling.truncation import Floats, Ids
 
 
-def contenders(scores: Floats, tokens: Ids | None, key: int, bound: float, highest: float) -> Ids | None:
+def candidates(scores: Floats, tokens: Ids | None, key: int, bound: float, highest: float) -> Ids | None:
     """The columns of float32 `scores`, ascending, whose score and noise may reach `bound`, where no noise passes
     `highest`; None where there is no library."""
     run = _function()
@@ -38,5 +38,5 @@ def _function() -> Any:
     lib = library()
     if lib is None:
         return None
-    lib.paceline_contenders.argtypes = (c_void_p, c_void_p, c_int32, c_uint64, c_float, c_float, c_void_p)
-    return lib.paceline_contenders
+    lib.paceline_candidates.argtypes = (c_void_p, c_void_p, c_int32, c_uint64, c_float, c_float, c_void_p)
+    return lib.paceline_candidates

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.sampling.native_noise import contenders
+from paceline.sampling.native_noise import candidates
 from paceline.sampling.truncation import Floats, Ids, finite, highest
 
 _MASK64 = (1 << 64) - 1
@@ -75,13 +75,13 @@ class Noise:
         `scores` [n]: none of them +inf or NaN, at least one finite; -inf never wins. `tokens` [n]: their ids,
         ascending; None: 0 to n - 1. Exactly what the noise of all columns gives, though hardly any of it is computed.
         """
-        columns = finite(scores) if len(scores) <= _FEW else self._contenders(position, scores, tokens, count)
+        columns = finite(scores) if len(scores) <= _FEW else self._candidates(position, scores, tokens, count)
         ids = columns if tokens is None else tokens[columns]
         sums = scores[columns] + _gumbel(self._hash(position, ids))
         order = np.argsort(-sums, kind="stable")[:count]
         return ids[order], sums[order]
 
-    def _contenders(self, position: int, scores: Floats, tokens: Ids | None, count: int) -> Ids:
+    def _candidates(self, position: int, scores: Floats, tokens: Ids | None, count: int) -> Ids:
         """Return a few columns, ascending, that hold the `count` best: those whose hash may lift them over a bound.
 
         The bound is the `count`-th best of some columns near the top. The noise g = -log(-log u) lifts s to it only if
@@ -96,7 +96,7 @@ class Noise:
         bound = float(np.partition(sums, len(sums) - count)[len(sums) - count])
         # Below by more than float32 can have rounded away.
         bound -= 1e-4 + abs(bound) * 2.0**-20
-        if (found := contenders(scores, tokens, self._key(position), bound, HIGHEST)) is not None:
+        if (found := candidates(scores, tokens, self._key(position), bound, HIGHEST)) is not None:
             return found
         open_ = np.flatnonzero(scores >= scores.dtype.type(bound - HIGHEST))
         hashed = self._hash(position, open_ if tokens is None else tokens[open_])

@@ -83,13 +83,13 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
         run(target, prompt, Sampling(max_new_tokens=32, temperature=0.9, seed=7, rule="block"), engine=engine)
-    _check_company(make(), target, prompt)
+    _check_batch(make(), target, prompt)
     _check_forks(make(), target, prompt)
-    _check_lives(make(), target, prompt)
+    _check_requests(make(), target, prompt)
     _check_saved(make(), target, prompt)
 
 
-def _check_company(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+def _check_batch(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """Check that requests of different kinds that share rounds each write what they would write alone."""
     prompts = [prompt, prompt[3:], [2, *prompt[::-1]]]
     samplings = [
@@ -148,7 +148,7 @@ def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
     return logits
 
 
-def _check_lives(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
+def _check_requests(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
     """Check that slots come and go in any order, and that releasing an unknown slot does nothing."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     drafter.release(5)

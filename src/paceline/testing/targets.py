@@ -110,9 +110,9 @@ def _traces(probe: Probe) -> None:
     for shape in (*SHAPES, *SHAPES[::-1]):
         text.verify(text.draft(shape, seed=1))
         probe.forward(rows, probe.cache, Want("none"))
-        text.expect("after rows that nobody committed", text.draft(shape))
+        text.expect("after uncommitted rows", text.draft(shape))
     text.add(*probe.tokens(3, seed=2))
-    text.expect("going on after rows that nobody committed")
+    text.expect("going on after uncommitted rows")
 
 
 def _commits(probe: Probe) -> None:

@@ -130,10 +130,10 @@ int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     return groups.count();
 }
 
-// See `contenders`.
-int paceline_contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
+// See `candidates`.
+int paceline_candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
                         int64_t* found) {
-    return contenders(scores, tokens, n, key, bound, highest, found);
+    return candidates(scores, tokens, n, key, bound, highest, found);
 }
 
 // RMS norm: y [rows, size] = x / rms(x) * weight, for whole lanes. Returns 1 if out of memory.

@@ -17,7 +17,7 @@ inline Unsigned triple32(Unsigned x) {
 
 // Finds the columns of scores [n], ascending, whose noise may lift them over `bound`. `tokens`: ids of the columns; null:
 // their numbers. Returns the number written to `found`.
-inline int contenders(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
+inline int candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
                       int64_t* found) {
     int count = 0;
     for (int first = 0; first < n; first += LANES) {
