@@ -136,7 +136,7 @@ def _round_overhead(llm: paceline.LLM) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--quantize", choices=("int8", "int4"))
+    parser.add_argument("--quantize", choices=("auto", "none", "int8", "int4"), default="auto")
     parser.add_argument("--prefix", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--name", default="budget")

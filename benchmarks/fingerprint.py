@@ -27,7 +27,7 @@ import paceline
 PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts" / "spec_bench_dev.jsonl"
 DRAFTERS = ("suffix", "ngram", "eagle3", "medusa", "early-exit:20", "model:demo", "suffix+eagle3")
 SAMPLED = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}
-PRECISIONS = {"bfloat16": None, "own codes": "int8"}
+PRECISIONS = {"bfloat16": "none", "own codes": "int8"}
 
 Reply = tuple[list[int], str]
 """Token ids, and a digest of their log-probabilities."""
@@ -67,10 +67,10 @@ def batched(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str,
 
 
 @contextmanager
-def server(quantize: str | None) -> Iterator[str]:
+def server(quantize: str) -> Iterator[str]:
     """The address of a served demo model."""
     command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--port", "0"]
-    command += ["--quantize", quantize] if quantize else []
+    command += ["--quantize", quantize]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         try:

@@ -143,7 +143,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="*", default=["eagle3", "suffix"], help="DRAFTER or DRAFTER@SIZE")
     parser.add_argument("--model", default="demo", help="the model that writes (demo)")
-    parser.add_argument("--quantize", default=None, help="int8 or int4: the target's weights (as they are)")
+    parser.add_argument("--quantize", default="auto", help="auto, none, int8 or int4: the target's weights (auto)")
     parser.add_argument("--questions", type=Path, default=PROMPTS, help="JSONL of questions with categories")
     parser.add_argument("--prompts", type=int, default=13, help="prompts of each case that defeats drafting (13)")
     parser.add_argument("--per-category", type=int, default=6, help="questions of each category (6)")

@@ -24,9 +24,9 @@ from paceline.engine.request import Request
 from paceline.engine.results import Batch, BatchItem, Completion, Stream
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
-from paceline.kernels.quantize import Mode, check_mode
+from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.decoder import Decoder
-from paceline.models.runner_choice import runner_of, warn_of
+from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.text.sandbox import SANDBOX
@@ -304,8 +304,8 @@ def load(
     draft: int | DraftBudget | Literal["auto"] = "auto",
     dtype: DType = "auto",
     device: Device = "auto",
-    quantize: Mode | None = None,
-    draft_quantize: Mode | None = None,
+    quantize: Precision = "auto",
+    draft_quantize: Precision = "auto",
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -325,7 +325,8 @@ def load(
     a `Drafter`. A list of names loads each of them, for requests that name their drafter (as a server's do).
     draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    quantize: None, "int8" or "int4": hold the target's projections and output head as integers, in a GGUF file's own
+    quantize: "auto" runs a GGUF on the codes that it is stored in, and other files as they are; "none" (or a dtype)
+    asks for floats; "int8" and "int4" hold the target's projections and output head as integers, in a GGUF file's own
     codes if it has them (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
     allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
     only).
@@ -338,7 +339,7 @@ def load(
     SANDBOX.start()  # for the chat template; it starts while the model is read
     budget = to_tree(draft)
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
-    check_mode(quantize)
+    check_precision(quantize)
     read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -346,8 +347,12 @@ def load(
         read_target = partial(read, quantize=quantize, exact=exact)
         loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
         _warn_if_slow(loaded)
+        if quantize == dtype == "auto" and isinstance(loaded.target, Decoder):
+            suggest_codes(loaded.path, loaded.target.device)
     else:
-        _check_held((dtype, device, revision) != ("auto", "auto", None), quantize is not None, adapter is not None)
+        _check_held(
+            (dtype, device, revision) != ("auto", "auto", None), quantize not in ("auto", "none"), adapter is not None
+        )
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)

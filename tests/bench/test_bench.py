@@ -221,10 +221,8 @@ def test_a_system_is_named_by_all_that_it_is() -> None:
     assert System("openvino", "lookup").base.name == "openvino"
 
 
-@pytest.mark.parametrize(("precision", "quantize"), [("", None), ("int4", None), ("int4+int8", "int8")])
-def test_drafters_have_a_precision_of_their_own(
-    precision: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("precision", "quantize"), [("", "auto"), ("int4", "auto"), ("int4+int8", "int8")])
+def test_drafters_have_a_precision_of_their_own(precision: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("paceline.bench.systems.open_drafter", lambda spec, target, mode: asked.append((spec, mode)))
     own_systems({precision: toy_llm()}, Comparison(("suffix@3",)))
@@ -432,7 +430,7 @@ def test_the_command_shows_a_table_and_writes_files(
     files = ["--out", str(out), "--report", str(report), "--report", str(notes)]
     result = command("bench", "--prompts", str(prompts), *words.split(), *files)
     assert result.exit_code == 0, result.output
-    assert {options["quantize"] for options in loaded} == {None, "int4"}
+    assert {options["quantize"] for options in loaded} == {"none", "int4"}
     assert len(loaded) == 2, "one target for both drafters' precisions"
     assert "ngram@1 int4+int8 T=0.5" in result.stdout
     assert "not measured: openvino: absent is not installed" in result.stderr

@@ -17,6 +17,7 @@ from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.factory import make_drafter
 from paceline.engine.self_check import guarantee
+from paceline.kernels.cpu.build import library
 from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
@@ -104,6 +105,18 @@ def test_its_codes_of_write_one_text_and_predict_nearly_as_well(demo: Loaded) ->
     plain, ours = (score(model.target, windows(ids, 64, 8)) for model in (demo, coded))
     assert abs(ours.perplexity / plain.perplexity - 1) < 0.1
     assert ours.agreement(plain) > 0.85
+
+
+def test_it_runs_on_its_own_codes_unless_floats_are_asked_for(demo: Loaded) -> None:
+    if library() is None:
+        pytest.skip("no kernels for codes: the weights become floats")
+    auto = paceline.load("demo", drafter=None)
+    assert (auto.model.quantize, auto.model.target.dtype) == ("int8", torch.bfloat16)  # type: ignore[attr-defined]
+    coded = load_model("demo", quantize="int8", dtype="bfloat16")
+    short = replace(GREEDY, max_new_tokens=10)
+    assert auto.generate(PROMPTS[0], short).token_ids == LLM(coded).generate(PROMPTS[0], short).token_ids
+    for floats in ({"quantize": "none"}, {"quantize": "auto", "dtype": "bfloat16"}):
+        assert load_model("demo", **floats).quantize is None  # type: ignore[arg-type]
 
 
 def test_it_speaks_english_and_stops_at_its_own_eos(demo: Loaded) -> None:

@@ -14,7 +14,7 @@ from paceline.bench.peers import PEERS, PeerPrompt
 from paceline.bench.questions import Question
 from paceline.drafters.factory import AUTO, check_spec, open_drafter
 from paceline.errors import InvalidOption
-from paceline.kernels.quantize import Mode, check_mode
+from paceline.kernels.quantize import Precision, check_precision
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import RuleName
@@ -101,17 +101,12 @@ def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
     return found[1], DraftBudget.chain(int(length)) if length else DraftBudget(*map(int, tree))
 
 
-def split_precision(precision: str) -> tuple[Mode | None, Mode | None]:
-    """Split TARGET or TARGET+DRAFTER, each int8, int4 or none, into the two modes. Raises `InvalidOption`."""
+def split_precision(precision: str) -> tuple[Precision, Precision]:
+    """Split TARGET or TARGET+DRAFTER into the two, each "auto" where it is empty. Raises `InvalidOption`."""
     target, _, drafter = precision.partition("+")
-    return _mode(target), _mode(drafter)
-
-
-def _mode(name: str) -> Mode | None:
-    if name in ("", "none"):
-        return None
-    check_mode(name)
-    return cast(Mode, name)
+    for name in (target, drafter):
+        check_precision(name or "auto")
+    return cast(Precision, target or "auto"), cast(Precision, drafter or "auto")
 
 
 def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[System, Answer]:

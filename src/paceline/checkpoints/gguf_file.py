@@ -24,7 +24,7 @@ from paceline.kernels.quantize import Codes, quantize
 _DAMAGED = (ValueError, KeyError, IndexError, OverflowError, struct.error, MemoryError, TypeError)
 _PIECE = 1 << 18
 _LONGEST_ARRAY = 1 << 24
-_FLOATS = ("BF16", "F16", "F32", "F64")
+FLOATS = ("BF16", "F16", "F32", "F64")
 _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
 
@@ -96,14 +96,14 @@ class GGUFTensor:
         data = self._data()
         if self.kind == "BF16":
             return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).view(self.shape)
-        if self.kind in _FLOATS:
+        if self.kind in FLOATS:
             return torch.from_numpy(data).view(self.shape)
         return torch.from_numpy(dequantize(data, self.info.tensor_type)).view(self.shape)
 
     def codes(self) -> Codes | None:
         """Return a quantised matrix as the file's own codes, or in 8 bits where those have another form (groups of 16);
         None for floats."""
-        if self.kind in _FLOATS:
+        if self.kind in FLOATS:
             return None
         return gguf_codes(self._data(), self.kind, self.shape) or quantize(self.read(), 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.gguf_file import GGUFFile, GGUFTensor
+from paceline.checkpoints.gguf_file import FLOATS, GGUFFile, GGUFTensor
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import EXPERTS
 from paceline.kernels.quantize import Codes
@@ -104,6 +105,12 @@ class GGUFTensors(LazyTensors):
     def codes(self, name: str) -> Codes | None:
         codes, convert = self._tensors[name].codes(), self._conversion(name)
         return codes[convert(torch.arange(len(codes.codes)))] if codes and convert else codes
+
+    def mostly_codes(self) -> bool:
+        sizes = {True: 0, False: 0}
+        for tensor in self._tensors.values():
+            sizes[tensor.kind in FLOATS] += math.prod(tensor.shape)
+        return sizes[False] > sizes[True]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16
-from paceline.kernels.quantize import Mode, check_mode
+from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
-from paceline.models.lazy import Outlines, Quantised
+from paceline.models.lazy import LazyTensors, Outlines, Quantised
+from paceline.models.runner_choice import runs_whole
 from paceline.protocols import Target
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ def load_model(
     adapter: str | Path | None = None,
     dtype: DType = "auto",
     device: Device = "auto",
-    quantize: Mode | None = None,
+    quantize: Precision = "none",
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -58,19 +61,20 @@ def load_model(
     exact: bool = False,
 ) -> Loaded:
     """See `paceline.load`. Raises `PacelineError`."""
-    check_mode(quantize)
+    check_precision(quantize)
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)
+    pick_dtype(dtype, where)  # before anything is fetched
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
     config = native(checkpoint)
-    if quantize and not config:
+    if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
-    tensors = Quantised(checkpoint.tensors, quantize) if quantize else checkpoint.tensors
+    mode, kind = weights_held(config, checkpoint.tensors, quantize, dtype, where)
+    tensors = Quantised(checkpoint.tensors, mode) if mode else checkpoint.tensors
     with _progress_bar(f"loading {reference}", progress) as advance:
         try:
             target = (
@@ -85,7 +89,28 @@ def load_model(
                 f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
             ) from error
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, quantize)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode)
+
+
+def weights_held(
+    config: ModelConfig | None,
+    tensors: Mapping[str, Tensor],
+    quantize: Precision,
+    dtype: DType,
+    device: torch.device,
+) -> tuple[Mode | None, torch.dtype]:
+    """Whether matrices are held as codes, and the dtype of everything else. `config`: None where transformers runs it.
+
+    By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster.
+    """
+    mode: Mode | None = None
+    if quantize in ("int8", "int4"):
+        mode = quantize
+    elif quantize == dtype == "auto" and config and device.type == "cpu" and isinstance(tensors, LazyTensors):
+        mode = "int8" if tensors.mostly_codes() and library() else None
+    if mode and config and dtype == "auto" and runs_whole(config, device):
+        return mode, torch.bfloat16
+    return mode, pick_dtype(dtype, device)
 
 
 def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:

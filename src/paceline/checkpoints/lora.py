@@ -229,6 +229,9 @@ class Merged(LazyTensors):
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
         return None if changed or (name == HEAD and self._untied) else codes_of(self._base, name)
 
+    def mostly_codes(self) -> bool:
+        return isinstance(self._base, LazyTensors) and self._base.mostly_codes()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a shape: the base's, except for tensors that the adapter replaces."""
         source = EMBEDDING if name == HEAD and self._untied else name

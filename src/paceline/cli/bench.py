@@ -49,10 +49,10 @@ class BenchOptions:
         "Acceptance rule above temperature 0: match, rejection, block or typical.", metavar="RULE", default="match"
     )
     quantize: str = _systems(
-        "Precisions to measure, separated by commas: none, int8, int4.\n\nWith +int8 or +int4 after it the "
-        "drafters are quantised too, such as int4+int8.",
+        "Precisions to measure, separated by commas: auto, none, int8, int4 (as for generate).\n\nWith +int8 or "
+        "+int4 after it the drafters are quantised too, such as int4+int8.",
         metavar="MODES",
-        default="none",
+        default="auto",
     )
     against: str = _systems(
         "Other programs, if installed: transformers, llama.cpp, openvino.", metavar="PROGRAMS", default=""
@@ -84,10 +84,10 @@ class BenchOptions:
         )
 
     def precisions(self) -> dict[str, Any]:
-        """Return the precisions, "" for none, each with its --quantize for the target. Raises `InvalidOption`."""
+        """Return the precisions, "" for auto, each with its --quantize for the target. Raises `InvalidOption`."""
         from paceline.bench.systems import split_precision
 
-        names = ["" if name == "none" else name for name in _names(self.quantize)] or [""]
+        names = ["" if name == "auto" else name for name in _names(self.quantize)] or [""]
         return {name: split_precision(name)[0] for name in names}
 
     def load(self, *, progress: bool) -> dict[str, LLM]:

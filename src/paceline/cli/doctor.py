@@ -29,12 +29,12 @@ def doctor(
     argument: ModelArgument = None,
     *,
     model: ModelOptions,
-    quantize: Quantize = None,
+    quantize: Quantize = "auto",
     drafter: Annotated[
         str | None,
         option("Drafter, as for generate.", "-d", metavar="DRAFTER", show_default="all that suit the model"),
     ] = None,
-    draft_quantize: DraftQuantize = None,
+    draft_quantize: DraftQuantize = "auto",
     details: Annotated[bool, option("Also show measurements, forecasts by kind of text, and limits.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -47,10 +47,10 @@ def doctor(
 
     from paceline.bench.doctor.run import choose_drafters, examine
     from paceline.drafters.factory import check_spec
-    from paceline.kernels.quantize import check_mode
+    from paceline.kernels.quantize import check_precision
 
     check_spec(drafter)
-    check_mode(draft_quantize, "draft_quantize")
+    check_precision(draft_quantize, "draft_quantize")
     llm = model.with_model(argument).open(progress=progress_wanted(quiet), drafter=None, quantize=quantize)
     names = choose_drafters(llm.model, drafter)
     with Console(stderr=True).status("timing passes") as status:

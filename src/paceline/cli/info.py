@@ -99,7 +99,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "architecture": (checkpoint.config.get("architectures") or [family])[0],
         "family": family,
         "runs": "natively" if config else "through transformers",
-        "runner": _runner(config) if config else "torch",
+        "runner": _runner(config, checkpoint) if config else "torch",
         **(_architecture(config) if config else {}),
         "format": form,
         "parameters": sum(dtypes.values()),
@@ -121,13 +121,14 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     return facts | {"rope": rope, "tied_head": config.tied, "cache_bytes": config.cache_bytes(config.context_length)}
 
 
-def _runner(config: ModelConfig) -> str:
+def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
     """Return what runs the layers with default options, and how to get a faster runner."""
-    from paceline.checkpoints.loader import pick_device, pick_dtype
+    from paceline.checkpoints.loader import pick_device, weights_held
     from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
-    runner = runner_of(config, device, pick_dtype("auto", device))
+    mode, dtype = weights_held(config, checkpoint.tensors, "auto", "auto", device)
+    runner = runner_of(config, device, dtype, mode)
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
@@ -202,9 +203,9 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _quantize_text(codes: dict[str, float]) -> str:
     if not codes:
-        return "int8 or int4"
+        return "auto leaves the weights as they are; int8 and int4 are possible"
     held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in codes.items())
-    return f"int8 keeps the file's own codes, {held}" + ("" if sum(codes.values()) > 0.995 else ", and rounds the rest")
+    return f"auto keeps the file's own codes, {held}" + ("" if sum(codes.values()) > 0.995 else ", and rounds the rest")
 
 
 # --- learned drafters -------------------------------------------------------------------------------------------------

@@ -63,16 +63,15 @@ AllowPickle = Annotated[
     bool, _model("Read pytorch_model.bin where there are no safetensors (tensors only; no code is run).")
 ]
 Quantize = Annotated[
-    str | None,
+    str,
     _model(
-        "Hold weights as integers: int8 or int4.\n\nA GGUF file keeps its own 4- to 8-bit codes with either. "
+        "Hold weights as integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 4- to 8-bit codes (as "
+        "int8 and int4 do) and leaves other weights as they are. none, or a --dtype, makes floats of them. "
         "`paceline perplexity` measures the loss in quality.",
         metavar="MODE",
     ),
 ]
-DraftQuantize = Annotated[
-    str | None, option("Hold the drafter's weights as integers: int8 or int4.", panel="Speculation", metavar="MODE")
-]
+DraftQuantize = Annotated[str, option("The same for the drafter's weights.", panel="Speculation", metavar="MODE")]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
 
@@ -140,7 +139,7 @@ class ModelOptions:
 class LoadOptions(ModelOptions):
     """Model, where it runs, and its drafter."""
 
-    quantize: Quantize = None
+    quantize: Quantize = "auto"
     drafter: str = _speculation(
         "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
@@ -157,7 +156,7 @@ class LoadOptions(ModelOptions):
         metavar="SIZE",
         default="auto",
     )
-    draft_quantize: DraftQuantize = None
+    draft_quantize: DraftQuantize = "auto"
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
         """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""

@@ -37,11 +37,11 @@ def perplexity(
     """
     from rich.console import Console
 
-    from paceline.kernels.quantize import check_mode
+    from paceline.kernels.quantize import check_precision
 
-    modes = [None, *dict.fromkeys(quantize or ("int8", "int4"))]
+    modes = ["none", *dict.fromkeys(quantize or ("int8", "int4"))]
     for mode in modes:
-        check_mode(mode)
+        check_precision(mode)
     text, progress = _text(file), progress_wanted(quiet)
     measured = [_measure(model, mode, text, tokens, (window, context), progress) for mode in modes]
     plain = measured[0][1]
@@ -80,7 +80,7 @@ def _text(file: Path) -> str:
 
 
 def _measure(
-    model: ModelOptions, mode: str | None, text: str, tokens: int, size: tuple[int, int], progress: bool
+    model: ModelOptions, mode: str, text: str, tokens: int, size: tuple[int, int], progress: bool
 ) -> tuple[str, TokenScores]:
     """Load the model with weights of this mode and predict the text. Return (name of the weights, scores)."""
     from rich.console import Console
@@ -90,7 +90,8 @@ def _measure(
 
     llm = model.open(progress=progress, drafter=None, quantize=mode)
     target = llm.model.target
-    name = mode or (str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is")
+    floats = str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is"
+    name = floats if mode == "none" else mode
     pieces = _windows(llm, text, tokens, size)
     with Console(stderr=True, quiet=not progress).status(f"reading {name}"):
         return name, score(target, pieces)

@@ -35,7 +35,7 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption
-from paceline.kernels.quantize import Mode, check_mode
+from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.lazy import Quantised
 from paceline.types import DraftBudget
@@ -88,7 +88,7 @@ def make_drafter(
 def open_drafter(
     spec: str | Drafter | None,
     target: Loaded,
-    quantize: Mode | None = None,
+    quantize: Precision = "auto",
     read: Callable[..., Loaded] | None = None,
     head: HeadOpener = open_head,
 ) -> Drafter | None:
@@ -103,7 +103,7 @@ def open_drafter(
 
     def read_head(reference: str | Path) -> HeadFile:
         found = head(reference)
-        return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize else found
+        return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
 
@@ -125,7 +125,7 @@ def check_spec(spec: str | Drafter | None) -> None:
             _check_name(part)
 
 
-def check_specs(spec: str | Drafter | list[str] | None, mode: str | None) -> None:
+def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
     """`check_spec` of one or of several, and `check_draft_mode` of all of them."""
     if isinstance(spec, list):
         for one in spec:
@@ -135,13 +135,13 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str | None) -> Non
     check_draft_mode(mode, spec)
 
 
-def check_draft_mode(mode: str | None, spec: str | Drafter | None) -> None:
+def check_draft_mode(mode: str, spec: str | Drafter | None) -> None:
     """Raise `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights."""
-    check_mode(mode, "draft_quantize")
+    check_precision(mode, "draft_quantize")
     no_weights = (
         spec is None or isinstance(spec, Drafter) or all(part in (*_LOOKUPS, "auto", "none") for part in _split(spec))
     )
-    if mode and no_weights:
+    if mode in ("int8", "int4") and no_weights:
         raise InvalidOption(
             f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
             "Leave draft_quantize out; `quantize` is the target's",

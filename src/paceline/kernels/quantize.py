@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption
 
+Precision = Literal["auto", "none", "int8", "int4"]
+"""What a user asks for. auto: a GGUF's own codes where this machine has kernels for them, else floats."""
+
 Mode = Literal["int8", "int4"]
-"""Quantisation of a model's weights, as users name it."""
+"""How matrices are held that have no codes of their own."""
 
 GROUP = 32
 CENTRE = {4: 0, 8: 128}
@@ -90,10 +93,10 @@ def stack(parts: Sequence[Codes]) -> Codes:
     return Codes(codes, scale, floor, parts[0].bits, parts[0].width)
 
 
-def check_mode(mode: str | None, name: str = "quantize") -> None:
-    """Raise `InvalidOption` for an unknown mode."""
-    if mode not in (None, "int8", "int4"):
-        raise InvalidOption(f"{name}={mode!r} is unknown", "Choose int8 or int4, or leave it out")
+def check_precision(precision: str, name: str = "quantize") -> None:
+    """Raise `InvalidOption` for an unknown one."""
+    if precision not in get_args(Precision):
+        raise InvalidOption(f"{name} must be auto, none, int8 or int4, got {precision!r}", "Choose one of these")
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:

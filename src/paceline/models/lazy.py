@@ -32,6 +32,10 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return the codes that a matrix is stored in; None for floats and for tensors that are computed when read."""
         return None
 
+    def mostly_codes(self) -> bool:
+        """Whether most weights are stored in codes."""
+        return False
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Subclasses whose tensors are costly to read override this."""
         return tuple(self[name].shape)

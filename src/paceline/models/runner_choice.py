@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -32,20 +33,31 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     kind = str(dtype).removeprefix("torch.")
     if not quantize and dtype != torch.bfloat16:
         return Runner(f"torch, in {kind}", "" if fast_bfloat16() else f"This processor is slow in bfloat16. {_CODES}")
-    kernels, reason = library(), obstacle()
+    kernels, missing = library(), obstacle()
     if kernels is None:
-        assert reason is not None
-        return Runner(f"torch, since {reason.cause}", reason.fix)
+        assert missing is not None
+        return Runner(f"torch, since {missing.cause}", missing.fix)
     name = f"the CPU kernels ({built_for(kernels)})"
     if not quantize and "BF16" not in built_for(kernels):
         return Runner(f"torch, since the CPU kernels ({built_for(kernels)}) have no product of bfloat16 here", _CODES)
     if dtype != torch.bfloat16:
         return Runner(f"torch in {kind}, with products by {name}")
+    reason = _unsuited(config)
+    return Runner(f"torch, since {reason}" if reason else name)
+
+
+def _unsuited(config: ModelConfig) -> str:
+    """Why the CPU kernels do not run whole layers of such a model, "" if they do."""
     if any(layer.sparse for layer in config.plan):
-        return Runner("torch, since it is a mixture of experts")
+        return "it is a mixture of experts"
     if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
-        return Runner(f"torch, since its sizes are not multiples of {LANES}")
-    return Runner(name)
+        return f"its sizes are not multiples of {LANES}"
+    return ""
+
+
+def runs_whole(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the CPU kernels run whole layers of codes, in bfloat16 on any processor."""
+    return device.type == "cpu" and library() is not None and not _unsuited(config)
 
 
 @cache
@@ -54,3 +66,18 @@ def warn_of(runner: Runner) -> None:
     if runner.remedy:
         line = "warning: slow: the layers run on %s. %s"
         logging.getLogger("paceline").warning(line, " ".join(runner.name.split()), runner.remedy)
+
+
+_LARGE = 1 << 30
+
+
+@cache
+def suggest_codes(folder: Path, device: torch.device) -> None:
+    """Log once what codes would save, where a folder's floats are so large that memory and speed suffer on a CPU."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if device.type == "cpu" and size > _LARGE:
+        line = (
+            "note: the weights are %.1f GB of floats, which every pass reads; --quantize int8 makes that about half, "
+        )
+        line += "int4 less than a third (`paceline perplexity` measures the loss)"
+        logging.getLogger("paceline").warning(line, size / 1e9)

@@ -19,7 +19,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import AUTO, open_drafter, spec_name
 from paceline.engine.draft_length import Controller
-from paceline.kernels.quantize import Mode
+from paceline.kernels.quantize import Precision
 
 _OBSERVED = 48
 """Tokens per reply over which a drafter is observed, fewer where that would take too long."""
@@ -37,7 +37,7 @@ def choose_drafters(model: Loaded, given: str | None) -> list[str]:
 def examine(
     model: Loaded,
     drafters: Sequence[str],
-    draft_quantize: Mode | None = None,
+    draft_quantize: Precision = "auto",
     on_progress: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure, forecast and recommend; return the result for JSON and the command's tables.
