@@ -66,14 +66,14 @@ def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
         with _uncollected():
             data = json.loads(text)
             depth = _depth(data)
-    except RecursionError as error:
-        raise _too_deep(path) from error
+    except RecursionError:
+        data, depth = {}, _DEEPEST + 1
     except ValueError as error:
         raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
     if not isinstance(data, dict):
         raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
     if depth > _DEEPEST:
-        raise _too_deep(path)
+        raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
     return data
 
 
@@ -109,10 +109,6 @@ def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CorruptModel(f"{cause} ({error})", fix) from error
-
-
-def _too_deep(path: Path) -> CorruptModel:
-    return CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
 
 
 def _depth(data: Any) -> int:

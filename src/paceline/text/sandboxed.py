@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_FIRST = "paceline.text.template:render"
+_FIRST = "paceline.text.chat_template:render_compiled"
 """Imported before the first job, so that no fork has to."""
 
 STARTED = b"!"

@@ -27,14 +27,17 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
     tokens = {i: token for token, i in vocabulary if i not in special}
-    decoder = backend.decoder
-    if decoder and decoder.decode(["Ġ", "Ċ"]) == " \n":
+    if _decodes(backend, ["Ġ", "Ċ"], " \n"):
         return {i: _from_letters(token) for i, token in tokens.items()}
     found = _decoded_in_pairs(backend, tokens)
-    if decoder and decoder.decode(["<0x41>"]) == "A":
+    if _decodes(backend, ["<0x41>"], "A"):
         single = {i: bytes.fromhex(hit[1]) for i, token in tokens.items() if (hit := _BYTE.fullmatch(token))}
         found = {i: data for i, data in found.items() if i not in single} | single
     return found
+
+
+def _decodes(backend: tokenizers.Tokenizer, tokens: list[str], text: str) -> bool:
+    return bool(backend.decoder) and backend.decoder.decode(tokens) == text
 
 
 def _from_letters(token: str) -> bytes:
@@ -75,17 +78,16 @@ def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, byt
     `token_bytes`: bytes of each token. A text is never longer than this times its number of tokens.
     """
     special = backend.get_added_tokens_decoder().values()
-    byte_level = bool(backend.decoder) and backend.decoder.decode(["Ġ", "Ċ"]) == " \n"
-    whole = byte_level or getattr(backend.model, "byte_fallback", False)
+    whole = _decodes(backend, ["Ġ", "Ċ"], " \n") or getattr(backend.model, "byte_fallback", False)
     if not whole or any(token.lstrip or token.rstrip for token in special):
         return None
     shrink = 1
     for kind, state in _steps(backend.normalizer):
-        if kind == "Replace" and len(state["pattern"].get("String", "")) > len(state["content"]):
-            return None
-        if kind == "Replace" and "String" not in state["pattern"]:
-            return None
-        if kind != "Replace" and kind not in _SHRINK:
+        if kind == "Replace":
+            replaced = state["pattern"].get("String")
+            if replaced is None or len(replaced) > len(state["content"]):
+                return None
+        elif kind not in _SHRINK:
             return None
         shrink *= _SHRINK.get(kind, 1)
     for kind, state in _steps(backend.pre_tokenizer):

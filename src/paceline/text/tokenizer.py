@@ -39,6 +39,8 @@ class Tokenizer:
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
         """Load tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
+        from paceline.text.gguf_tokenizer import frame
+
         config: dict[str, Any] = {}
         for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
             found = read_json_if_exists(file)
@@ -48,22 +50,18 @@ class Tokenizer:
         special = {key: text for key in _ROLES if (text := _text(config.get(key))) is not None}
         with library_errors(f"{path / 'tokenizer_config.json'} does not fit its tokenizer"):
             _add_tokens(backend, config.get("added_tokens_decoder"))
-            _set_bos_eos(backend, config, special)
+            added = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
+            if added != {"bos_token": None, "eos_token": None}:  # else tokenizer.json decides
+                frame(backend, special, added)
         return Tokenizer(backend, special, _template(path, config))
 
     @staticmethod
     def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         """Build a tokenizer from a GGUF's metadata. Raises `UnsupportedModel` and `CorruptModel`."""
-        from paceline.text.gguf_tokenizer import backend_from_gguf
+        from paceline.text.gguf_tokenizer import backend_from_gguf, special_tokens
 
         backend = backend_from_gguf(fields)
-        tokens = fields["tokenizer.ggml.tokens"]
-        special = {}
-        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            index = fields.get(f"tokenizer.ggml.{key}_token_id")
-            if index is not None and index < len(tokens):
-                special[f"{role}_token"] = tokens[index]
-        return Tokenizer(backend, special, fields.get("tokenizer.chat_template"))
+        return Tokenizer(backend, special_tokens(backend, fields), fields.get("tokenizer.chat_template"))
 
     @staticmethod
     def from_transformers(tokenizer: Any) -> Tokenizer:
@@ -239,23 +237,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
         (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
 
 
-def _set_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Follow `add_bos_token` and `add_eos_token` where tokenizer_config.json has them; else tokenizer.json decides."""
-    from paceline.text.gguf_tokenizer import frame
-
-    settings = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
-    if all(wanted is None for wanted in settings.values()):
-        return
-    current = backend.encode("").ids
-    tokens: list[tuple[str, int] | None] = []
-    for role, wanted in settings.items():
-        text = special.get(role, "")
-        index = backend.token_to_id(text)
-        keep = index in current if wanted is None else wanted
-        tokens.append((text, index) if keep and index is not None else None)
-    frame(backend, *tokens)
-
-
 def _text(value: Any) -> str | None:
     """Return a special token, written as a string or as {"content": string, ...}, or None."""
     content = value.get("content") if isinstance(value, Mapping) else value
@@ -263,18 +244,15 @@ def _text(value: Any) -> str | None:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return chat_template.jinja, else tokenizer_config's template: a string, or a list that has a "default"."""
+    """Return chat_template.jinja, else tokenizer_config's template."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        return read_text(file)
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    return _one_template(found)
+    return read_text(file) if file.exists() else _one_template(config.get("chat_template"))
 
 
 def _one_template(found: Any) -> str | None:
-    """Return a template; of several by name the "default", else the first."""
+    """Return a template; of several by name, or listed with their names, the "default", else the first."""
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, Mapping):
         found = found.get("default", next(iter(found.values()), None))
     return found if isinstance(found, str) else None
