@@ -74,24 +74,18 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        (
-            *("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2"),
-            *("qwen3next", "qwen35", "kimi-linear"),
-        ),
+        "mamba rwkv jamba lfm2 falcon-h1 hybrid nemotron_h plamo2 qwen3next qwen35 kimi-linear",
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
     (
-        ("clip", "vl", "gemma3n", "chameleon", "ocr", "glm4v", "mllama", "wavtokenizer"),
+        "clip vl gemma3n chameleon ocr glm4v mllama wavtokenizer",
         "is a multimodal model or a part of one",
         "Use a text-only model of the same family",
     ),
-    (
-        ("bert", "t5", "gemma-embedding", "llama-embed"),
-        "is an encoder, which generates no text",
-        "Use a decoder-only model",
-    ),
+    ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
+"""Parts of the names of unsupported architectures, what these are, and the fix."""
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -105,7 +99,7 @@ def _architecture(file: GGUFFile) -> str:
     if name in ARCHITECTURES:
         return name
     for markers, what, fix in _OTHER_KINDS:
-        if any(marker in name for marker in markers):
+        if any(marker in name for marker in markers.split()):
             raise UnsupportedModel(f"{title} ({name}) {what}", fix)
     raise UnsupportedModel(
         f"GGUF architecture {name!r} of {title} is not supported",

@@ -35,6 +35,9 @@ _MEDUSA_FILE = "medusa_lm_head"
 _FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
 """Kinds of drafters that Paceline does not run."""
 
+EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings of EAGLE-3 that have the same names in files and in `EagleConfig`."""
+
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
 """Tensors that some files hold and nothing needs."""
 
@@ -62,7 +65,6 @@ Found = tuple[str, HeadConfig, Tensors]
 def open_head(
     reference: str | Path,
     *,
-    revision: str | None = None,
     token: str | None = None,
     quiet: bool = True,
     allow_pickle: bool = False,
@@ -73,10 +75,10 @@ def open_head(
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
     runs).
     """
-    path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    path = resolve(reference, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
         raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
-    raw = _read_head_config(path)
+    raw = read_json(path / "config.json", HEAD_IDENTITY)
     reader = _reader(path, raw)
     if reader is None:
         raise UnsupportedModel(
@@ -121,13 +123,8 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 def holds_head(path: Path) -> bool:
     """Whether the config.json in this folder is a learned drafter's. Raises `UnsupportedModel` for a kind that Paceline
     does not run."""
-    return (path / "config.json").exists() and _reader(path, _read_head_config(path)) is not None
-
-
-def _read_head_config(path: Path) -> dict[str, Any]:
-    raw = read_json(path / "config.json")
-    check(path / "config.json", raw, HEAD_IDENTITY)
-    return raw
+    file = path / "config.json"
+    return file.exists() and _reader(path, read_json(file, HEAD_IDENTITY)) is not None
 
 
 def _check_fields(file: Path, raw: Raw) -> None:
@@ -224,12 +221,9 @@ def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Eagle
     return EagleConfig(
         layer=layer,
         taps=taps,
-        target_hidden=folder.number("target_hidden_size") if raw.get("target_hidden_size") else layer.hidden,
-        draft_vocab=folder.number("draft_vocab_size") if raw.get("draft_vocab_size") else layer.vocab_size,
-        norm_before_residual=bool(raw.get("norm_before_residual")),
-        norm_before_fc=bool(raw.get("norm_before_fc")),
-        fc_norm=bool(raw.get("fc_norm")),
-        norm_output=bool(raw.get("norm_output")),
+        target_hidden=raw.get("target_hidden_size") or layer.hidden,
+        draft_vocab=raw.get("draft_vocab_size") or layer.vocab_size,
+        **{flag: bool(raw.get(flag)) for flag in EAGLE_FLAGS},
     )
 
 
@@ -361,7 +355,7 @@ def _block(
     """`mask_config`: the part of the config that holds mask_token_id."""
     if size is None:
         raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
-    vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
+    vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
     return BlockConfig(
         layer=layer,
         taps=taps,

@@ -10,13 +10,13 @@ import gc
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.files.schema import CORRECT
+from paceline.files.schema import CORRECT, FieldKind, check
 
 MIB = 1 << 20
 _CONFIG_LIMIT = 8 * MIB
@@ -58,9 +58,9 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
         raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", CORRECT) from error
 
 
-def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises the errors of `read_text`, and `CorruptModel` for JSON that is malformed
-    or nested deeper than 64 levels."""
+def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
+    """Return the JSON object in a file, its `fields` checked. Raises the errors of `read_text`, and `CorruptModel` for
+    JSON that is malformed or nested deeper than 64 levels, and for a field of the wrong kind."""
     text = read_text(path, limit)
     try:
         with _uncollected():
@@ -74,6 +74,7 @@ def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
         raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
     if depth > _DEEPEST:
         raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
+    check(path, data, fields)
     return data
 
 
@@ -90,9 +91,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def read_json_if_exists(path: Path) -> dict[str, Any]:
+def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str, Any]:
     """Return `read_json`, or {} where there is no such file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path, fields) if path.exists() else {}
 
 
 @contextmanager

@@ -207,6 +207,9 @@ ADAPTER: Mapping[str, FieldKind] = {
 }
 """adapter_config.json."""
 
+INDEX: Mapping[str, FieldKind] = {"weight_map": mapping(TEXT)}
+"""model.safetensors.index.json and others."""
+
 HEAD_IDENTITY: Mapping[str, FieldKind] = {
     "architectures": listed(TEXT) | NULL,
     "speculators_model_type": TEXT | NULL,

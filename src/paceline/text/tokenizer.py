@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
-from paceline.files.schema import TOKENIZER, check
+from paceline.files.schema import TOKENIZER
 
 if TYPE_CHECKING:
     import tokenizers
@@ -43,9 +43,7 @@ class Tokenizer:
 
         config: dict[str, Any] = {}
         for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
-            found = read_json_if_exists(file)
-            check(file, found, TOKENIZER)
-            config |= found
+            config |= read_json_if_exists(file, TOKENIZER)
         backend = _backend_from_folder(path)
         special = {key: text for key in _ROLES if (text := _text(config.get(key))) is not None}
         with library_errors(f"{path / 'tokenizer_config.json'} does not fit its tokenizer"):
