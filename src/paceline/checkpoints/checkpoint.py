@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
-from paceline.files.reading import MIB, read_json, read_json_if_exists
+from paceline.files.reading import MIB, library_errors, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, Renamed
@@ -146,20 +146,16 @@ class Shards(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         path, read = self._sources[name]
-        try:
+        with library_errors(f"cannot read {name} from {path}", _AGAIN):
             return read(name)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise CorruptModel(f"cannot read {name} from {path} ({error})", _AGAIN) from error
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")
         return list(file.keys()), file.get_tensor
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
 
 
 def _open_pickle(path: Path) -> tuple[list[str], Read]:

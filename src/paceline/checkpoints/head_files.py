@@ -281,9 +281,7 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
         if (head, layer) not in places:
             raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
-    vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
-    if vocab is None:
-        raise CorruptModel(f"config.json of the head {folder.path} lacks vocab_size", _AGAIN)
+    vocab = folder.number("vocab_size", {"vocab_size": rows, **folder.raw})
     return MedusaConfig(
         hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
         vocab_size=vocab,
@@ -308,8 +306,7 @@ def _read_dflash(folder: _Folder) -> Found:
     causal = tuple(x.window is not None if stated is None else bool(stated) for x in layer.plan)
     ids = nested.get("target_layer_ids")
     taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
-    size = raw.get("block_size") or nested.get("block_size")
-    return "reference", _block(folder, layer, taps, size, nested, causal), folder.tensors
+    return "reference", _block(folder, layer, taps, nested, causal), folder.tensors
 
 
 def _read_speculators_dflash(folder: _Folder) -> Found:
@@ -318,7 +315,7 @@ def _read_speculators_dflash(folder: _Folder) -> Found:
     _refuse_dflash(folder, raw, sliding=False)
     causal = tuple(x.window is not None and not raw.get("sliding_window_non_causal") for x in layer.plan)
     taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
-    config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
+    config = _block(folder, layer, taps, raw, causal)
     # Copies of the target's, which are never trained; a head over all tokens is the target's too.
     unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
     return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
@@ -350,17 +347,15 @@ def _block_layer(raw: Raw) -> ModelConfig:
 
 
 def _block(
-    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, mask_config: Raw, causal: tuple[bool, ...]
+    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
-    """`mask_config`: the part of the config that holds mask_token_id."""
-    if size is None:
-        raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
+    """`nested`: the part of the config that holds mask_token_id, and block_size unless the config does itself."""
     vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
     return BlockConfig(
         layer=layer,
         taps=taps,
-        size=size,
-        mask_token=folder.number("mask_token_id", mask_config),
+        size=folder.number("block_size", folder.raw if folder.raw.get("block_size") else nested),
+        mask_token=folder.number("mask_token_id", nested),
         causal=causal if any(causal) else (),
         from_anchor=bool(folder.raw.get("sample_from_anchor")),
         draft_vocab=vocab if vocab != layer.vocab_size else 0,

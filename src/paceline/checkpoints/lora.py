@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
-from paceline.files.reading import read_json
+from paceline.files.reading import library_errors, read_json
 from paceline.files.schema import ADAPTER, shown
 from paceline.kernels.quantize import Codes
 from paceline.models.families import ties_head
@@ -102,12 +102,8 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
                 f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
                 f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
             )
-        try:
+        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)}", _AGAIN):
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CorruptModel(
-                f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)} ({error})", _AGAIN
-            ) from error
     return tuple(found)
 
 

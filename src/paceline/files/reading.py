@@ -98,9 +98,9 @@ def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str
 
 @contextmanager
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
-    """Turn any error of the tokenizers library into a `CorruptModel` with this cause and the library's reason.
+    """Turn any error of a library into a `CorruptModel` with this cause and the library's reason.
 
-    The library raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
+    tokenizers raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
     """
     try:
         yield
