@@ -92,11 +92,9 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
 
     Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
     """
-    files = _shards(path, safe)
-    if files is not None:
+    if files := _shards(path, safe):
         return Shards(files, _open_safetensors)
-    files = _shards(path, pickled)
-    if files is None:
+    if not (files := _shards(path, pickled)):
         raise ModelNotFound(f"{path} holds no {safe} or its index", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(

@@ -108,19 +108,19 @@ def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
 class Speller:
     """Spells bytes with the tokens of a vocabulary, always the longest that fits."""
 
-    def __init__(self, ids: dict[bytes, int]) -> None:
-        """`ids`: bytes of each token -> its id."""
-        self._ids = ids
-        self._longest = max(map(len, ids), default=0)
+    def __init__(self, token_bytes: dict[int, bytes]) -> None:
+        """`token_bytes`: id -> bytes; of two tokens with the same bytes the first is used (`ids`: bytes -> id)."""
+        self.ids = {data: i for i, data in reversed(token_bytes.items())}
+        self._longest = max(map(len, self.ids), default=0)
 
     def spell(self, data: bytes) -> list[int]:
         """Return token ids that spell `data`, up to the first byte that no token has."""
         tokens: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)
-            size = next((n for n in sizes if data[:n] in self._ids), 0)
+            size = next((n for n in sizes if data[:n] in self.ids), 0)
             if not size:
                 break
-            tokens.append(self._ids[data[:size]])
+            tokens.append(self.ids[data[:size]])
             data = data[size:]
         return tokens

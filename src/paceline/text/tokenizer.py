@@ -179,7 +179,7 @@ class Tokenizer:
     def _speller(self) -> Speller:
         from paceline.text.token_bytes import Speller
 
-        return Speller({data: i for i, data in reversed(self.token_bytes.items())})
+        return Speller(self.token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD. Raises `InvalidPrompt` for invalid ids."""
