@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
@@ -129,9 +131,7 @@ class Shards(LazyTensors):
     """Tensors by name over one or more files. Headers are checked here, tensors are read at each access."""
 
     def __init__(
-        self,
-        files: Mapping[Path, tuple[str, ...] | None],
-        opener: Callable[[Path], tuple[list[str], Read]],
+        self, files: Mapping[Path, tuple[str, ...] | None], opener: Callable[[Path], tuple[list[str], Read]]
     ) -> None:
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
@@ -149,16 +149,12 @@ class Shards(LazyTensors):
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    from safetensors import safe_open
-
     with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")
         return list(file.keys()), file.get_tensor
 
 
 def _open_pickle(path: Path) -> tuple[list[str], Read]:
-    import torch
-
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises any kind of error for damaged files

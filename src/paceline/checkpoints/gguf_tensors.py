@@ -70,12 +70,7 @@ LAYOUTS = {
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
     "phi3": TensorLayout(
-        {
-            **_ATTENTION,
-            "attn_qkv": "self_attn.qkv_proj",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
-        }
+        {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),

@@ -63,11 +63,7 @@ Found = tuple[str, HeadConfig, Tensors]
 
 
 def open_head(
-    reference: str | Path,
-    *,
-    token: str | None = None,
-    quiet: bool = True,
-    allow_pickle: bool = False,
+    reference: str | Path, *, token: str | None = None, quiet: bool = True, allow_pickle: bool = False
 ) -> HeadFile:
     """Read and check a learned drafter in any layout, from a folder or a hub id.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +23,7 @@ from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
 from paceline.models.lazy import Outlines, Quantised
 from paceline.protocols import Target
-
-if TYPE_CHECKING:
-    from paceline.text.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -141,8 +139,6 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
 
 def wrap(model: Any, tokenizer: Any) -> Loaded:
     """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
-    from paceline.text.tokenizer import Tokenizer
-
     wrappable = False
     if find_spec("transformers"):
         from transformers import PreTrainedModel

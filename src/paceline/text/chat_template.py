@@ -34,8 +34,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPrompt(
-            "chat messages must be a list with at least one message",
-            'As in [{"role": "user", "content": "Hi"}]',
+            "chat messages must be a list with at least one message", 'As in [{"role": "user", "content": "Hi"}]'
         )
     return [_check_message(index, message) for index, message in enumerate(messages)]
 

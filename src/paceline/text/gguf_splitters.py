@@ -7,10 +7,9 @@ The patterns are those of the models' own tokenizer.json files, or llama.cpp's f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,6 @@ class Splitter:
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """Return the pre-tokenizer."""
-        from tokenizers import Regex, pre_tokenizers
-
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         if self.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))

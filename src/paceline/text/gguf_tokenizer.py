@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import library_errors
 from paceline.text.gguf_splitters import SPLITTERS, Splitter
-
-if TYPE_CHECKING:
-    import tokenizers
 
 Fields = Mapping[str, Any]
 
@@ -23,7 +22,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
+def backend_from_gguf(fields: Fields) -> Tokenizer:
     """Return the tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
 
     Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
@@ -49,7 +48,7 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
     return backend
 
 
-def special_tokens(backend: tokenizers.Tokenizer, fields: Fields) -> dict[str, str]:
+def special_tokens(backend: Tokenizer, fields: Fields) -> dict[str, str]:
     """Return role -> text of the special tokens that the metadata names."""
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
@@ -95,9 +94,7 @@ def _splitter_of(fields: Fields) -> Splitter:
     return SPLITTERS[name]
 
 
-def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
     model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
     backend = Tokenizer(model)
@@ -108,9 +105,7 @@ def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokeni
     return backend
 
 
-def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> Tokenizer:
     scores = fields.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
@@ -155,10 +150,8 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     ]
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(backend: Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
     """Add control tokens, which `decode` leaves out, and user-defined ones, which it keeps."""
-    from tokenizers import AddedToken
-
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
     # The metadata does not say so; llama.cpp goes by the model's name.
     strips = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
@@ -171,13 +164,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str]
     backend.add_special_tokens([token for token in found if token.special])
 
 
-def frame(backend: tokenizers.Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
+def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
     """Make `backend` put BOS and EOS around each text as `added` says of "bos_token" and "eos_token"; None: as now.
 
     `special`: role -> text.
     """
-    from tokenizers import processors
-
     found: dict[str, list[tuple[str, int]]] = {}
     for role, wanted in added.items():
         text = special.get(role, "")

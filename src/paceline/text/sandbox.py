@@ -76,8 +76,6 @@ class Sandbox:
         allocate. `prepared`: the key of a `prepare` call that the job relies on. Raises `JobFailed` for an error in the
         job, `OverLimit`, `Unfinished`.
         """
-        if not can_fork():
-            return _run_inline(job, argument)
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
@@ -91,17 +89,19 @@ class Sandbox:
                 before = self._started() if can_fork() else None
                 if key in self._prepared:
                     return
-            if can_fork():
-                # Others may wait for it even if this caller's client has disconnected.
-                Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
-            else:
-                _run_inline(job, argument())
+            # Others may wait for it even if this caller's client has disconnected.
+            Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
             with self._lock:
                 if self._control is before:
                     self._prepared.add(key)
 
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
-        """Hand a job to the helper and return its result."""
+        """Hand a job to the helper and return its result; run it here where processes cannot fork."""
+        if not can_fork():
+            try:
+                return _find(message[0])(message[1])
+            except Exception as error:
+                raise JobFailed(f"{error}" or type(error).__name__) from error
         data = pickle.dumps(message)
         with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
             ours, theirs = socket.socketpair()
@@ -201,13 +201,6 @@ def _result(answer: bytes) -> Any:
     if "failed" in reply:
         raise JobFailed(reply["failed"])
     return reply["result"]
-
-
-def _run_inline(job: str, argument: Any) -> Any:
-    try:
-        return _find(job)(argument)
-    except Exception as error:
-        raise JobFailed(f"{error}" or type(error).__name__) from error
 
 
 # --- The helper process

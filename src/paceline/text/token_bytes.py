@@ -7,10 +7,9 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import tokenizers
+import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

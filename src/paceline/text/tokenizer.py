@@ -7,16 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
 
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
 from paceline.files.schema import TOKENIZER
-
-if TYPE_CHECKING:
-    import tokenizers
-
-    from paceline.text.token_bytes import Speller
+from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
+from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 _LIMIT = 128 * MIB
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -39,8 +38,6 @@ class Tokenizer:
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
         """Load tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
-        from paceline.text.gguf_tokenizer import frame
-
         config: dict[str, Any] = {}
         for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
             config |= read_json_if_exists(file, TOKENIZER)
@@ -56,15 +53,12 @@ class Tokenizer:
     @staticmethod
     def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         """Build a tokenizer from a GGUF's metadata. Raises `UnsupportedModel` and `CorruptModel`."""
-        from paceline.text.gguf_tokenizer import backend_from_gguf, special_tokens
-
         backend = backend_from_gguf(fields)
         return Tokenizer(backend, special_tokens(backend, fields), fields.get("tokenizer.chat_template"))
 
     @staticmethod
     def from_transformers(tokenizer: Any) -> Tokenizer:
         """Copy a fast tokenizer of transformers. Raises `InvalidOption` for anything else."""
-        from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -72,7 +66,7 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is not a fast tokenizer of transformers",
                 "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...), or a paceline Tokenizer",
             )
-        backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
         special = {key: text for key in _ROLES if (text := _text(getattr(tokenizer, key))) is not None}
@@ -117,15 +111,11 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:
         """Token id -> the bytes that it adds to a text; without special tokens."""
-        from paceline.text.token_bytes import token_bytes
-
         return token_bytes(self._backend)
 
     @cached_property
     def max_token_chars(self) -> int | None:
         """Upper bound of the characters of a text that one token can stand for, or None."""
-        from paceline.text.token_bytes import max_token_chars
-
         return max_token_chars(self._backend, self.token_bytes)
 
     def token_id(self, token: str | None) -> int | None:
@@ -177,8 +167,6 @@ class Tokenizer:
 
     @cached_property
     def _speller(self) -> Speller:
-        from paceline.text.token_bytes import Speller
-
         return Speller(self.token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -206,8 +194,6 @@ class Tokenizer:
 
 
 def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
     file = path / "tokenizer.json"
     if not file.exists():
         raise UnsupportedModel(
@@ -216,7 +202,7 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
         )
     text = read_text(file, _LIMIT)
     with library_errors(f"{file} is not a tokenizer"):
-        backend = Backend.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     # Settings left over from training: prompts are never cut or padded here.
     backend.no_truncation()
     backend.no_padding()
@@ -225,13 +211,11 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
 
 def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
     """Add the tokens that only tokenizer_config.json lists, in the order of their ids."""
-    from tokenizers import AddedToken
-
     for _, entry in sorted((listed or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is not None:
             continue
         flags = {key: entry[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
-        token = AddedToken(entry["content"], special=entry.get("special", False), **flags)
+        token = tokenizers.AddedToken(entry["content"], special=entry.get("special", False), **flags)
         (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
 
 
