@@ -86,7 +86,7 @@ class GGUFTensors(LazyTensors):
     """
 
     def __init__(self, file: GGUFFile, layout: TensorLayout, config: Mapping[str, Any]) -> None:
-        self._file, self._config, self._layout = file, config, layout
+        self._config, self._layout = config, layout
         self._names = self._tensors = _named(file, layout)
         for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
             tensor.check()

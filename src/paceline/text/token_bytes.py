@@ -63,10 +63,9 @@ def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) 
     return {i: text[start:].encode(errors="replace") for i, text in zip(tokens, pairs, strict=True)}
 
 
-_COMPOSE = 4
-"""Characters of a text that Unicode normalisation merges into one, at most."""
-_SHRINK = {"NFC": _COMPOSE, "NFKC": _COMPOSE, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters."""
+_SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
+"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters: Unicode composition merges at
+most four."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
 """Pre-tokenizers that drop nothing (`Split` unless told to)."""
 
