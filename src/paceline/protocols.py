@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
 from paceline.types import DraftBudget, Forward, Rows, Want
 
@@ -172,9 +171,6 @@ class TargetWithHead(Target, EmbeddingAndHead, Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-_Self = TypeVar("_Self", bound="Closable")
-
-
 class Closable(ABC):
     """Something that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
 
@@ -182,12 +178,10 @@ class Closable(ABC):
     def close(self) -> None:
         """Give back what is held; closing twice does nothing."""
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.draft_length import Controller, RoundOutcome
+from paceline.engine.draft_length import Controller
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.request import Request
 from paceline.protocols import KVCache
@@ -73,4 +73,4 @@ def learn(
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
-            group.controller.learn(RoundOutcome(group.budgets, made, kept, drafting, verifying, len(drafts), rows))
+            group.controller.learn(group.budgets, made, kept, drafting, verifying, len(drafts), rows)
