@@ -140,7 +140,8 @@ class LLM:
         `on_chunk`: called with every chunk of a single reply as it is written; if it returns False, the reply ends
         there. `raw`: give text to the model as it is, without the chat template. Raises `PacelineError`.
         """
-        several = _is_batch(prompt)
+        # One prompt may itself be a list: of ids or of messages.
+        several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
         if several or n is not None:
             if on_chunk is not None:
                 raise InvalidOption("on_chunk is for a single reply", "Iterate over llm.batch(...) instead")
@@ -289,11 +290,6 @@ def _a(thing: object) -> str:
         return "None"
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-def _is_batch(prompt: Any) -> bool:
-    """A list of prompts rather than one prompt, which may itself be a list of ids or of messages."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
 
 
 def load(

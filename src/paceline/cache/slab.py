@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -179,11 +180,8 @@ class SlabCache(SlotTable):
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
-        counts = [sum(layer.kind == kind for layer in layers) for kind in self._kinds]
-        self.slabs = tuple(
-            Slab(count, window, empty, limit + BLOCK) for count, (window, _) in zip(counts, self._kinds, strict=True)
-        )
+        self._kinds = Counter(layer.kind for layer in layers)
+        self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
         self._tops: dict[int, int] = {}

@@ -134,10 +134,8 @@ class StopStrings:
 
 def _overlap(text: str, stop: str) -> int:
     """The longest end of `text` that begins `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ def _group(policy: DraftPolicy, indices: list[int], requests: Sequence[Request],
     members = [requests[i] for i in indices]
     # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
     # a round with such a request keeps to the drafter's own size.
-    free = all(r.sampler.rule == "match" or r.sampler.greedy for r in members)
+    free = all(r.sampler.rule == "match" for r in members)
     controller = policy.controller if free else None
     draft, price = policy.draft, 0.0
     if controller:
