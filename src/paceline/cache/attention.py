@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
