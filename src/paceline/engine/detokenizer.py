@@ -190,18 +190,12 @@ class TextStream:
             if finish:
                 verdict = verdict.cut(count, finish)
                 break
-        added, last = _origin(draft, verdict), len(pieces) - 1
-        rows = zip(pieces, verdict.tokens, self._logprobs(verdict, logits), strict=True)
-        chunks = tuple(
-            Chunk(
-                piece,
-                token,
-                "draft" if i < len(verdict.path) else added,
-                verdict.finish if i == last else None,
-                logprobs,
-            )
-            for i, (piece, token, logprobs) in enumerate(rows)
-        )
+        origins: list[Origin] = ["draft"] * len(verdict.path)
+        origins.append(_origin(draft, verdict))
+        ends: list[FinishReason | None] = [None] * (len(pieces) - 1) + [verdict.finish]
+        logprobs = self._logprobs(verdict, logits)
+        # A reply that ends inside the path has no token of the target's own: `map` ends with the shortest.
+        chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs))
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:
