@@ -23,7 +23,8 @@ from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import MedusaConfig
-from paceline.sampling.grammar import Grammar, Matcher
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import eagle_config, eagle_tensors, medusa_tensors

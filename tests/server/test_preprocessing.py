@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 from paceline.llm import LLM
-from paceline.sampling.grammar_cache import live_bytes
+from paceline.sampling.grammar import live_bytes
 from paceline.server import bodies
 from paceline.server import grammar_trials as trials
 from paceline.server.errors import ApiError

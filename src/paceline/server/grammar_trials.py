@@ -12,7 +12,7 @@ from threading import Lock
 
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
-from paceline.sampling.grammar_cache import Kind, check_installed, live_bytes, refused, spelled
+from paceline.sampling.grammar import Kind, check_installed, live_bytes, refused, spelled
 from paceline.server.worker import Busy
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 

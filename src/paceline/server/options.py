@@ -9,8 +9,7 @@ from typing import Any
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.grammar_cache import Kind
+from paceline.sampling.grammar import Grammar, Kind
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammar_trials import GrammarTrials

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.protocols import KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
-from paceline.verify.tree import pack
+from paceline.verify.tree import pack, paths_of
 
 SHAPES = (DraftBudget.chain(0), DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(8, 3, 2))
 BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
@@ -138,11 +138,3 @@ def depth_first(draft: Draft) -> Draft:
     row = {path[-1] if path else 0: i for i, path in enumerate(paths)}
     nodes = [path[-1] for path in paths if path]
     return Draft(tuple(draft.tokens[n - 1] for n in nodes), tuple(row[draft.parents[n - 1]] for n in nodes))
-
-
-def paths_of(draft: Draft) -> dict[int, list[int]]:
-    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
-    paths: dict[int, list[int]] = {0: []}
-    for row, parent in enumerate(draft.parents, 1):
-        paths[row] = [*paths[parent], row]
-    return paths

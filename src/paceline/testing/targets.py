@@ -10,10 +10,10 @@ from paceline.cache.layout import NONE
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing.drafters import Oracle
-from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
+from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill
 from paceline.testing.tiny import run
 from paceline.types import Draft, DraftBudget, Rows, Tap, Want
-from paceline.verify.tree import depths, pack, pack_prefix
+from paceline.verify.tree import depths, pack, pack_prefix, paths_of
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:

@@ -51,6 +51,14 @@ def check(draft: Draft) -> None:
         seen.add(edge)
 
 
+def paths_of(draft: Draft) -> dict[int, list[int]]:
+    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
+    paths: dict[int, list[int]] = {0: []}
+    for row, parent in enumerate(draft.parents, 1):
+        paths[row] = [*paths[parent], row]
+    return paths
+
+
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
     """Return the tree of these paths of token ids, shared prefixes once (as Medusa's trees are written)."""
     rows: dict[tuple[int, ...], int] = {(): 0}
