@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -15,45 +13,21 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.server.choices import PreparedRequest
-from paceline.server.errors import LOG, REQUEST_ID
+from paceline.server.errors import api_error
 from paceline.server.running import RunningRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Names in an endpoint's documents: the ids' prefix, and the object types of a document and of an event."""
-
-    id_prefix: str
-    document: str
-    event: str
 
 
 class GeneratedAnswer:
     """The answer to one request for generated text."""
 
-    def __init__(self, running: RunningRequest, prepared: PreparedRequest, endpoint: Endpoint, model: str) -> None:
-        self._running, self._endpoint, self._model = running, endpoint, model
+    def __init__(self, running: RunningRequest, prepared: PreparedRequest, model: str) -> None:
+        self._running, self._prepared, self._model = running, prepared, model
         self._choices = [prepared.choice(index) for index in range(len(prepared.jobs))]
-        self._id, self._created = f"{endpoint.id_prefix}{uuid.uuid4().hex}", int(time.time())
-
-    def close(self) -> None:
-        """Cancel replies that still run, and log the usage. Closing twice does nothing."""
-        if not self._running.open:
-            return
-        self._running.close()
-        usage = self._running.usage()
-        LOG.info(
-            "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
-            REQUEST_ID.get(),
-            self._id,
-            ",".join(str(reply.outcome) for reply in self._running.replies),
-            usage["completion_tokens"],
-            usage["prompt_tokens"],
-            usage["speculation"]["rounds"],
-        )
+        self._created = int(time.time())
+        self.close = running.close
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        head = {"id": self._running.id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
     async def document(self) -> dict[str, Any]:
@@ -61,14 +35,14 @@ class GeneratedAnswer:
         async for round_ in self._running.rounds():
             self._choices[round_.index].add_round(round_)
         choices = [choice.as_dict() for choice in self._choices]
-        return self._object(self._endpoint.document, choices, usage=self._running.usage())
+        return self._object(self._prepared.document, choices, usage=self._running.usage())
 
     async def events(self, usage: bool) -> AsyncIterator[bytes]:
         """Yield the answer as it grows. An error is an event too, because the status has been sent by then."""
         more: dict[str, Any] = {"usage": None} if usage else {}
 
         def chunk(choice: dict[str, Any]) -> bytes:
-            return event(self._object(self._endpoint.event, [choice], **more))
+            return event(self._object(self._prepared.event, [choice], **more))
 
         try:
             for choice in self._choices:
@@ -78,10 +52,11 @@ class GeneratedAnswer:
                 for content in self._choices[round_.index].add_round(round_):
                     yield chunk(content)
             if usage:
-                yield event(self._object(self._endpoint.event, [], usage=self._running.usage()))
+                yield event(self._object(self._prepared.event, [], usage=self._running.usage()))
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield event(self._running.error_event(error))
+            self._running.error = error
+            yield event(api_error(error).body)
         finally:
             self.close()
 

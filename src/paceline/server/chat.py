@@ -11,13 +11,13 @@ from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
 from paceline.server.calls import Call, CallParser, ForcedCallParser, Piece
-from paceline.server.choices import Choice, PreparedRequest, ReplyRound, TokenTexts
+from paceline.server.choices import Choice, PreparedRequest, TokenTexts
 from paceline.server.errors import bad_request
 from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
-from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.schema import ChatRequest, Message, NamedTool, TokenizeRequest, Tool
 from paceline.server.tools import CallFormat
-from paceline.server.worker import Busy
+from paceline.server.worker import Busy, ReplyRound
 from paceline.text.chat_template import check_messages
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
@@ -155,7 +155,7 @@ def prepare(
     grammar = options.grammar(trials, body, calling.grammar(family, marker[0] if marker else None, body))
     thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
     values = {**thinking, **(body.chat_template_kwargs or {})}
-    text = chat_text(llm, body.messages, calling.shown, values, body.add_generation_prompt, body.continue_final_message)
+    text = chat_text(llm, body, calling.shown, values)
     options.check_text_length(llm, settings, text, "messages")
     tokens = chat_ids(llm, text)
     options.check_length(llm, settings, tokens, "messages")
@@ -181,7 +181,8 @@ def prepare(
             legacy=legacy,
         )
 
-    return PreparedRequest(options.jobs(llm, settings, body, [tokens], sampling), choice)
+    jobs = options.jobs(llm, settings, body, [tokens], sampling)
+    return PreparedRequest(jobs, choice, "chat.completion", "chat.completion.chunk")
 
 
 def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
@@ -190,17 +191,12 @@ def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
 
 
 def chat_text(
-    llm: LLM,
-    messages: Sequence[Message],
-    offered: Sequence[Tool] | None,
-    values: dict[str, Any],
-    generation_prompt: bool | None,
-    continued: bool | None,
+    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, values: dict[str, Any]
 ) -> str:
-    """Return a chat's prompt as text. `values`: further variables of the template. `continued`: it ends within the
-    last message. Raises `ApiError` 400 naming the messages.
+    """Return a chat's prompt as text. `values`: further variables of the template. Raises `ApiError` 400 naming the
+    messages.
     """
-    chat = [_as_template_message(message) for message in messages]
+    chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     reserved = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
@@ -209,9 +205,9 @@ def chat_text(
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
             chat, given = tools.with_tools(check_messages(chat), given), []
         values = {"tools": given or None, **values}
-        if continued:
+        if body.continue_final_message:
             return _continued(llm, chat, values)
-        return llm.tokenizer.apply_chat_template(chat, generation_prompt is not False, **values)
+        return llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:

@@ -7,12 +7,10 @@ each new grammar is first compiled in a fork with limits, and by the server itse
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from threading import Lock
 
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
-from paceline.sampling.grammar_cache import Kind, check_installed, live_bytes, refused, spelled
+from paceline.sampling.grammar_cache import Cache, Kind, check_installed, live_bytes, refused, spelled
 from paceline.server.worker import Busy
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 
@@ -28,8 +26,7 @@ class GrammarTrials:
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._key = llm, llm.tokenizer.digest
-        self._results: OrderedDict[bytes, int | PacelineError] = OrderedDict()
-        self._lock = Lock()
+        self._results: Cache[bytes, int | PacelineError] = Cache(_MAX_RESULTS)
 
     def size(self, kind: Kind, text: str) -> int:
         """Return the bytes that the compiled grammar takes.
@@ -39,14 +36,7 @@ class GrammarTrials:
         """
         check_installed()
         digest = hashlib.blake2b(f"{kind}\0{text}".encode()).digest()
-        with self._lock:
-            result = self._results.get(digest)
-        if result is None:
-            result = self._compile(kind, text)
-            with self._lock:
-                self._results[digest] = result
-                while len(self._results) > _MAX_RESULTS:
-                    self._results.popitem(last=False)
+        result = self._results.get(digest, lambda: (self._compile(kind, text), 1))
         if isinstance(result, PacelineError):
             raise type(result)(result.cause, result.fix)
         if live_bytes() + result > _MAX_LIVE:

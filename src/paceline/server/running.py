@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from paceline.server.choices import ReplyRound
-from paceline.server.errors import api_error
+from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
 from paceline.server.tracing import Tracer
-from paceline.server.worker import ReplyHandle, ReplyJob, RoundOutput, ServerStopping, Worker
+from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping, Worker
 
 
 @dataclass(slots=True)
@@ -28,7 +27,6 @@ class RunningReply:
     job: ReplyJob
     handle: ReplyHandle
     submitted: float
-    last_round: float
     first: float | None = None
     tokens: int = 0
     finish_reason: str | None = None
@@ -37,30 +35,26 @@ class RunningReply:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """The replies to one request. `close` must follow `enter`, whatever happens between."""
+    """The replies to one request, which counts against `limit` until `close`. `id`: that of its answer."""
 
+    id: str
     worker: Worker
     limit: RequestLimit
     metrics: Metrics
     tracer: Tracer
     replies: list[RunningReply] = field(default_factory=list)
-    outputs: asyncio.Queue[RoundOutput] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[ReplyRound] = field(default_factory=asyncio.Queue)
     error: Exception | None = None
-    open: bool = False
-
-    def enter(self) -> None:
-        """Count the request until `close`. Raises `ApiError` 429."""
-        self.limit.acquire()
-        self.open = True
+    open: bool = True
 
     def start(self, jobs: Sequence[ReplyJob]) -> None:
         """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
         for index, job in enumerate(jobs):
             now = time.perf_counter()
-            self.replies.append(RunningReply(job, self.worker.submit(job, self.outputs, index), now, now))
+            self.replies.append(RunningReply(job, self.worker.submit(job, self.outputs, index), now))
 
     def close(self) -> None:
-        """Cancel replies that still run. Closing twice does nothing."""
+        """Cancel replies that still run, and log the usage. Closing twice does nothing."""
         if not self.open:
             return
         self.open = False
@@ -70,17 +64,29 @@ class RunningRequest:
             reply.outcome = reply.finish_reason or ("error" if self.error else "abort")
             self.metrics.observe_end(reply.outcome, time.perf_counter() - reply.submitted)
             self.tracer.record(reply.job, reply.handle, reply.first, reply.tokens, reply.outcome)
+        if self.replies:
+            usage = self.usage()
+            LOG.info(
+                "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
+                REQUEST_ID.get(),
+                self.id,
+                ",".join(str(reply.outcome) for reply in self.replies),
+                usage["completion_tokens"],
+                usage["prompt_tokens"],
+                usage["speculation"]["rounds"],
+            )
 
     async def rounds(self) -> AsyncIterator[ReplyRound]:
         """Yield the rounds of all replies as they come. The first error of one ends all, and is raised."""
         running = len(self.replies)
         try:
             while running:
-                output = await self.outputs.get()
-                reply = self.replies[output.index]
-                if output.chunks:
-                    yield self._round(reply, output)
-                if output.over:
+                round_ = await self.outputs.get()
+                reply = self.replies[round_.index]
+                if round_.chunks:
+                    self._count(reply, round_)
+                    yield round_
+                if round_.over:
                     running -= 1
                     if reply.handle.error or reply.finish_reason is None:
                         raise reply.handle.error or ServerStopping()
@@ -88,20 +94,15 @@ class RunningRequest:
             self.error = error
             raise
 
-    def _round(self, reply: RunningReply, output: RoundOutput) -> ReplyRound:
-        now, handle = time.perf_counter(), reply.handle
-        seconds = now - reply.last_round
-        round_ = ReplyRound(output.index, output.chunks, output.drafted, handle.drafter, 1000 * seconds)
+    def _count(self, reply: RunningReply, round_: ReplyRound) -> None:
         if reply.first is None:
-            reply.first = now - reply.submitted
+            reply.first, handle = time.perf_counter() - reply.submitted, reply.handle
             self.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
         else:
-            self.metrics.observe_later(seconds, len(output.chunks))
+            self.metrics.observe_later(round_)
         self.metrics.observe_round(round_)
-        reply.last_round = now
-        reply.tokens += 0 if reply.job.prompt_only else len(output.chunks)
-        reply.finish_reason = output.chunks[-1].finish_reason
-        return round_
+        reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
+        reply.finish_reason = round_.chunks[-1].finish_reason
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's token counts, and the statistics of speculation."""
@@ -128,8 +129,3 @@ class RunningRequest:
             "drafter": self.replies[0].handle.drafter,
             "tokens_per_round": round(written / rounds, 4) if rounds else 0.0,
         }
-
-    def error_event(self, error: Exception) -> dict[str, Any]:
-        """Return the event that ends a stream with an error."""
-        self.error = error
-        return api_error(error).body
