@@ -125,11 +125,6 @@ class CallOptions:
         forced = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
         return CallOptions(offered, [tool for tool in offered if tool.function.name in names], forced)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the functions that may be called."""
-        return [tool.function.name for tool in self.callable]
-
     def grammar(self, family: CallFormat, marker: int | None, body: ChatRequest) -> str | None:
         """Return the grammar of a reply that must be a call, or is a call or constrained JSON; None for any other.
 
@@ -156,19 +151,19 @@ def prepare(
     thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
     values = {**thinking, **(body.chat_template_kwargs or {})}
     text = chat_text(llm, body, calling.shown, values)
-    options.check_text_length(llm, settings, text, "messages")
-    tokens = chat_ids(llm, text)
+    options.check_length(llm, settings, text, "messages")
+    tokens = options.token_ids(llm, text, "messages", chat=True)
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
     legacy = bool(body.functions)
-
-    single = legacy or body.parallel_tool_calls is False
+    names = [tool.function.name for tool in calling.callable]
 
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
-            return ForcedCallParser(family, calling.names)
-        return CallParser(family, calling.names, single) if calling.callable else None
+            return ForcedCallParser(family, names)
+        single = legacy or body.parallel_tool_calls is False
+        return CallParser(family, names, single) if names else None
 
     def choice(index: int) -> ChatChoice:
         return ChatChoice(
@@ -210,14 +205,6 @@ def chat_text(
         return llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
-    except PacelineError as error:
-        raise bad_request(str(error), "messages") from error
-
-
-def chat_ids(llm: LLM, text: str) -> list[int]:
-    """Return the token ids of a chat's prompt. Raises `ApiError` 400 naming the messages."""
-    try:
-        return llm.encode(llm.tokenizer.encode(text, special=False))
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 

@@ -7,8 +7,9 @@ accepted, at any value or at their neutral values; all others are rejected like 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
+
+M = TypeVar("M", bound=BaseModel)
 
 DROPPED = BeforeValidator(lambda _: None)
 """Annotation of a value that is not kept: it may be megabytes of anything."""
@@ -61,35 +64,43 @@ class Strict(BaseModel):
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
 
 
-_IGNORED = """
+Neutral = Sequence[tuple[tuple[Any, ...], str]]
+"""Neutral values, and the names of the parameters that may have them."""
+
+
+def accepts(ignored: str, neutral: Neutral) -> Callable[[type[M]], type[M]]:
+    """Decorate a model of bodies with parameters that have no effect: `ignored` at any value, others if `neutral`."""
+
+    def extend(model: type[M]) -> type[M]:
+        fields: dict[str, Any] = dict.fromkeys(ignored.split(), (Ignored, None))
+        fields |= {name: (Annotated[Any, Only(*values)], None) for values, names in neutral for name in names.split()}
+        return create_model(
+            model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields
+        )
+
+    return extend
+
+
+@accepts(
+    """
     cache_prompt n_cache_reuse n_keep id_slot keep_alive ttl timings_per_token return_progress sse_ping_interval
     request_id guided_decoding_backend mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base
     dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-"""
-_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((0,), "mirostat dynatemp_range xtc_probability dry_multiplier n_probs n_indent priority"),
-    ((1,), "tfs_z length_penalty n_cmpl"),
-    ((0, 1), "min_keep"),
-    ((-1, 0), "top_n_sigma"),
-    ((0, -1), "t_max_predict_ms"),
-    ((-1,), "truncate_prompt_tokens"),
-    ((True,), "penalize_nl skip_special_tokens spaces_between_special_tokens"),
-    ((False,), "use_beam_search early_stopping include_stop_str_in_output return_token_ids return_tokens"),
-    ((False,), "return_tokens_as_token_ids post_sampling_probs"),
-    (([],), "allowed_token_ids bad_words logits_processors lora"),
-    (("",), "grammar"),
-    ((), "prompt_logprobs json_schema"),
+    """,
+    (
+        ((0,), "mirostat dynatemp_range xtc_probability dry_multiplier n_probs n_indent priority"),
+        ((1,), "tfs_z length_penalty n_cmpl"),
+        ((0, 1), "min_keep"),
+        ((-1, 0), "top_n_sigma"),
+        ((0, -1), "t_max_predict_ms"),
+        ((-1,), "truncate_prompt_tokens"),
+        ((True,), "penalize_nl skip_special_tokens spaces_between_special_tokens"),
+        ((False,), "use_beam_search early_stopping include_stop_str_in_output return_token_ids return_tokens"),
+        ((False,), "return_tokens_as_token_ids post_sampling_probs"),
+        (([],), "allowed_token_ids bad_words logits_processors lora"),
+        (("",), "grammar"),
+        ((), "prompt_logprobs json_schema"),
+    ),
 )
-
-if TYPE_CHECKING:
-
-    class OtherServers(Strict):
-        """Parameters of other servers that chats and completions accept without effect."""
-
-else:
-    OtherServers = create_model(
-        "OtherServers",
-        __base__=Strict,
-        **dict.fromkeys(_IGNORED.split(), (Ignored, None)),
-        **{name: (Annotated[Any, Only(*values)], None) for values, names in _NEUTRAL for name in names.split()},
-    )
+class OtherServers(Strict):
+    """Parameters of other servers that chats and completions accept without effect."""

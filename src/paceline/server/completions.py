@@ -10,11 +10,9 @@ from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
-from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.server import options
 from paceline.server.choices import Choice, PreparedRequest, TokenTexts
-from paceline.server.errors import bad_request
 from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
@@ -82,8 +80,8 @@ def prepare(
     params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]
     for prompt, param in zip(given, params, strict=True):
         if isinstance(prompt, str):
-            options.check_text_length(llm, settings, prompt, param)
-    prompts = [_encode(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
+            options.check_length(llm, settings, prompt, param)
+    prompts = [options.token_ids(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
     grammar = options.grammar(trials, body)
@@ -135,10 +133,3 @@ def _pieces(llm: LLM, prompt: str | list[int], tokens: Sequence[int]) -> list[st
             raise Unfinished
         pieces.append(detokenizer.push(token))
     return [*pieces[:-1], pieces[-1] + detokenizer.flush()]
-
-
-def _encode(llm: LLM, prompt: str | list[int], param: str) -> list[int]:
-    try:
-        return llm.encode(prompt, raw=True)
-    except PacelineError as error:
-        raise bad_request(str(error), param) from error

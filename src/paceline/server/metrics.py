@@ -75,14 +75,11 @@ class Metrics:
         self._queries.inc(prompt)
         self._hits.inc(cached)
 
-    def observe_later(self, round_: ReplyRound) -> None:
-        """Count the times of the tokens of a round that is not a reply's first."""
-        for _ in round_.chunks:
-            self._later.observe(round_.ms / 1000 / len(round_.chunks))
-
-    def observe_round(self, round_: ReplyRound) -> None:
-        """Count a reply's round."""
+    def observe_round(self, round_: ReplyRound, first: bool) -> None:
+        """Count a reply's round. `first`: it is the first, whose tokens have no time between them."""
         tokens, accepted = len(round_.chunks), round_.accepted
+        for _ in () if first else round_.chunks:
+            self._later.observe(round_.ms / 1000 / tokens)
         self._rounds.inc()
         self._generation.inc(tokens)
         self._throughput.add(tokens)

@@ -121,27 +121,27 @@ def pool(body: RequestBody, by_size: PoolName) -> PoolName:
     return "grammar" if forced or _constraints(body) else by_size
 
 
-def _max_prompt(llm: LLM, settings: Settings) -> int:
-    context = llm.model.target.context_length
-    return min(context - 1, settings.max_prompt or context)
+def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:
+    """Return the token ids of a text, or of a prompt that is token ids already. `chat`: the text of a chat, which has
+    its special tokens. Raises `ApiError` 400 naming the parameter."""
+    try:
+        return llm.encode(llm.tokenizer.encode(prompt, special=False) if chat else prompt, raw=True)
+    except PacelineError as error:
+        raise bad_request(str(error), param) from error
 
 
-def check_text_length(llm: LLM, settings: Settings, text: str, param: str) -> None:
-    """Raise `ApiError` 400 for a text that is too long whatever its tokens are, before it is tokenised."""
-    longest, limit = llm.tokenizer.max_token_chars, _max_prompt(llm, settings)
-    if longest is not None and len(text) > longest * limit:
-        raise _too_long(f"has {len(text)} characters, more than {limit} tokens can hold", param)
-
-
-def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str) -> None:
-    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply."""
-    limit = _max_prompt(llm, settings)
-    if len(tokens) > limit:
-        raise _too_long(f"has {len(tokens)} tokens, the limit is {limit}", param)
-
-
-def _too_long(message: str, param: str) -> ApiError:
-    return bad_request(f"the prompt {message}. Shorten it", param, "context_length_exceeded")
+def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
+    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply; for a text that is so whatever
+    its tokens are, before it is tokenised."""
+    context, longest = llm.model.target.context_length, llm.tokenizer.max_token_chars
+    limit = min(context - 1, settings.max_prompt or context)
+    if not isinstance(prompt, str):
+        too_long, size = len(prompt) > limit, f"{len(prompt)} tokens, the limit is {limit}"
+    else:
+        too_long = longest is not None and len(prompt) > longest * limit
+        size = f"{len(prompt)} characters, more than {limit} tokens can hold"
+    if too_long:
+        raise bad_request(f"the prompt has {size}. Shorten it", param, "context_length_exceeded")
 
 
 def length(llm: LLM, body: RequestBody, default: int = -1) -> int:

@@ -95,12 +95,10 @@ class RunningRequest:
             raise
 
     def _count(self, reply: RunningReply, round_: ReplyRound) -> None:
+        self.metrics.observe_round(round_, reply.first is None)
         if reply.first is None:
             reply.first, handle = time.perf_counter() - reply.submitted, reply.handle
             self.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
-        else:
-            self.metrics.observe_later(round_)
-        self.metrics.observe_round(round_)
         reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
         reply.finish_reason = round_.chunks[-1].finish_reason
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import DROPPED, Ignored, Only, OtherServers, Strict
+from paceline.server.compat import DROPPED, Ignored, Only, OtherServers, Strict, accepts
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
@@ -43,7 +43,6 @@ def _alias_value(body: Any, *names: str) -> Any:
     return next(iter(given.values()), None)
 
 
-Unsupported = Annotated[Any, Only()]
 Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
 Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
@@ -177,7 +176,7 @@ class Message(Strict):
     refusal: Text | None = None
     parsed: Ignored = None
     annotations: Ignored = None
-    audio: Unsupported = None
+    audio: Annotated[Any, Only()] = None
     function_call: CalledFunction | None = None
 
     @property
@@ -252,6 +251,18 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_
 Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
+@accepts(
+    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
+    (
+        ((1,), "best_of"),
+        ((False,), "echo add_special_tokens"),
+        ((True,), "include_reasoning parse_tool_calls"),
+        (([],), "documents"),
+        (("medium",), "verbosity"),
+        (("none",), "reasoning_format"),
+        ((), "audio prediction web_search_options moderation"),
+    ),
+)
 class ChatRequest(RequestBody):
     """Body of /v1/chat/completions."""
 
@@ -271,29 +282,10 @@ class ChatRequest(RequestBody):
     functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's legacy `tools`.")] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: (
         Annotated[Literal["none"], Field(description="Sets the chat template's enable_thinking to false.")] | None
     ) = None
-    verbosity: Annotated[Any, Only("medium")] = None
-    best_of: Annotated[Any, Only(1)] = None
-    echo: Annotated[Any, Only(False)] = None
-    add_special_tokens: Annotated[Any, Only(False)] = None
-    documents: Annotated[Any, Only([])] = None
-    include_reasoning: Annotated[Any, Only(True)] = None
-    reasoning_format: Annotated[Any, Only("none")] = None
-    parse_tool_calls: Annotated[Any, Only(True)] = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    web_search_options: Unsupported = None
-    moderation: Unsupported = None
 
     @property
     def offered(self) -> list[Tool]:

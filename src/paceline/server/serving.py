@@ -72,7 +72,8 @@ class Service:
                 if body.messages is None:
                     tokens = self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
                 else:
-                    tokens = chat.chat_ids(self.llm, chat.chat_text(self.llm, body, body.tools, {}))
+                    text = chat.chat_text(self.llm, body, body.tools, {})
+                    tokens = options.token_ids(self.llm, text, "messages", chat=True)
                 context_length = self.llm.model.target.context_length
                 return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
 
