@@ -21,7 +21,8 @@ class GeneratedAnswer:
     """The answer to one request for generated text."""
 
     def __init__(self, running: RunningRequest, prepared: PreparedRequest, model: str) -> None:
-        self._running, self._prepared, self._model = running, prepared, model
+        # Not the request itself, which holds its body.
+        self._running, self._model, self._document, self._event = running, model, prepared.document, prepared.event
         self._choices = [prepared.choice(index) for index in range(len(prepared.jobs))]
         self._created = int(time.time())
         self.close = running.close
@@ -35,14 +36,14 @@ class GeneratedAnswer:
         async for round_ in self._running.rounds():
             self._choices[round_.index].add_round(round_)
         choices = [choice.as_dict() for choice in self._choices]
-        return self._object(self._prepared.document, choices, usage=self._running.usage())
+        return self._object(self._document, choices, usage=self._running.usage())
 
     async def events(self, usage: bool) -> AsyncIterator[bytes]:
         """Yield the answer as it grows. An error is an event too, because the status has been sent by then."""
         more: dict[str, Any] = {"usage": None} if usage else {}
 
         def chunk(choice: dict[str, Any]) -> bytes:
-            return event(self._object(self._prepared.event, [choice], **more))
+            return event(self._object(self._event, [choice], **more))
 
         try:
             for choice in self._choices:
@@ -52,7 +53,7 @@ class GeneratedAnswer:
                 for content in self._choices[round_.index].add_round(round_):
                     yield chunk(content)
             if usage:
-                yield event(self._object(self._prepared.event, [], usage=self._running.usage()))
+                yield event(self._object(self._event, [], usage=self._running.usage()))
             yield b"data: [DONE]\n\n"
         except Exception as error:
             self._running.error = error
