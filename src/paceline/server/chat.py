@@ -67,7 +67,11 @@ class ChatChoice(Choice):
         events += [self._event(self._call_delta(piece)) for piece in pieces]
         if self.logprobs or self.trace:
             events = events or [self._event()]
-            events[0] |= self._logprobs(round_) | self._trace(round_)
+            events[0] |= self._trace(round_)
+        if self.logprobs:
+            new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
+            self.token_logprobs += new
+            events[0]["logprobs"] = {"content": new, "refusal": None}
         return events
 
     def _parse(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
@@ -89,13 +93,6 @@ class ChatChoice(Choice):
         if self.legacy:
             return {"function_call": new["function"]}
         return {"tool_calls": [{"index": len(self.calls) - 1, **new}]}
-
-    def _logprobs(self, round_: ReplyRound) -> dict[str, Any]:
-        if not self.logprobs:
-            return {}
-        new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
-        self.token_logprobs += new
-        return {"logprobs": {"content": new, "refusal": None}}
 
     def _finish(self, reason: str) -> str:
         incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete
