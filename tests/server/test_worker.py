@@ -24,9 +24,9 @@ from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
+from paceline.server.answers import RunningRequest
 from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
-from paceline.server.running import RunningRequest
 from paceline.server.tracing import Tracer
 from paceline.server.worker import Busy, ReplyJob, ReplyRound, ServerStopping, Worker, WorkerLimits, trim_memory
 from paceline.testing import tiny_target

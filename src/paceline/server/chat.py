@@ -13,7 +13,6 @@ from paceline.server import options, tools
 from paceline.server.calls import Call, CallParser, ForcedCallParser, Piece
 from paceline.server.choices import Choice, PreparedRequest, TokenTexts
 from paceline.server.errors import bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.schema import ChatRequest, Message, NamedTool, TokenizeRequest, Tool
 from paceline.server.tools import CallFormat
@@ -137,7 +136,7 @@ class CallOptions:
 
 
 def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: GrammarTrials, body: ChatRequest
+    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: ChatRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)

@@ -13,7 +13,6 @@ from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server import options
 from paceline.server.choices import Choice, PreparedRequest, TokenTexts
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
 from paceline.server.worker import ReplyRound
@@ -71,7 +70,7 @@ class TextChoice(Choice):
 
 
 def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: GrammarTrials, body: CompletionRequest
+    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: CompletionRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)

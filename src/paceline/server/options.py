@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.engine.draft_policy import OFF, Speculation
-from paceline.errors import PacelineError
+from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
-from paceline.sampling.grammar_cache import Kind
+from paceline.sampling.grammar_cache import Cache, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.preprocessing import PoolName
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
 from paceline.server.worker import Busy, ReplyJob
+from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.types import DraftBudget
 
 _SAME_NAMES = (
@@ -28,6 +29,11 @@ _ATTRIBUTES = {name: name for name in _SAME_NAMES} | {"repetition_penalty": "pen
 """Field of `Sampling` -> attribute of `RequestBody`."""
 _MAX_BRANCHES = 512
 """Branches of a drafted tree: no limit of its own."""
+_SECONDS, _MEMORY = 2.0, 128 * 2**20
+"""Limits for compiling a grammar: processor time and bytes."""
+_MAX_LIVE = 2**30
+"""Bytes of all compiled grammars, including those that running replies use."""
+_MAX_RESULTS = 1024
 
 
 def check_model(settings: Settings, name: str | None) -> None:
@@ -66,6 +72,54 @@ def speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculati
         raise bad_request(str(error), "speculation.drafter") from error
     limit = options.max_draft
     return Speculation(drafter, None if limit is None else DraftBudget(limit, limit, _MAX_BRANCHES))
+
+
+class GrammarTrials:
+    """Trial compilation of clients' grammars in the sandbox, before they are compiled here. Results are cached.
+
+    A grammar of a few bytes may take minutes and gigabytes to compile, and a thread that compiles cannot be stopped. So
+    each new grammar is first compiled in a fork with limits, and by the server itself only if it stays within them.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._key = llm, llm.tokenizer.digest
+        self._results: Cache[bytes, int | PacelineError] = Cache(_MAX_RESULTS)
+
+    def size(self, kind: Kind, text: str) -> int:
+        """Return the bytes that the compiled grammar takes.
+
+        Blocks for some seconds at most. Raises `InvalidOption` for a grammar that is malformed or exceeds the limits,
+        and `Busy` if there is no time or memory for it now.
+        """
+        check_installed()
+        digest = hashlib.blake2b(f"{kind}\0{text}".encode()).digest()
+        result = self._results.get(digest, lambda: (self._compile(kind, text), 1))
+        if isinstance(result, PacelineError):
+            raise type(result)(result.cause, result.fix)
+        if live_bytes() + result > _MAX_LIVE:
+            raise Busy("grammars of other requests use all the memory for grammars")
+        return result
+
+    def _compile(self, kind: Kind, text: str) -> int | PacelineError:
+        model = self._llm.model
+        ends = frozenset(model.eos)
+        if not ends:
+            return InvalidOption("a grammar requires an end-of-sequence token, which the model does not have")
+        size = model.target.vocab_size
+        job = (self._key, kind, text, False)
+        try:
+            SANDBOX.prepare(
+                self._key,
+                "paceline.sampling.grammar_compile:prepare",
+                lambda: (self._key, *spelled(model.tokenizer, size, ends), sorted(ends)),
+            )
+            return int(SANDBOX.run("paceline.sampling.grammar_compile:measure", job, _SECONDS, _MEMORY, self._key))
+        except JobFailed as error:
+            return refused(kind, f"{error}")
+        except OverLimit:  # not cached: the fork may have been killed for another reason
+            raise refused(kind, f"compiling it takes more than {_SECONDS:g} s or {_MEMORY >> 20} MiB") from None
+        except Unfinished:
+            raise Busy("the machine is too busy to compile a new grammar") from None
 
 
 def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None = None) -> Grammar | None:

@@ -18,21 +18,19 @@ from starlette.types import Receive
 from paceline.errors import TimedOut
 from paceline.llm import LLM
 from paceline.server import chat, completions, options, schema
-from paceline.server.answers import EventStream, GeneratedAnswer, dumps
+from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest, dumps
 from paceline.server.bodies import BodyReader
 from paceline.server.choices import PreparedRequest, TokenTexts
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
-from paceline.server.running import RunningRequest
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import Worker
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=schema.RequestBody)
-Prepare = Callable[[LLM, Settings, TokenTexts, GrammarTrials, Body], PreparedRequest]
+Prepare = Callable[[LLM, Settings, TokenTexts, options.GrammarTrials, Body], PreparedRequest]
 
 
 class Service:
@@ -46,7 +44,7 @@ class Service:
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
-        self.grammar_trials = GrammarTrials(llm)
+        self.grammar_trials = options.GrammarTrials(llm)
         self.preprocessor = Preprocessor()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
