@@ -16,12 +16,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,24 +29,17 @@ DROPPED = BeforeValidator(lambda _: None)
 Ignored = Annotated[Any, DROPPED, Field(description="Accepted and ignored: it has no effect on a local server.")]
 
 
-class Only:
-    """Annotation of a parameter that may be null or one of a few neutral values."""
+def _only(values: tuple[Any, ...]) -> Any:
+    """Return the type of a parameter that may be null or one of a few neutral values."""
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        about = "Accepted at the value that changes nothing." if self._values else "Not supported: must be null."
-        return {"enum": [*self._values, None], "description": about}
-
-    def _check(self, value: Any) -> None:
-        same_kind = (other for other in self._values if isinstance(value, bool) == isinstance(other, bool))
+    def check(value: Any) -> None:
+        same_kind = (other for other in values if isinstance(value, bool) == isinstance(other, bool))
         if value is not None and value not in same_kind:
-            allowed = " or ".join(map(json.dumps, self._values))
+            allowed = " or ".join(map(json.dumps, values))
             raise ValueError(f"not supported by this server. Leave it out{f', or send {allowed}' if allowed else ''}")
+
+    about = "Accepted at the value that changes nothing." if values else "Not supported: must be null."
+    return Annotated[Any, PlainValidator(check), WithJsonSchema({"enum": [*values, None], "description": about})]
 
 
 class Strict(BaseModel):
@@ -73,7 +65,7 @@ def accepts(ignored: str, neutral: Neutral) -> Callable[[type[M]], type[M]]:
 
     def extend(model: type[M]) -> type[M]:
         fields: dict[str, Any] = dict.fromkeys(ignored.split(), (Ignored, None))
-        fields |= {name: (Annotated[Any, Only(*values)], None) for values, names in neutral for name in names.split()}
+        fields |= {name: (_only(values), None) for values, names in neutral for name in names.split()}
         return create_model(
             model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import DROPPED, Ignored, Only, OtherServers, Strict, accepts
+from paceline.server.compat import DROPPED, Ignored, OtherServers, Strict, accepts
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
@@ -50,10 +50,9 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
 
 
+@accepts("include_obfuscation", (((False,), "continuous_usage_stats"),))
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
-    continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
 class SpeculationOptions(Strict):
@@ -164,6 +163,7 @@ class ToolCall(Strict):
     index: Ignored = None
 
 
+@accepts("parsed annotations", (((), "audio"),))
 class Message(Strict):
     """A message of a chat."""
 
@@ -174,9 +174,6 @@ class Message(Strict):
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
-    parsed: Ignored = None
-    annotations: Ignored = None
-    audio: Annotated[Any, Only()] = None
     function_call: CalledFunction | None = None
 
     @property
@@ -334,6 +331,7 @@ class ChatRequest(RequestBody):
             raise ValueError("tool_choice 'required' requires tools")
 
 
+@accepts("", (((True,), "add_special_tokens"), (("",), "suffix")))
 class CompletionRequest(RequestBody):
     """Body of /v1/completions."""
 
@@ -346,8 +344,6 @@ class CompletionRequest(RequestBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
-    add_special_tokens: Annotated[Any, Only(True)] = None
-    suffix: Annotated[Any, Only("")] = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:
