@@ -56,12 +56,9 @@ class Strict(BaseModel):
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
 
 
-Neutral = Sequence[tuple[tuple[Any, ...], str]]
-"""Neutral values, and the names of the parameters that may have them."""
-
-
-def accepts(ignored: str, neutral: Neutral) -> Callable[[type[M]], type[M]]:
-    """Decorate a model of bodies with parameters that have no effect: `ignored` at any value, others if `neutral`."""
+def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Callable[[type[M]], type[M]]:
+    """Add parameters that have no effect to a model of bodies: names that are `ignored` at any value, and those that
+    may have a `neutral` value, after these values."""
 
     def extend(model: type[M]) -> type[M]:
         fields: dict[str, Any] = dict.fromkeys(ignored.split(), (Ignored, None))
