@@ -68,10 +68,10 @@ def environment() -> str:
 
 def openapi() -> str:
     """Return the server's paths and the bodies that it takes, from its own OpenAPI document."""
-    from paceline.server.app import create_app
+    from paceline.server.app import create_app, describe
     from paceline.server.limits import Settings
 
-    document = create_app(MagicMock(), MagicMock(), Settings("demo")).openapi()
+    document = describe(create_app(MagicMock(), MagicMock(), Settings("demo")))
     out = ["| path | |", "|---|---|"]
     for path, methods in document["paths"].items():
         out += [f"| `{verb.upper()} {path}` | {what.get('description', '')} |" for verb, what in methods.items()]
