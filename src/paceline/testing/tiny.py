@@ -90,8 +90,7 @@ def run_together(
     """Decode several prompts in shared passes. Returns for each what `run` returns."""
     scheduler = Scheduler(engine, len(prompts))
     tasks = [
-        Task(partial(_start, engine, prompt, sampling, eos))
-        for prompt, sampling in zip(prompts, samplings, strict=True)
+        Task(partial(start, engine, prompt, sampling, eos)) for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
     for task in tasks:
         scheduler.add(task)
@@ -107,9 +106,10 @@ def run_together(
     return [(r.token_ids[r.num_prompt_tokens :], r.finish, r.stats) for r in requests]
 
 
-def _start(
+def start(
     engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int], source: Request | None
 ) -> Request:
+    """Start a request, or a fork of `source`."""
     sampler = sampling.sampler(vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)

@@ -32,6 +32,14 @@ def depths(parents: Sequence[int]) -> list[int]:
     return layout.depths((NONE, *parents))
 
 
+def paths(parents: Sequence[int]) -> list[list[int]]:
+    """Return for every row the rows that lead to it from row 0, which is left out, and the row itself."""
+    found: list[list[int]] = [[]]
+    for row, parent in enumerate(parents, 1):
+        found.append([*found[parent], row])
+    return found
+
+
 def check(draft: Draft) -> None:
     """Check that a draft is a tree. Raises `InvalidOption`."""
     if len(draft.tokens) != len(draft.parents):
