@@ -11,7 +11,7 @@ from typing import Any
 from paceline.engine.detokenizer import Chunk, Logprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Begin, Scheduler, Task
+from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.protocols import Closable
@@ -40,14 +40,6 @@ class Completion:
             **logprobs,
             "stats": self.stats.as_dict(),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchItem:
-    """A reply that has not begun. `prompt`: the number of its prompt; replies to one prompt share its prefill."""
-
-    prompt: int
-    begin: Begin
 
 
 class _Replies(Closable):
@@ -138,9 +130,6 @@ class Batch(_Replies, Iterator[tuple[int, Chunk]]):
     waiting one takes its slot. Replies to one prompt that run together share its prefill. If a request fails, the error
     is raised when all others are done; a `PacelineError` has every completion as its `partial`.
     """
-
-    def __init__(self, engine: Engine, jobs: Sequence[BatchItem], width: int) -> None:
-        super().__init__(engine, [Task(job.begin, group=job.prompt) for job in jobs], width)
 
     def __next__(self) -> tuple[int, Chunk]:
         return self._next()
