@@ -14,8 +14,7 @@ from torch import Tensor
 from paceline.cache.layout import NONE, ancestors
 from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import check, depths
-from paceline.verify.tree import paths as row_paths
+from paceline.verify.tree import check, depths, paths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +187,8 @@ def paths(tree: CandidateTree) -> Tensor:
     rows = tree.tokens.shape[1] + 1
     batch = []
     for draft in tree.drafts:
-        found = row_paths(draft.parents)
-        batch += found + [[]] * (rows - len(found))
+        found = paths_of(draft)
+        batch += [*found.values(), *[[]] * (rows - len(found))]
     return padded(batch, tree.max_depth, tree.tokens.device).view(len(tree.drafts), rows, tree.max_depth)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.protocols import KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
-from paceline.verify.tree import pack, paths
+from paceline.verify.tree import pack, paths_of
 
 SHAPES = (DraftBudget.chain(0), DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(8, 3, 2))
 BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
@@ -116,7 +116,7 @@ class Text:
         draft = self.draft(SMALL) if draft is None else draft
         out = out or self.verify(draft)
         # The longest first: plain feeding then gives its prefixes too.
-        for row, path in sorted(enumerate(paths(draft.parents)), key=lambda item: -len(item[1])):
+        for row, path in sorted(paths_of(draft).items(), key=lambda item: -len(item[1])):
             tokens = [*self.tokens, *(draft.tokens[r - 1] for r in path)]
             self.probe.compare(said, tokens, out, line, row)
 
@@ -137,6 +137,6 @@ def fill(budget: DraftBudget, children: Callable[[int, int], Iterable[int]]) -> 
 
 def depth_first(draft: Draft) -> Draft:
     """Return the same tree with its nodes numbered depth first."""
-    nodes = [path[-1] for path in sorted(paths(draft.parents)) if path]
+    nodes = [path[-1] for path in sorted(paths_of(draft).values()) if path]
     row = {node: i for i, node in enumerate((0, *nodes))}
     return Draft(tuple(draft.tokens[n - 1] for n in nodes), tuple(row[draft.parents[n - 1]] for n in nodes))

@@ -13,7 +13,7 @@ from paceline.testing.drafters import Oracle
 from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first
 from paceline.testing.tiny import run
 from paceline.types import Draft, DraftBudget, Rows, Tap, Want
-from paceline.verify.tree import depths, pack, pack_prefix, paths
+from paceline.verify.tree import depths, pack, pack_prefix, paths_of
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
@@ -95,7 +95,7 @@ def _ragged(probe: Probe) -> None:
         for line, (text, draft) in enumerate(zip(group, drafts, strict=True)):
             text.expect(f"line {line} of a batch of {len(group)}", draft, out, line)
         for text, draft in zip(group, drafts, strict=True):
-            text.commit(draft, max(paths(draft.parents)), rows)
+            text.commit(draft, max(paths_of(draft).values()), rows)
             text.tokens.append(5)
 
 
@@ -118,8 +118,7 @@ def _commits(probe: Probe) -> None:
             for node in range(shape.nodes + 1):
                 text = probe.text(length, cache=probe.target.new_cache())
                 draft = depth_first(text.draft(shape))
-                every = paths(draft.parents)
-                path = every[node % len(every)]
+                path = paths_of(draft).get(node, [])
                 text.verify(draft)
                 text.commit(draft, path)
                 text.tokens.append(3)
@@ -236,7 +235,7 @@ def _growing(probe: Probe) -> None:
         )
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         for line, i in enumerate(level):
-            tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths(draft.parents)[i + 1])]
+            tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths_of(draft)[i + 1])]
             probe.compare(f"level {depth} of a tree that grows", tokens, out, 0, line)
         first = end
 

@@ -32,14 +32,6 @@ def depths(parents: Sequence[int]) -> list[int]:
     return layout.depths((NONE, *parents))
 
 
-def paths(parents: Sequence[int]) -> list[list[int]]:
-    """Return for every row the rows that lead to it from row 0, which is left out, and the row itself."""
-    found: list[list[int]] = [[]]
-    for row, parent in enumerate(parents, 1):
-        found.append([*found[parent], row])
-    return found
-
-
 def check(draft: Draft) -> None:
     """Check that a draft is a tree. Raises `InvalidOption`."""
     if len(draft.tokens) != len(draft.parents):
@@ -57,6 +49,14 @@ def check(draft: Draft) -> None:
         if edge in seen:
             raise InvalidOption(f"token {edge[1]} is drafted twice below row {edge[0]}", "Siblings must differ")
         seen.add(edge)
+
+
+def paths_of(draft: Draft) -> dict[int, list[int]]:
+    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
+    paths: dict[int, list[int]] = {0: []}
+    for row, parent in enumerate(draft.parents, 1):
+        paths[row] = [*paths[parent], row]
+    return paths
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
