@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,7 +113,4 @@ def _row(name: str, stats: Stats, plain: Stats) -> tuple[str, ...]:
 
 def _first_difference(one: list[int], other: list[int]) -> int | None:
     """Return the first position where two replies differ, or None."""
-    if one == other:
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
