@@ -121,7 +121,7 @@ class StopStrings:
         if hits:
             safe, self._held = self._held[: min(hits)], ""
             return safe, True
-        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         safe, self._held = self._held[:cut], self._held[cut:]
         return safe, False
@@ -132,9 +132,12 @@ class StopStrings:
         return safe
 
 
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
-    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
 
 
 @dataclass(slots=True)
