@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -113,4 +112,7 @@ def _row(name: str, stats: Stats, plain: Stats) -> tuple[str, ...]:
 
 def _first_difference(one: list[int], other: list[int]) -> int | None:
     """Return the first position where two replies differ, or None."""
-    return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+    if one == other:
+        return None
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
