@@ -27,10 +27,11 @@ from paceline.models.heads import EagleConfig
 from paceline.protocols import TargetWithHead
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
-from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
+from paceline.testing import TINY, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
 from tests.eagle_reference import Reference
+from tests.tiny_heads import eagle_config, eagle_tensors
 from tests.toys import ask_for
 
 TOY = tiny_target()

@@ -28,9 +28,10 @@ from paceline.models.rope import Rotary
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
-from paceline.testing import block_tensors, random_tensors
+from paceline.testing import random_tensors
 from paceline.types import Carried, Draft, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
+from tests.tiny_heads import block_tensors
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 CPU = torch.device("cpu")

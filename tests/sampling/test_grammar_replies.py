@@ -27,7 +27,6 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
-from paceline.testing import eagle_config, eagle_tensors, medusa_tensors
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.grammars import (
     END,
@@ -42,6 +41,7 @@ from tests.grammars import (
     how,
     matcher,
 )
+from tests.tiny_heads import eagle_config, eagle_tensors, medusa_tensors
 from tests.vocabularies import speaker
 
 pytest.importorskip("llguidance")
