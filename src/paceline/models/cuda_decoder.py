@@ -75,7 +75,7 @@ class DeviceDecoder(Decoder):
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
-            self._ropes.reserve(config.context_length + BLOCK)
+            self._stack.ropes.reserve(config.context_length + BLOCK)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

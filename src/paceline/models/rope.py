@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class RotarySet:
     ) -> None:
         """`ropes`: by layer. For the rest see `Rotary`."""
         kinds = list(dict.fromkeys(ropes))
+        self._kinds = [rope for rope in kinds if rope]
         self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope in kinds]
         self.index = [kinds.index(rope) for rope in ropes]
         """For each layer the index of its factors in what a call returns."""
@@ -75,6 +76,10 @@ class RotarySet:
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
         """Factors of every kind, None for layers without. See `Rotary`."""
         return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
+
+    def spans(self, prompt: int) -> tuple[int, ...]:
+        """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
+        return tuple(span_of(rope, prompt) for rope in self._kinds)
 
     def reserve(self, highest: int) -> None:
         """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
@@ -105,12 +110,6 @@ def span_of(config: RopeConfig, prompt: int) -> int:
         return 0
     limit = int(dict(config.scaling)["original_max_position_embeddings"])
     return 0 if prompt <= limit else prompt if config.kind == "dynamic" else limit + 1
-
-
-def by_prompt(ropes: Iterable[RopeConfig | None]) -> Callable[[int], tuple[int, ...]]:
-    """Function from a prompt's length to the spans of these embeddings. Keys of two prompts mix only if they agree."""
-    kinds = tuple(dict.fromkeys(rope for rope in ropes if rope))
-    return lambda prompt: tuple(span_of(rope, prompt) for rope in kinds)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
