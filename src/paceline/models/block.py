@@ -26,9 +26,8 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
-from paceline.models.decoder import make_layer, make_norm, norm_weight
+from paceline.models.decoder import make_layer, make_norm
 from paceline.models.heads import BlockConfig
-from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, rotate
 from paceline.models.stack import LayerStack
@@ -51,8 +50,8 @@ class BlockNetwork:
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
         self._keys_values = weights.linear(parts, c.hidden)
-        self._key_norms = [_key_norm(config, weights, name) for name in names]
         layers = [make_layer(c, False, weights, name) for name in names]
+        self._head_norms = [layer.attention.norm for layer in layers]
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
@@ -74,7 +73,7 @@ class BlockNetwork:
         both = self._keys_values(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
-        for i, (norm, kind) in enumerate(zip(self._key_norms, self._stack.ropes.index, strict=True)):
+        for i, (norm, kind) in enumerate(zip(self._head_norms, self._stack.ropes.index, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
         cache.commit(rows, [range(1, count) if count else None for count in counts])
@@ -105,11 +104,3 @@ class BlockNetwork:
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
         return rows, cache.begin(rows), ropes
-
-
-def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:
-    c = config.layer
-    if not c.qk_norm:
-        return None
-    weight = norm_weight(c, weights, prefix + "self_attn.k_norm", c.head_dim)
-    return HeadNorm(weight, weight, 0, c.kv_heads, c.norm_eps)

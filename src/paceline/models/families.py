@@ -73,8 +73,9 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
 
 
-def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
-    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part."""
+def _gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = None) -> ModelConfig:
+    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part.
+    `local`: the rotary embedding of the layers that slide, if they have another."""
     windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
     base = replace(
         base,
@@ -86,17 +87,14 @@ def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
         final_softcap=raw.get("final_logit_softcapping"),
         activation=raw["hidden_activation"],
     )
-    return _layered(base, windows)
+    return _layered(base, windows, [local if local and window else base.rope for window in windows])
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Gemma 3: also norms of queries and keys, and another rotary base in the layers that slide."""
-    every, window = raw["sliding_window_pattern"], raw["sliding_window"]
     own = (raw.get("rope_parameters") or {}).get("sliding_attention")
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
-    windows = _windows(raw, base, window, lambda i: (i + 1) % every != 0)
-    ropes = [local if w else base.rope for w in windows]
-    return _layered(replace(_gemma(raw, base, every), qk_norm=True), windows, ropes)
+    return replace(_gemma(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
 
 
 def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
@@ -257,7 +255,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         scaling = {**scaling, "rope_type": "longrope"}  # its older names
-    return read_rope(scaling, {"max_position_embeddings": 2048, **raw}, raw.get("rope_theta", 10000.0), head_dim)
+    return read_rope(scaling, raw, raw.get("rope_theta", 10000.0), head_dim)
 
 
 def _context(raw: Raw, rope: RopeConfig) -> int:

@@ -46,8 +46,8 @@ class HeadNorm:
         self._norm = RMSNorm(torch.ones_like(q), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, heads + kv_heads, D]."""
-        return (self._norm(x) * self.weight).to(x.dtype)
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
 class Attention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,7 +153,6 @@ def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor
 
 
 Raw = Mapping[str, Any]
-Numbers = dict[str, float]
 
 
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
@@ -168,7 +167,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModel(f"rope scaling {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
-    needed, known, resolve = KINDS[kind]
+    needed, known = KINDS[kind]
     if absent := [key for key in needed if key not in given]:
         raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
@@ -186,7 +185,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     return RopeConfig(
         theta=float(given.get("rope_theta", theta)),
         kind=kind,
-        scaling=tuple((key, float(value)) for key, value in resolve(given, raw).items()),
+        scaling=tuple((key, float(value)) for key, value in _numbers(kind, given, raw).items()),
         factors=factors,
         long_factors=long,
         share=share,
@@ -194,20 +193,33 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
 
 
 _ORIGINAL = "original_max_position_embeddings"
+_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
+"""Keys allowed with every rule."""
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}
+"""Rule -> its required keys, and its optional ones."""
 
 
-def _original(given: Raw, raw: Raw) -> float:
-    """The trained context length: Phi-3 has it beside the rule, others in it."""
-    return float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or raw["max_position_embeddings"])
-
-
-def _plain(given: Raw, raw: Raw) -> Numbers:
-    return {key: given[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in given}
-
-
-def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
-    original = _original(given, raw)
-    factor = given.get("factor") or raw["max_position_embeddings"] / original
+def _numbers(kind: str, given: Raw, raw: Raw) -> dict[str, float]:
+    """The numbers of a rule, with what its config leaves to be derived."""
+    longest = raw.get("max_position_embeddings", 2048)
+    # The trained context length: Phi-3 has it beside the rule, others in it.
+    original = float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or longest)
+    if kind not in ("yarn", "longrope"):
+        numbers = {key: given[key] for key in KINDS[kind][0]}
+        limit = {"dynamic": longest, "llama3": original}.get(kind)
+        return numbers | ({_ORIGINAL: limit} if limit else {})
+    factor = given.get("factor") or longest / original
+    if kind == "longrope":  # Ding et al. 2024
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return {_ORIGINAL: original, "attention_factor": given.get("attention_factor", attention)}
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -217,39 +229,9 @@ def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
         attention = temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
     return {
         "factor": factor,
-        "original_max_position_embeddings": original,
+        _ORIGINAL: original,
         "beta_fast": given.get("beta_fast") or 32,
         "beta_slow": given.get("beta_slow") or 1,
         "attention_factor": given.get("attention_factor", attention),
         "truncate": given.get("truncate", True),
     }
-
-
-def _resolve_longrope(given: Raw, raw: Raw) -> Numbers:
-    """LongRoPE (Ding et al. 2024)."""
-    original = _original(given, raw)
-    factor = given.get("factor") or raw["max_position_embeddings"] / original
-    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {"original_max_position_embeddings": original, "attention_factor": given.get("attention_factor", attention)}
-
-
-_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
-"""Keys allowed with every rule."""
-
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Raw, Raw], Numbers]]] = {
-    "default": ((), (), _plain),
-    "linear": (("factor",), (), _plain),
-    "dynamic": (("factor",), (), lambda given, raw: _plain(given, raw) | {_ORIGINAL: raw["max_position_embeddings"]}),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor"),
-        (),
-        lambda given, raw: _plain(given, raw) | {_ORIGINAL: _original(given, raw)},
-    ),
-    "yarn": (
-        (),
-        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        _resolve_yarn,
-    ),
-    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor"), _resolve_longrope),
-}
-"""Rule -> its required keys, its optional keys, and a function to its numbers."""
