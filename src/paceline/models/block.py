@@ -54,8 +54,8 @@ class BlockNetwork:
         self._head_norms = [layer.attention.norm for layer in layers]
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
-        self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
-        """`subset`: the tokens of the logits' columns; None: all of the target's."""
+        self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
+        """The tokens of the logits' columns (None: all of the target's), and logits [..., C] of a draft's states."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -85,11 +85,6 @@ class BlockNetwork:
         _, attention, ropes = self._begin(cache, slots, first, x.shape[1])
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the result of `draft`."""
-        return self._head(states)
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int

@@ -42,7 +42,8 @@ class EagleNetwork:
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
-        self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
+        self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden)
+        """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -65,11 +66,6 @@ class EagleNetwork:
         x, _ = self._stack.run(residual, 0, 1, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the second result of `step`."""
-        return self._head(states)
 
 
 class _Eagle3Input:

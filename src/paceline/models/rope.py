@@ -25,7 +25,7 @@ class Rotary:
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: of the factors. They are computed in float32, as in the training of the published models."""
-        self._config, self._head_dim = config, head_dim
+        self.config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
         self._tables: dict[int, Tensor] = {}
 
@@ -34,7 +34,7 @@ class Rotary:
 
         `prompts` [B]: the prompt length of each request, for rules that depend on the length of the text.
         """
-        spans = [span_of(self._config, prompt) for prompt in prompts]
+        spans = [span_of(self.config, prompt) for prompt in prompts]
         if len(set(spans)) == 1:
             cos, sin = self.table(spans[0], highest)[:, positions, None]
         else:
@@ -52,12 +52,11 @@ class Rotary:
         return table
 
     def _make(self, span: int, length: int) -> Tensor:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(
-            self._config, self._head_dim, span
-        )
+        inverse = inverse_frequencies(self.config, self._head_dim, span)
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
         cos, sin = angles.cos(), angles.sin()
         factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-        return (factors * dict(self._config.scaling).get("attention_factor", 1.0)).to(self._empty)
+        return (factors * dict(self.config.scaling).get("attention_factor", 1.0)).to(self._empty)
 
 
 class RotarySet:
@@ -68,7 +67,6 @@ class RotarySet:
     ) -> None:
         """`ropes`: by layer. For the rest see `Rotary`."""
         kinds = list(dict.fromkeys(ropes))
-        self._kinds = [rope for rope in kinds if rope]
         self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope in kinds]
         self.index = [kinds.index(rope) for rope in ropes]
         """For each layer the index of its factors in what a call returns."""
@@ -79,7 +77,7 @@ class RotarySet:
 
     def spans(self, prompt: int) -> tuple[int, ...]:
         """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
-        return tuple(span_of(rope, prompt) for rope in self._kinds)
+        return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
     def reserve(self, highest: int) -> None:
         """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""

@@ -26,7 +26,8 @@ class LayerStack:
     ) -> None:
         """`host`: the target, for dtype, device and context length. `mutual`: for each layer whether rows of one pass
         all see each other; () for none."""
-        self._layers, plan, scale = layers, config.plan, config.query_scale or config.head_dim**-0.5
+        self._layers, plan = layers, config.plan
+        scale = config.query_scale or config.head_dim**-0.5
         self._attentions = [
             LayerAttention(scale, layer.window, config.softcap, both)
             for layer, both in zip(plan, mutual or (False,) * len(plan), strict=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention
-from paceline.cache.slab import Slab, SlabCache
+from paceline.cache.slab import SlabCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
@@ -71,7 +71,7 @@ class DeviceCache(SlabCache):
     def over(self, table: RowTable, prompt: tuple[int, int] | None = None) -> DevicePass:
         """A pass over whatever is in the table when it runs. It is valid until a slab moves. `prompt`: place and length
         of the slot whose prompt these rows continue; any kernel may serve them."""
-        return DevicePass(self.slabs, self._layers, self._indices, table, prompt)
+        return DevicePass(self, table, prompt)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
         return range(len(rows.parents[index]))
@@ -80,19 +80,13 @@ class DeviceCache(SlabCache):
 class DevicePass:
     """One forward pass over a `DeviceCache` (`protocols.Pass`), of the contents of a table when it runs."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        layers: Sequence[LayerAttention],
-        indices: Sequence[tuple[int, int]],
-        table: RowTable,
-        prompt: tuple[int, int] | None,
-    ) -> None:
+    def __init__(self, cache: DeviceCache, table: RowTable, prompt: tuple[int, int] | None) -> None:
+        """See `DeviceCache.over`."""
         self._table, self._prompt = table, prompt
-        targets = [_targets(slab.tensors[0], table) for slab in slabs]
+        slabs = [(*slab.tensors, _targets(slab.tensors[0], table)) for slab in cache.slabs]
         self._layers = [
-            (slabs[slab].tensors[0][index], slabs[slab].tensors[1][index], targets[slab], layer)
-            for layer, (slab, index) in zip(layers, indices, strict=True)
+            (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
+            for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
