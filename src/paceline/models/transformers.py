@@ -281,14 +281,8 @@ def _chains(rows: Rows) -> Iterator[Rows]:
         if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
             raise InvalidOption("this model verifies and drafts chains, and was given a tree", "Set draft to a length")
         one = slice(i, i + 1)
-        yield replace(
-            rows,
-            parents=(parents,),
-            **{
-                name: getattr(rows, name)[one]
-                for name in ("tokens", "positions", "slots", "lengths", "starts", "counts")
-            },
-        )
+        fields = ("tokens", "positions", "slots", "lengths", "starts", "counts")
+        yield replace(rows, parents=(parents,), **{name: getattr(rows, name)[one] for name in fields})
 
 
 def _join(parts: list[Forward]) -> Forward:
