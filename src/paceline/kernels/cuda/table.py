@@ -38,7 +38,7 @@ class RowTable:
         self.paths = self._all[:, 3 + rows :].view(slots, rows, reach)
 
     def fill(self, rows: Rows, places: Sequence[int]) -> None:
-        """Write the rows of a pass of at most this table's size. Padding rows are roots; padding slots lie in place 0."""
+        """Write the rows of a pass of at most this size. Padding rows are roots; padding slots lie in place 0."""
         b, t = rows.tokens.shape
         entries = np.zeros(self._all.shape, dtype=np.int32)
         entries[:, 3:] = _depths_and_paths((), 0, self.rows, self.reach)
