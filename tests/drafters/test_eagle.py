@@ -135,10 +135,10 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
     engine = Engine(TOY, drafter, draft)
     first = started(engine, PROMPT)
     early = started(engine, PROMPT, first)
-    alone = drafter.propose([Ask.of(first.slot, first.prefix, draft, first.sampler)])
+    alone = drafter.propose([Ask(first.slot, first.prefix, draft, first.sampler)])
     assert alone[0].tokens
     late, other = started(engine, PROMPT, first), started(engine, PROMPT[2:])
-    asks = [Ask.of(request.slot, request.prefix, draft, request.sampler) for request in (early, other, late, first)]
+    asks = [Ask(request.slot, request.prefix, draft, request.sampler) for request in (early, other, late, first)]
     drafts = drafter.propose(asks)
     assert drafts.pop(1) != alone[0]
     assert drafts == alone * 3

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.wrapper import DrafterWrapper
+from paceline.drafters.stack import DrafterWrapper
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import Place
 
