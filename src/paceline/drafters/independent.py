@@ -1,19 +1,42 @@
-"""Trees from heads that predict several depths at once, independently of each other."""
+"""Trees from heads that predict several depths at once, independently of each other; the best tree of given chances."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import exp
 
 from torch import Tensor
 
 from paceline.drafters.base import Ask
-from paceline.drafters.shapes import best
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
+
+Chance = Callable[[Place], float]
+"""The probability that a place is accepted, given that the place above it is."""
+
+
+def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
+    """Return the tree within the budget that accepts the most tokens per round, the most useful places first.
+
+    A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
+    places. No place has more than the one above it: the places with the highest products are a tree, and no other tree
+    has a higher sum (the greedy rule of Medusa's trees, arXiv 2401.10774, and of Sequoia's, arXiv 2402.12374). Places
+    without a chance are left out.
+    """
+    heap: list[tuple[float, Place]] = [(-1.0, ())]
+    kept: list[Place] = []
+    while heap and len(kept) <= budget.nodes:
+        odds, place = heappop(heap)
+        kept.append(place)
+        for rank in range(budget.branch if len(place) < budget.depth else 0):
+            below = (*place, rank)
+            if (chances := odds * chance(below)) < 0.0:
+                heappush(heap, (chances, below))
+    return tuple(kept[1:])
 
 
 def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
@@ -53,7 +76,7 @@ def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
         scores = ranked[len(place) - 1].scores
         return exp(scores[place[-1]]) if place[-1] < len(scores) else 0.0
 
-    kept = best(chance, budget.within(len(ranked))).places
+    kept = best(chance, budget.within(len(ranked)))
     rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
     tokens = tuple(ranked[len(place) - 1].tokens[place[-1]] for place in kept)
     return Draft(tokens, tuple(rows[place[:-1]] for place in kept))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.drafters.shapes import Accuracy, best
+from paceline.drafters.independent import Chance, best
 from paceline.models.heads import ExitConfig, MedusaConfig
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import Norm
 from paceline.train.recipe import DraftPlaces, Guesses, GuessTally, Recipe, gather
 from paceline.train.states import DocumentBatch
 from paceline.types import DraftBudget
+from paceline.verify.tree import Place
 
 _TREE = DraftBudget(64, 8, 10)
 """Budget of the tree that is searched for; drafting uses its best places, as many as its own budget allows."""
@@ -34,6 +36,48 @@ class _ResidualBlocks(nn.Module):
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Acceptance by place of a tree. `tried`: how often a place was drafted and the one above it accepted; `accepted`:
+    how often it was then accepted too. Neither depends on what else was drafted."""
+
+    tried: Counter[Place] = field(default_factory=Counter)
+    accepted: Counter[Place] = field(default_factory=Counter)
+
+    def add(self, ranks: Sequence[int], widths: Sequence[int]) -> None:
+        """Count one path: at each depth the rank of the target's token, among `widths` candidates.
+
+        A rank beyond them is a miss, and nothing below a miss is counted.
+        """
+        place: Place = ()
+        for rank, width in zip(ranks, widths, strict=True):
+            self.tried.update((*place, other) for other in range(width))
+            if rank >= width:
+                break
+            place = (*place, rank)
+            self.accepted[place] += 1
+
+    def chances(self, doubt: float = 20.0) -> Chance:
+        """Return the measured acceptance of each place, smoothed by `doubt` (> 0) rounds with the average of its
+        depth and rank. 0 for depths and ranks that were never tried."""
+        tried, accepted = (_together(counts) for counts in (self.tried, self.accepted))
+
+        def chance(place: Place) -> float:
+            kind = len(place), place[-1]
+            usual = accepted[kind] / tried[kind] if tried[kind] else 0.0
+            return (self.accepted[place] + doubt * usual) / (self.tried[place] + doubt)
+
+        return chance
+
+
+def _together(counts: Mapping[Place, int]) -> Counter[tuple[int, int]]:
+    """Return the sums by depth and rank."""
+    sums: Counter[tuple[int, int]] = Counter()
+    for place, count in counts.items():
+        sums[len(place), place[-1]] += count
+    return sums
 
 
 class MedusaRecipe(Recipe):
@@ -57,8 +101,8 @@ class MedusaRecipe(Recipe):
             assert part.ranks is not None
             for ranks, real in zip(part.ranks.flatten(1).T.tolist(), part.real.flatten(1).T.tolist(), strict=True):
                 accuracy.add(ranks, [_TREE.branch if there else 0 for there in real])
-        shape = best(accuracy.chances(), _TREE.within(self.config.heads))
-        self.config = replace(self.config, paths=shape.places)
+        paths = best(accuracy.chances(), _TREE.within(self.config.heads))
+        self.config = replace(self.config, paths=paths)
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = gather(batch.states["final"], places.pending - 1).float()
