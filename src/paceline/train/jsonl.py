@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,24 @@ class JsonlFile:
         self.path = path
         self._offsets = array("q")
         digest = hashlib.blake2b(digest_size=16)
-        for number, (offset, line) in enumerate(_scan(path), 1):
-            digest.update(line)
-            if not line.strip():
-                continue
-            self._offsets.append(offset)
-            try:
-                visit(line, number)
-            except ValueError as error:
-                raise InvalidData(f"{path}, line {number}: {error}", "Correct or remove the line") from None
+        with path.open("rb") as file:
+            offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+            file.seek(offset)
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._check(visit, line, number)
+                offset += len(line)
         self.digest = digest.hexdigest()
+
+    def _check(self, visit: Callable[[bytes, int], None], line: bytes, number: int) -> None:
+        try:
+            visit(line, number)
+        except InvalidData:
+            raise
+        except ValueError as error:
+            raise InvalidData(f"{self.path}, line {number}: {error}", "Correct or remove the line") from None
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -49,16 +57,6 @@ class JsonlFile:
         with self.path.open("rb") as file:
             file.seek(self._offsets[index])
             return file.readline()
-
-
-def _scan(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of every line, without a byte order mark."""
-    at = 0
-    with path.open("rb") as file:
-        for line in file:
-            skip = len(_BOM) if not at and line.startswith(_BOM) else 0
-            yield at + skip, line[skip:]
-            at += len(line)
 
 
 class Journal(Closable):

@@ -106,8 +106,9 @@ class MedusaRecipe(Recipe):
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = gather(batch.states["final"], places.pending - 1).float()
-        for block, real in zip(self.module["blocks"], places.real, strict=True):
-            tally.add(F.linear(block(states[real]), self.teacher.rows))
+        heads: nn.ModuleList = self.module["blocks"]  # type: ignore[assignment]
+        for head, real in zip(heads, places.real, strict=True):
+            tally.add(F.linear(head(states[real]), self.teacher.rows))
 
 
 class ExitAdapter(nn.Module):

@@ -144,8 +144,8 @@ def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listene
     """Return the tokens to draft from (all, unless a size was given), and their share of the answers' tokens."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size
-    counted = documents.train.first(COUNTED)
-    counts = count((counted[i].answer for i in range(len(counted))), size)
+    counted = range(min(COUNTED, len(documents.train)))
+    counts = count((documents.train[i].answer for i in counted), size)
     chosen = choose(counts, job.vocabulary or size, llm.model.eos)
     return chosen, coverage(counts, chosen)
 

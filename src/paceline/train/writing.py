@@ -172,8 +172,8 @@ class _AnswerWriter:
                 if chunk.finish_reason:
                     self._keep(list(prompts)[index], batch.completion(index))
                 self.on_progress(self.progress)
-        for error in batch.errors.values():
-            self._skip(error)
+        for failed in batch.errors.values():
+            self._skip(failed)
 
     def _keep(self, slot: int, completion: Completion) -> None:
         prompt, temperature = self.slots[slot]
