@@ -163,7 +163,7 @@ def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make(CONFIGS["eagle-3"], LONG)
-    monkeypatch.setattr(drafter, "_step", None)
+    monkeypatch.setattr(drafter, "_read", None)
     monkeypatch.setattr(Controller, "choose", lambda self, *state: DraftBudget.chain(0))
     run(LONG, [i * i % 37 for i in range(3 * PREFILL_ROWS)], Sampling(max_new_tokens=5), drafter)
 
@@ -278,10 +278,10 @@ class LateFeatures(Eagle):
 class LateTokens(Eagle):
     """Pairs features with the token of their own position."""
 
-    def _catch_up(self, states: Any) -> None:
+    def _read(self, states: Any, counts: Any, prefill: bool = False) -> None:
         for state in states:
             state.token_ids.insert(0, 0)
-        super()._catch_up(states)
+        super()._read(states, counts, prefill)
         for state in states:
             state.token_ids.pop(0)
 
