@@ -31,8 +31,8 @@ from paceline.bench.doctor.shadow import Gain, Replay, RoundCounts, ShadowDrafte
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.cli import app
 from paceline.drafters.base import Ask
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache

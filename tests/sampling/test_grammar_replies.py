@@ -17,8 +17,8 @@ from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.medusa import Medusa
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request

@@ -13,7 +13,7 @@ from paceline.cli.options import progress_wanted
 from paceline.train.run import Listener
 
 if TYPE_CHECKING:
-    from paceline.train import loop, progress
+    from paceline.train import loop, writing
 
 _INTERVAL = 60.0
 """Seconds between two lines."""
@@ -50,7 +50,7 @@ class TrainingProgress:
         self._stage_name = name
         self._bar.update(self._task, description=name, completed=0, total=None, note="")
 
-    def _writing(self, p: progress.Progress) -> None:
+    def _writing(self, p: writing.Progress) -> None:
         note = f"{p.tokens_per_second:.0f} tok/s" + (f", {p.skipped} skipped" if p.skipped else "")
         self._show(p.done, p.total, note)
 

@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.train.run import TrainJob
+    from paceline.train.kinds import TrainJob
 
 Number = TypeVar("Number", int, float)
 
@@ -53,11 +53,11 @@ class TrainOptions:
 
     def job(self, target: str, kind: str, out: Path) -> TrainJob:
         """Return what to train. Raises `InvalidOption`."""
-        from paceline.train import answers, loop, run
+        from paceline.train import answers, kinds, loop
 
         fields = asdict(self)
         taps, temperatures = fields.pop("taps"), _numbers("--temperatures", fields.pop("temperatures"), float, "0,0.8")
-        return run.TrainJob(
+        return kinds.TrainJob(
             target,
             kind,
             out,

@@ -137,7 +137,7 @@ class _LevelGrowth:
     ) -> None:
         self._step, self._head, self._config = step, head, config
         self._floors = config.floors(len(root))
-        asks = [Ask.of(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
+        asks = [Ask(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
         self._growths = [Growth.begin(ask, ask.budget) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.wrapper import DrafterWrapper
+from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.protocols import Saved, Target
@@ -170,7 +170,7 @@ def _begin(
 
 
 def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) -> Ask:
-    return Ask.of(request.slot, request.prefix, budget or DraftBudget.chain(4), request.sampler)
+    return Ask(request.slot, request.prefix, budget or DraftBudget.chain(4), request.sampler)
 
 
 class _Checked(DrafterWrapper):

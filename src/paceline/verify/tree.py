@@ -93,7 +93,7 @@ def shape(budget: DraftBudget) -> Mapping[Place, int]:
 def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
     """Return the places of a fixed tree: as many of `order` as the budget allows, each after the places above it.
 
-    `order`: the most useful first (`drafters/shapes.py` finds it). Without one, the most probable places if a first
+    `order`: the most useful first (`independent.best` finds it). Without one, the most probable places if a first
     child is accepted with .7 and each further one with a quarter of the one before it.
     """
     kept: dict[Place, None] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.wrapper import DrafterWrapper
+from paceline.drafters.stack import DrafterWrapper
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
