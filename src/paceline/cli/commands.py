@@ -1,7 +1,10 @@
-"""Commands made of plain functions: options declared once, a short --help and a complete --help-all."""
+"""Commands made of plain functions: options declared once, a short and a complete --help, errors of one line."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -10,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from paceline.errors import PacelineError
 
 EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
@@ -25,6 +30,12 @@ EVERYDAY = {
     "compile": "json",
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+BROKEN_PIPE = 141
+"""128 + SIGPIPE: the program that read the output has exited."""
 
 _METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}
 _ALL = "paceline.help_all"
@@ -138,3 +149,32 @@ def _parameter(name: str, hint: Any, default: Any, declared: Declaration | None 
         missing = default is MISSING or default is Parameter.empty
         default = declared.info(name, hint, ... if missing else default)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+class PacelineGroup(TyperGroup):
+    """Commands of `paceline`, which report every error that a user can cause or fix in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Python flushes stdout once more when it exits, which would fail with a message.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except PacelineError as error:
+            print_error(error)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            message = error.strerror or str(error) or type(error).__name__
+            print_error(f"{error.filename}: {message}" if error.strerror and error.filename is not None else message)
+            raise typer.Exit(1) from None
+        return result
+
+
+def print_error(problem: object) -> None:
+    """Print one line on stderr."""
+    typer.echo("error: " + " ".join(str(problem).split()), err=True)

@@ -115,4 +115,4 @@ def _forecasts(part: Mapping[str, Any]) -> Table:
         for kind, k in part["kinds"].items()
     ]
     caption = f"Acceptance: {part['acceptance']}."
-    return figures_table(columns, rows, title=title, title_justify="left", title_style="bold", caption=caption)
+    return figures_table(columns, rows, title=title, caption=caption)

@@ -72,7 +72,7 @@ def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **setti
     """Return a table whose columns are figures, except for the first. `settings`: those of `rich.table.Table`."""
     from rich.table import Table
 
-    table = Table(**settings)
+    table = Table(title_justify="left", title_style="bold", **settings)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
     for row in rows:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli.errors import print_error
+from paceline.cli.commands import print_error
 from paceline.cli.show import Display, length_limit
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.text.prompt_rows import PromptRow

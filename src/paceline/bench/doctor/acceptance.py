@@ -93,8 +93,7 @@ def observe(
             prompt = llm.prompt_ids(text)
             reply = llm.generate(prompt, Sampling(max_new_tokens=tokens))
             lengths.append(len(prompt))
-            for count, replay in zip(counts, shadow.replays([*prompt, *reply.token_ids]), strict=True):
-                replay.count(count)
+            shadow.count([*prompt, *reply.token_ids], counts)
         gains = {size: count.gain for size, count in zip(sizes, counts, strict=True)}
         kinds[kind] = TextKind(sum(lengths) / len(lengths), gains)
     return Acceptance(kinds, f"observed here, over {sum(map(len, prompts.values()))} short replies")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.wrapper import DrafterWrapper
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS
-
-Timer = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,9 @@ class ShadowDrafter(DrafterWrapper):
     includes catching up; the sizes take turns at being first. Requests come one at a time.
     """
 
-    def __init__(self, inner: Drafter, sizes: Sequence[DraftBudget], timer: Timer = time.perf_counter) -> None:
+    def __init__(
+        self, inner: Drafter, sizes: Sequence[DraftBudget], timer: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`sizes`: draft sizes, smallest first, none of them empty."""
         super().__init__(inner)
         self.draft, self._sizes, self._timer = sizes[-1], list(sizes), timer
@@ -54,28 +54,15 @@ class ShadowDrafter(DrafterWrapper):
         self._drafts[ask.position + 1] = drafts
         return [Draft()]
 
-    def replays(self, token_ids: Sequence[int]) -> list[Replay]:
-        """Score the drafts recorded for a prompt and its reply, per size, and forget them."""
+    def count(self, token_ids: Sequence[int], totals: Sequence[RoundCounts]) -> None:
+        """Add, per size, the rounds in which its drafts would have written a reply, and forget the drafts.
+
+        `token_ids`: a prompt and its reply.
+        """
         recorded, self._drafts = self._drafts, {}
-        replays = []
-        for i, size in enumerate(self._sizes):
-            chain = size.branch == 1
-            limit = size.nodes if chain else None
-            drafts = {length: each[-1 if chain else i] for length, each in recorded.items()}
-            scores = {length: _score(draft, token_ids[length:], limit) for length, draft in drafts.items()}
-            replays.append(Replay(scores, len(token_ids)))
-        return replays
-
-
-def _score(draft: Draft, following: Sequence[int], limit: int | None) -> tuple[int, int]:
-    """(tokens accepted, tokens drafted) of a draft, cut to `limit` tokens, where the text goes on with `following`."""
-    tokens = draft.tokens[:limit]
-    row = accepted = 0
-    children = {edge: node for node, edge in enumerate(zip(draft.parents, tokens, strict=False), 1)}
-    while accepted < len(following) and (row, following[accepted]) in children:
-        row = children[row, following[accepted]]
-        accepted += 1
-    return accepted, len(tokens)
+        for i, (size, total) in enumerate(zip(self._sizes, totals, strict=True)):
+            which, limit = (-1, size.nodes) if size.branch == 1 else (i, None)
+            total.add({length: each[which] for length, each in recorded.items()}, token_ids, limit)
 
 
 @dataclass(slots=True)
@@ -91,23 +78,27 @@ class RoundCounts:
     def gain(self) -> Gain:
         return Gain(self.tokens / self.rounds, self.rows / self.rounds) if self.rounds else Gain(1.0, MIN_ROWS)
 
+    def add(self, drafts: Mapping[int, Draft], token_ids: Sequence[int], limit: int | None = None) -> None:
+        """Add the rounds in which these drafts, each cut to `limit` tokens, would have written a reply.
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Drafts of one size along a text of `length` tokens. `scores`: (tokens accepted, tokens drafted) by the number of
-    tokens before the draft."""
+        `drafts`: by the number of tokens before them.
+        """
+        at = start = min(drafts, default=len(token_ids))
+        while at < len(token_ids):
+            accepted, drafted = _score(drafts.get(at, Draft()), token_ids[at:], limit)
+            self.rounds += 1
+            self.drafted += drafted
+            self.rows += max(MIN_ROWS, 1 + drafted)
+            at = min(at + accepted + 1, len(token_ids))  # the target's own token may lie beyond the end
+        self.tokens += at - start
 
-    scores: dict[int, tuple[int, int]]
-    length: int
 
-    def count(self, counts: RoundCounts) -> RoundCounts:
-        """Add the rounds in which these drafts would have written the reply."""
-        at = start = min(self.scores, default=self.length)
-        while at < self.length:
-            accepted, drafted = self.scores.get(at, (0, 0))
-            counts.rounds += 1
-            counts.drafted += drafted
-            counts.rows += max(MIN_ROWS, 1 + drafted)
-            at = min(at + accepted + 1, self.length)  # the target's own token may lie beyond the end
-        counts.tokens += at - start
-        return counts
+def _score(draft: Draft, following: Sequence[int], limit: int | None) -> tuple[int, int]:
+    """(tokens accepted, tokens drafted) of a draft, cut to `limit` tokens, where the text goes on with `following`."""
+    tokens = draft.tokens[:limit]
+    row = accepted = 0
+    children = {edge: node for node, edge in enumerate(zip(draft.parents, tokens, strict=False), 1)}
+    while accepted < len(following) and (row, following[accepted]) in children:
+        row = children[row, following[accepted]]
+        accepted += 1
+    return accepted, len(tokens)
