@@ -10,10 +10,11 @@ from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
 
 from paceline.errors import PacelineError
 
@@ -42,28 +43,13 @@ _ALL = "paceline.help_all"
 _OPTION = "option"
 
 
-class Declaration(NamedTuple):
-    """Declaration of an option: inside `Annotated`, or in the metadata of a dataclass field."""
-
-    help: str
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-    def info(self, parameter: str, kind: Any, default: Any) -> Any:
-        """Return typer's declaration of this option for a parameter of type `kind`."""
-        names = self.names
-        if not any(name.startswith("--") for name in names):
-            names = (f"--{parameter.replace('_', '-')}", *names)
-        metavar = next((text for key, text in _METAVARS.items() if key is kind or key in get_args(kind)), "TEXT")
-        return typer.Option(default, *names, help=self.help, **({"metavar": metavar} | self.settings))
-
-
-def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Declaration:
-    """Declare an option. `names`: its flags; the long one may be omitted where it is the parameter's name.
+def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
+    """Declare an option, inside `Annotated`. `names`: its flags; the long one may be omitted where it is the
+    parameter's name.
 
     The first paragraph of `help` stands in the short help. `settings`: further arguments of `typer.Option`.
     """
-    return Declaration(help, names, settings | {"rich_help_panel": panel})
+    return typer.Option(..., *names, help=help, rich_help_panel=panel, **settings)
 
 
 def options_of(panel: str) -> Callable[..., Any]:
@@ -140,14 +126,23 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(name: str, hint: Any, default: Any, declared: Declaration | None = None) -> Parameter:
+def _parameter(name: str, hint: Any, default: Any, declared: OptionInfo | None = None) -> Parameter:
     """Return the parameter for typer. `declared`: the option of a field; others are declared inside `Annotated`."""
     for part in getattr(hint, "__metadata__", ()):
-        if isinstance(part, Declaration):
+        if isinstance(part, OptionInfo):
             declared, hint = part, hint.__origin__
     if declared is not None:
-        missing = default is MISSING or default is Parameter.empty
-        default = declared.info(name, hint, ... if missing else default)
+        declared = copy(declared)  # several commands share it
+        names = declared.param_decls or ()
+        if not any(flag.startswith("--") for flag in names):
+            declared.param_decls = (f"--{name.replace('_', '-')}", *names)
+        if declared.metavar is None:
+            declared.metavar = next(
+                (text for kind, text in _METAVARS.items() if kind in (hint, *get_args(hint))), "TEXT"
+            )
+        if default is not MISSING and default is not Parameter.empty:
+            declared.default = default
+        default = declared
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
