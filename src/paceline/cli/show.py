@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from paceline.engine.detokenizer import Chunk
     from paceline.engine.results import Completion
     from paceline.engine.stats import Stats
+    from paceline.llm import LLM
     from paceline.sampling.parameters import Sampling
+    from paceline.types import Prompt
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -53,6 +55,15 @@ class Display:
             self._file.write("\n")
             self._file.flush()
         self._line_is_open = False
+
+
+def stream_reply(llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw: bool = False) -> Completion:
+    """Generate a reply and show it as it is written."""
+    display = Display(file)
+    try:
+        return llm.generate(prompt, sampling, raw=raw, on_chunk=display.write)
+    finally:
+        display.end()
 
 
 def facts_table(rows: Iterable[tuple[str, str]], **settings: Any) -> Table:
