@@ -16,7 +16,17 @@ from typer.testing import CliRunner
 import paceline.llm
 from paceline.bench.doctor import advice
 from paceline.bench.doctor import run as examination
-from paceline.bench.doctor.acceptance import Acceptance, TextKind, name_of, observe, stored, stored_drafters
+from paceline.bench.doctor.acceptance import (
+    Acceptance,
+    Gain,
+    RoundCounts,
+    ShadowDrafter,
+    TextKind,
+    name_of,
+    observe,
+    stored,
+    stored_drafters,
+)
 from paceline.bench.doctor.machine import (
     PREFIX,
     Machine,
@@ -27,7 +37,6 @@ from paceline.bench.doctor.machine import (
     passes,
 )
 from paceline.bench.doctor.predict import Drafting, forecast, overall
-from paceline.bench.doctor.shadow import Gain, RoundCounts, ShadowDrafter
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.cli import app
 from paceline.drafters.base import Ask

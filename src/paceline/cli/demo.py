@@ -61,9 +61,8 @@ def demo(
             llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
     legend = "a terminal with colours shows accepted draft tokens in green"
     if has_colour(sys.stdout):
-        legend = (
-            typer.style("green", fg="green") + ": drafted tokens that the model accepted; it added the others itself"
-        )
+        green = typer.style("green", fg="green")
+        legend = f"{green}: drafted tokens that the model accepted; it added the others itself"
     typer.echo("\n" + typer.style(f"With speculation, by {fast.drafter}", bold=True) + f" ({legend})")
     drafted = stream_reply(fast, question, parameters, sys.stdout)
     # The seed drawn for the first answer gives the second the same noise, hence the same text.

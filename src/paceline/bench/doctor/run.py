@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from paceline.bench.doctor import advice
-from paceline.bench.doctor.acceptance import PROMPTS, name_of, observe, stored, stored_drafters
+from paceline.bench.doctor.acceptance import PROMPTS, ShadowDrafter, name_of, observe, stored, stored_drafters
 from paceline.bench.doctor.machine import Machine, measure_machine
 from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall
-from paceline.bench.doctor.shadow import ShadowDrafter
 from paceline.bench.doctor.weights import quantised_bytes
 from paceline.bench.provenance import cpu_name
 from paceline.checkpoints.loader import Loaded
