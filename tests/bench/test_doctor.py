@@ -313,7 +313,7 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
 
 def test_it_recommends_in_three_lines() -> None:
     good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
-    found = {"good": (good, forecast(MACHINE, good))}
+    found = {"good": overall(forecast(MACHINE, good))}
     lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
     assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
     assert "int8 53 MB or int4 40 MB in place of 100 MB" in lines[2]
@@ -323,7 +323,7 @@ def test_it_recommends_in_three_lines() -> None:
         "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes of the file itself",
     ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
-    lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, {}, threads=4)
+    lines = advice.settings(MACHINE, {"bad": overall(forecast(MACHINE, bad))}, {}, threads=4)
     assert lines == ["--drafter none: bad would not be faster here", "--threads 4: as now", "--quantize: as now"]
 
 

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from paceline.models.heads import HeadFile
 
 _HEADS = {
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE (1 or 2)",
-    "medusa": "Medusa",
-    "block": "DFlash (block)",
-    "exit": "early exit",
+    "eagle3": ("EAGLE-3", "", ""),
+    "eagle": ("EAGLE (1 or 2)", "", ""),
+    "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
+    "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
+    "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
 }
+"""Kind -> title, and a row of its own: name and value."""
 _COVERAGE = "coverage"
 """Share of the training text that the draft vocabulary holds, as training stores it."""
 
@@ -246,11 +247,12 @@ def _head_sizes(head: HeadFile) -> dict[str, Any]:
 
 
 def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    title, own, value = _HEADS[f["head"]]
     taps = ", ".join(map(str, f["taps"])) if f["taps"] else "2, L // 2, L - 3 (EAGLE-3's default)"
     layers = f", of {f['target_layers']} layers" if f["target_layers"] else ""
     rows = [
         ("path", f["path"]),
-        ("head", f"{_HEADS[f['head']]}, {f['layout']} layout"),
+        ("head", f"{title}, {f['layout']} layout"),
         ("target", (f["target"] or "not stated") + layers),
         ("hidden size", f"{f['hidden']:,}"),
         ("taps", taps),
@@ -261,13 +263,9 @@ def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
             share = f["extra"].get(_COVERAGE)
             held = f", {percent(share)} of the text it was trained on" if isinstance(share, (int, float)) else ""
             rows.append(("draft vocabulary", f"{f['draft_vocab']:,}{held}"))
-    if f["head"] == "medusa":
-        end = "the target's output head" if f["shared_head"] else "their own output heads"
-        rows.append(("heads", f"{f['heads']} of {f['layers']} layers, with {end}"))
-    elif f["head"] == "block":
-        rows.append(("block", f"{f['block_size']} tokens, {f['layers']} layers, mask token {f['mask_token']}"))
-    elif f["head"] == "exit":
-        rows.append(("exit", f"after {f['layers']} layers, adapter of rank {f['rank']}"))
+    if own:
+        output = "the target's output head" if f.get("shared_head") else "their own output heads"
+        rows.append((own, value.format(**f, output=output)))
     rows.append(
         ("size", f"{amount(f['bytes'], 'bytes')}, {amount(f['parameters'])} parameters ({', '.join(f['dtypes'])})")
     )
