@@ -163,11 +163,10 @@ class LoadOptions(ModelOptions):
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
         """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
-        draft = parse_draft(self.draft)
         return self.open(
             progress=progress,
             drafter=self.drafter if drafter is None else drafter,
-            draft=draft,
+            draft=parse_draft(self.draft),
             quantize=self.quantize,
             draft_quantize=self.draft_quantize,
         )
