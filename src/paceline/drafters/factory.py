@@ -209,6 +209,14 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
     return _with_head(ExitConfig(sizes.hidden, count), {}, target)
 
 
+def parse_size(text: str) -> DraftBudget | None:
+    """Return the budget that LENGTH or NODESxDEPTHxBRANCH names, None for any other text. Raises `InvalidOption`."""
+    if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}x[0-9]{1,9})?", text):
+        return None
+    length, *tree = map(int, text.split("x"))
+    return DraftBudget(length, *tree) if tree else DraftBudget.chain(length)
+
+
 def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:
     """Return the budget for a draft length, a budget, or None for "auto". Raises `InvalidOption`."""
     if isinstance(draft, DraftBudget):
