@@ -17,8 +17,7 @@ import torch
 from common import PROMPTS, Grid, progress, provenance, report
 
 import paceline
-from paceline.bench.doctor.acceptance import STORED, Acceptance, name_of, observe
-from paceline.bench.doctor.shadow import ShadowDrafter
+from paceline.bench.doctor.acceptance import STORED, Acceptance, ShadowDrafter, name_of, observe
 from paceline.bench.questions import pick, read_questions
 from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller

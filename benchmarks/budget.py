@@ -22,7 +22,7 @@ from paceline import Sampling
 from paceline.bench.doctor.machine import bandwidth as read_bandwidth
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.models.decoder import Decoder
-from paceline.models.layers import Dense, Layer, PostNormed
+from paceline.models.layers import Dense, Layer
 from paceline.types import Draft, Rows, Want
 from paceline.verify.tree import pack, pack_prefix
 
@@ -97,10 +97,9 @@ def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
 
 
 def _products(layer: Layer) -> list[NativeLinear]:
-    parts: list[Any] = [part.sublayer if isinstance(part, PostNormed) else part for part in (layer.out, layer.mlp)]
-    assert isinstance(parts[1], Dense)
-    gate_up: Any = parts[1].gate_up
-    return [layer.attention.qkv, parts[0], gate_up.both, parts[1].down]  # type: ignore[list-item]
+    assert isinstance(layer.mlp, Dense)
+    gate_up: Any = layer.mlp.gate_up
+    return [layer.attention.qkv, layer.out, gate_up.both, layer.mlp.down]  # type: ignore[list-item]
 
 
 def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:

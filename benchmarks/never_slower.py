@@ -29,7 +29,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
-from paceline.drafters.wrapper import DrafterWrapper
+from paceline.drafters.stack import DrafterWrapper
 from paceline.types import Draft
 
 PLAIN = "plain"

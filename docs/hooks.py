@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import cli_reference  # next to this file, where mkdocs looks while it loads a hook
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,24 +55,20 @@ def _resolve(source: str, target: str) -> str:
 
 def command_line() -> str:
     """Return every command with its options."""
-    from paceline.cli import reference
-
-    return reference.markdown().partition("\n")[2].replace("\\<", "&lt;")
+    return cli_reference.markdown().partition("\n")[2].replace("\\<", "&lt;")
 
 
 def environment() -> str:
     """Return the table of environment variables."""
-    from paceline.cli import reference
-
-    return reference.environment()
+    return cli_reference.environment()
 
 
 def openapi() -> str:
     """Return the server's paths and the bodies that it takes, from its own OpenAPI document."""
-    from paceline.server.app import create_app
+    from paceline.server.app import create_app, describe
     from paceline.server.limits import Settings
 
-    document = create_app(MagicMock(), MagicMock(), Settings("demo")).openapi()
+    document = describe(create_app(MagicMock(), MagicMock(), Settings("demo")))
     out = ["| path | |", "|---|---|"]
     for path, methods in document["paths"].items():
         out += [f"| `{verb.upper()} {path}` | {what.get('description', '')} |" for verb, what in methods.items()]

@@ -14,7 +14,8 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from paceline.sampling.grammar import Grammar, Matcher
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import Oracle

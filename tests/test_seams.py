@@ -27,23 +27,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
-from paceline.testing import (
-    TINY,
-    TINY_BLOCK,
-    TINY_MEDUSA,
-    ListCache,
-    ToyTarget,
-    block_tensors,
-    check_drafter,
-    check_target,
-    eagle_config,
-    eagle_tensors,
-    medusa_tensors,
-    random_tensors,
-    run,
-    tiny_target,
-)
+from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)

@@ -106,7 +106,7 @@ def tokenizer(kind: str) -> Tokenizer:
 def framed(words: Tokenizer) -> Tokenizer:
     """The same, with its "<s>" before every text."""
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
-    frame(backend, ("<s>", words.vocabulary["<s>"]), None)
+    frame(backend, ROLES, {"bos_token": True, "eos_token": False})
     return Tokenizer(backend, ROLES)
 
 

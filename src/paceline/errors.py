@@ -18,11 +18,8 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text
-    return "".join(_printable(c) for c in text)
-
-
-def _printable(c: str) -> str:
-    return c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode()
+    spaced = (" " if c.isspace() else c for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in spaced)
 
 
 class PacelineError(Exception):
@@ -126,7 +123,7 @@ def memory_named(cause: str, fix: str) -> Iterator[None]:
     """Turn a bare error that means "no memory left" into an `OutOfMemory` with this cause and fix."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         raise OutOfMemory(cause, fix) from error

@@ -21,7 +21,8 @@ from paceline.engine.draft_policy import Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.request import Request
-from paceline.engine.results import Batch, BatchItem, Completion, Stream
+from paceline.engine.results import Batch, Completion, Stream
+from paceline.engine.scheduler import Task
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.kernels.quantize import Precision, check_precision
@@ -139,7 +140,8 @@ class LLM:
         `on_chunk`: called with every chunk of a single reply as it is written; if it returns False, the reply ends
         there. `raw`: give text to the model as it is, without the chat template. Raises `PacelineError`.
         """
-        several = _is_batch(prompt)
+        # One prompt may itself be a list: of ids or of messages.
+        several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
         if several or n is not None:
             if on_chunk is not None:
                 raise InvalidOption("on_chunk is for a single reply", "Iterate over llm.batch(...) instead")
@@ -187,7 +189,7 @@ class LLM:
             raise InvalidOption(f"{len(prompts)} prompts have {len(each)} samplings", "Give one for all, or one each")
         if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in (n, width)):
             raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
-        jobs = []
+        tasks = []
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             seeded = self._sampling(how, changes).seeded()
             try:
@@ -196,8 +198,8 @@ class LLM:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
             seeded.sampler(vocabulary=self.vocabulary)  # refuses what it must before anything begins
-            jobs += [BatchItem(index, partial(self.start, tokens, seeded, sample)) for sample in range(n)]
-        return Batch(self.engine, jobs, width)
+            tasks += [Task(partial(self.start, tokens, seeded, sample), group=index) for sample in range(n)]
+        return Batch(self.engine, tasks, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
         """Return the sampling of a reply requested with these arguments."""
@@ -288,11 +290,6 @@ def _a(thing: object) -> str:
         return "None"
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-def _is_batch(prompt: Any) -> bool:
-    """A list of prompts rather than one prompt, which may itself be a list of ids or of messages."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
 
 
 def load(

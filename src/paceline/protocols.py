@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
 from paceline.types import DraftBudget, Forward, Rows, Want
 
@@ -20,7 +19,6 @@ class Pass(Protocol):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values [B, T, kv_heads, D] of the pass's rows, rotary applied."""
-        ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the layer's keys and values, then attend.
@@ -28,7 +26,6 @@ class Pass(Protocol):
         q [B, T, heads, D], k and v as for `write`. Returns [B, T, heads * D].
         Each row sees its slot's committed prefix, its ancestors and itself.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,6 @@ class KVCache(Protocol[PassT]):
     @property
     def lengths(self) -> Sequence[int]:
         """Committed tokens of each slot."""
-        ...
 
     @property
     def prompts(self) -> Sequence[int]:
@@ -70,19 +66,15 @@ class KVCache(Protocol[PassT]):
 
         It is fixed for the whole request, because keys made with one choice of factors cannot meet queries of another.
         """
-        ...
 
     def acquire(self, prompt: int = 0) -> int:
         """Return a free slot, of length 0, for a request with a prompt of `prompt` tokens. Raises `OutOfMemory`."""
-        ...
 
     def begin(self, rows: Rows) -> PassT:
         """Make room for the rows and return the pass that writes and reads them. Raises `OutOfMemory`."""
-        ...
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """The part of a draft budget that the slot's next pass can verify exactly."""
-        ...
 
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep row 0 and then the rows of `paths[i]`, in this order, of slot i of a pass over `rows`; None keeps
@@ -90,7 +82,6 @@ class KVCache(Protocol[PassT]):
 
         `rows` must be those of the slots' latest pass.
         """
-        ...
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens (0 <= length <= the slot's length).
@@ -98,15 +89,12 @@ class KVCache(Protocol[PassT]):
         A cache that has dropped what the next row would see (a sliding window that moved on) forgets them all:
         look at `lengths` and feed again what is missing.
         """
-        ...
 
     def fork(self, slot: int) -> int:
         """Return a new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
-        ...
 
     def save(self, slot: int) -> Saved:
         """Return a copy of all that the slot has committed. It outlives the slot and the cache."""
-        ...
 
     def load(self, slot: int, saved: Any, length: int) -> int:
         """Fill a fresh slot with the first `length` tokens of what a cache of the same target saved.
@@ -114,11 +102,9 @@ class KVCache(Protocol[PassT]):
         Returns the slot's length: `length`, or 0 where `saved.holds` is false (a sliding window that has moved on,
         rotary factors for another length of text). Raises `OutOfMemory`.
         """
-        ...
 
     def release(self, slot: int) -> None:
         """Give the slot back. Releasing a free slot does nothing."""
-        ...
 
 
 class Target(Protocol):
@@ -130,7 +116,6 @@ class Target(Protocol):
     @property
     def context_length(self) -> int:
         """Maximum number of tokens (prompt and reply) of one slot."""
-        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -139,7 +124,6 @@ class Target(Protocol):
 
     def forward(self, rows: Rows, cache: KVCache[Any], want: Want) -> Forward:
         """Feed the rows and write their keys and values; commit nothing. `cache` must come from `new_cache`."""
-        ...
 
 
 @runtime_checkable
@@ -149,19 +133,15 @@ class EmbeddingAndHead(Protocol):
     @property
     def layers(self) -> int:
         """Number of layers: the taps are 0 to layers - 1, and "final"."""
-        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """From tokens, int64 of any shape [...], to the input of layer 0 [..., H], in the target's dtype."""
-        ...
 
     def logits(self, x: Tensor) -> Tensor:
         """From normed states [..., H] (the tap "final", or a drafter's stand-in for it) to float32 logits [..., V]."""
-        ...
 
     def head(self) -> Tensor:
         """The matrix [V, H] of the output head: a drafter is trained towards it."""
-        ...
 
 
 @runtime_checkable
@@ -172,9 +152,6 @@ class TargetWithHead(Target, EmbeddingAndHead, Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-_Self = TypeVar("_Self", bound="Closable")
-
-
 class Closable(ABC):
     """Something that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
 
@@ -182,12 +159,10 @@ class Closable(ABC):
     def close(self) -> None:
         """Give back what is held; closing twice does nothing."""
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

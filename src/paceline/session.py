@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import Closable, KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
-from paceline.verify.tree import PREFILL_ROWS, check, depths, pack, pack_prefix
+from paceline.verify.tree import PREFILL_ROWS, check, depths, pack, pack_prefix, paths_of
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
 """Logits and taps, of several rows or of one."""
@@ -167,7 +168,8 @@ class Session(Closable):
         self._kv()
         if not isinstance(snapshot, Snapshot) or snapshot._owner is not self._key:
             raise SessionError("this snapshot is of another session", "Restore it there, or observe its `history` here")
-        self.rollback_to(_common(self._text, snapshot.history))
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(self._text, snapshot.history, strict=False))
+        self.rollback_to(len([*common]))
         self.observe(snapshot.history[len(self._text) :])
         if snapshot._scored is not None and snapshot._scored is not self._scored:
             self._commit()
@@ -240,15 +242,11 @@ class Session(Closable):
         if self._scored is None or rows is None or not self._scored.taps.keys() >= set(taps):
             rows = list(range(len(draft.tokens) + 1))
             self._scored = self._pass(draft, tuple(dict.fromkeys((*self._taps, *taps))))
-            self._listen(taps, self._scored)
+            if missing := [tap for tap in taps if tap not in self._scored.taps]:
+                raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
+            self._taps = tuple(self._scored.taps)
         self._asked = draft
         return self._scored, rows
-
-    def _listen(self, taps: tuple[Tap, ...], scored: _ScoredRows) -> None:
-        missing = [tap for tap in taps if tap not in scored.taps]
-        if missing:
-            raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
-        self._taps = tuple(scored.taps)
 
     def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> _ScoredRows:
         self._commit()
@@ -262,10 +260,10 @@ class Session(Closable):
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
         """Score each path as a chain in as many passes as the cache needs, rolled back at its end."""
         results: dict[int, _Results] = {}
-        for path in _paths(draft):
+        for path in (path for row, path in paths_of(draft).items() if row not in draft.parents):
             self._catch_up()
             try:
-                results |= zip(path, self._chain([draft.tokens[row - 1] for row in path[1:]], taps), strict=True)
+                results |= zip((0, *path), self._chain([draft.tokens[row - 1] for row in path], taps), strict=True)
             finally:
                 self._trim()
         logits, states = zip(*(results[row] for row in sorted(results)), strict=True)
@@ -360,19 +358,6 @@ class Session(Closable):
                 f"{more} tokens after {len(self._text)} pass the model's context of {self.context_length}",
                 "Draft or observe fewer, or roll back",
             )
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _paths(draft: Draft) -> list[list[int]]:
-    """Return the rows from 0 down to each leaf."""
-    paths = {0: [0]}
-    for row, parent in enumerate(draft.parents, 1):
-        paths[row] = [*paths[parent], row]
-    return [paths[row] for row in paths if row not in draft.parents]
 
 
 def _ids(ids: Sequence[int]) -> list[int]:

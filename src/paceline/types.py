@@ -136,11 +136,7 @@ class Rows:
     def lines(self) -> list[int]:
         """Indices of the real rows among all B * T, slot by slot."""
         of = self.tokens.shape[1]
-        return [
-            row
-            for first, n in zip(range(0, of * len(self.counts), of), self.counts, strict=True)
-            for row in range(first, first + n)
-        ]
+        return [row for slot, n in enumerate(self.counts) for row in range(slot * of, slot * of + n)]
 
     @property
     def end(self) -> int:

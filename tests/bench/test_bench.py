@@ -451,7 +451,7 @@ def test_the_command_shows_a_table_and_writes_files(
         (["--batch", "many"], "--batch must be whole numbers"),
         (["--batch", "0"], "1 request or more, got 0"),
         (["--batch", "2", "--against", "openvino"], "one request at a time"),
-        (["--temperature", "warm"], "--temperature must be numbers, got 'warm'"),
+        (["--temperature", "warm"], "--temperature must be numbers separated by commas, got 'warm'"),
         (["--rule", "mine"], "mine"),
         (["--quantize", "int4+int3"], "int3"),
     ],

@@ -16,7 +16,17 @@ from typer.testing import CliRunner
 import paceline.llm
 from paceline.bench.doctor import advice
 from paceline.bench.doctor import run as examination
-from paceline.bench.doctor.acceptance import Acceptance, TextKind, name_of, observe, stored, stored_drafters
+from paceline.bench.doctor.acceptance import (
+    Acceptance,
+    Gain,
+    RoundCounts,
+    ShadowDrafter,
+    TextKind,
+    name_of,
+    observe,
+    stored,
+    stored_drafters,
+)
 from paceline.bench.doctor.machine import (
     PREFIX,
     Machine,
@@ -27,12 +37,11 @@ from paceline.bench.doctor.machine import (
     passes,
 )
 from paceline.bench.doctor.predict import Drafting, forecast, overall
-from paceline.bench.doctor.shadow import Gain, Replay, RoundCounts, ShadowDrafter
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.cli import app
 from paceline.drafters.base import Ask
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
@@ -69,9 +78,10 @@ def test_shadow_drafts_count_the_rounds_that_every_size_would_take(kind: str) ->
     text, _, plain = run(target, PROMPT, sampling, shadow, sizes[-1])
     assert text == run(target, PROMPT, sampling)[0]
     assert (plain.rounds, plain.drafted) == (45, 0), "shadow drafts are never verified"
-    for size, replay in zip(sizes, shadow.replays([*PROMPT, *text]), strict=True):
+    totals = [RoundCounts() for _ in sizes]
+    shadow.count([*PROMPT, *text], totals)
+    for size, counts in zip(sizes, totals, strict=True):
         stats = run(target, PROMPT, sampling, Suffix(floor=0.0), size)[2]
-        counts = replay.count(RoundCounts())
         assert (counts.rounds, counts.tokens, counts.drafted) == (stats.rounds, 45, stats.drafted)
     assert stats.accepted > 5
 
@@ -83,19 +93,30 @@ def test_a_drafter_that_errs_is_seen_to_err() -> None:
     for accuracy in (0.0, 0.6, 1.0):
         shadow = ShadowDrafter(Oracle([*PROMPT, *text], accuracy, 37), [DraftBudget.chain(4)])
         run(target, PROMPT, sampling, shadow, DraftBudget.chain(4))
-        rounds.append(shadow.replays([*PROMPT, *text])[0].count(RoundCounts()).rounds)
+        counts = RoundCounts()
+        shadow.count([*PROMPT, *text], [counts])
+        rounds.append(counts.rounds)
     assert rounds[0] == 40
     assert rounds[2] == 8
     assert rounds[2] < rounds[1] < rounds[0]
 
 
 def test_a_pass_has_four_rows_at_least() -> None:
-    scores = {10: (0, 0), 11: (1, 2), 12: (9, 9), 13: (5, 7)}
-    assert Replay(scores, 19).count(RoundCounts()) == RoundCounts(3, 9, 9, 4 + 4 + 8)
+    text, counts = list(range(19)), RoundCounts()
+    drafts = {
+        10: Draft(),
+        11: Draft.chain((11, 99)),
+        12: Draft.chain(tuple(range(12, 19))),
+        13: Draft.chain((13, 14, 15, 16, 17, 99, 99)),
+    }
+    counts.add(drafts, text)
+    assert counts == RoundCounts(3, 9, 9, 4 + 4 + 8)
 
 
 def test_a_reply_in_which_nothing_was_asked_has_no_rounds() -> None:
-    assert Replay({}, 12).count(RoundCounts()) == RoundCounts()
+    counts = RoundCounts()
+    counts.add({}, list(range(12)))
+    assert counts == RoundCounts()
 
 
 def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None:
@@ -292,7 +313,7 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
 
 def test_it_recommends_in_three_lines() -> None:
     good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
-    found = {"good": (good, forecast(MACHINE, good))}
+    found = {"good": overall(forecast(MACHINE, good))}
     lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
     assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
     assert "int8 53 MB or int4 40 MB in place of 100 MB" in lines[2]
@@ -302,7 +323,7 @@ def test_it_recommends_in_three_lines() -> None:
         "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes of the file itself",
     ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
-    lines = advice.settings(MACHINE, {"bad": (bad, forecast(MACHINE, bad))}, {}, threads=4)
+    lines = advice.settings(MACHINE, {"bad": overall(forecast(MACHINE, bad))}, {}, threads=4)
     assert lines == ["--drafter none: bad would not be faster here", "--threads 4: as now", "--quantize: as now"]
 
 

@@ -22,11 +22,12 @@ from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
 from paceline.checkpoints.loader import native
-from paceline.checkpoints.lora import open_model, read_rules
+from paceline.checkpoints.lora import MergeRules, open_model
 from paceline.cli import app
 from paceline.errors import CorruptModel, PacelineError, UnsupportedModel, one_line
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
+from paceline.files.schema import IDENTITY
 from tests.checkpoints.test_gguf import write
 from tests.models.test_families import SIZES
 from tests.random_heads import COMPACT, EAGLE3, head_of
@@ -208,7 +209,7 @@ def test_links_to_regular_files_are_read(folder: Path, tmp_path_factory: pytest.
     blob = tmp_path_factory.mktemp("blobs") / "c0ffee"
     (folder / "config.json").rename(blob)
     (folder / "config.json").symlink_to(blob)
-    assert read_json(folder / "config.json")["model_type"] == "llama"
+    assert read_json(folder / "config.json", IDENTITY)["model_type"] == "llama"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_a_generation_config_of_the_wrong_kind(folder: Path, field: str, value: 
 @pytest.mark.parametrize("text", [DEEP, '{"peft_type": "LORA", "r": 1e3, "lora_alpha": 1}', "[]"])
 def test_an_adapter_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
-    for act in (lambda: read_rules(tmp_path), lambda: open_model(tmp_path)):
+    for act in (lambda: MergeRules(tmp_path), lambda: open_model(tmp_path)):
         assert "adapter_config.json" in refused(act).cause
 
 
@@ -277,14 +278,14 @@ def test_an_adapter_config(tmp_path: Path, text: str) -> None:
 def test_an_adapters_pattern_that_could_match_for_ever(tmp_path: Path, pattern: str) -> None:
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": {pattern: 2}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert "very long to match" in refused(lambda: read_rules(tmp_path)).cause
+    assert "very long to match" in refused(lambda: MergeRules(tmp_path)).cause
 
 
 def test_an_adapters_usual_patterns_are_read(tmp_path: Path) -> None:
     patterns = {"q_proj": 2, r"model\.layers\.[0-9]+\.self_attn\.(?:q|k)_proj": 4, r"^model\.layers\.\d+\..*o_proj": 8}
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": patterns}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    rules = read_rules(tmp_path)
+    rules = MergeRules(tmp_path)
     names = ("x.q_proj", "model.layers.12.self_attn.k_proj", "model.layers.3.self_attn.o_proj", "x.my_proj")
     assert [rules.rank_of(name) for name in names] == [2, 4, 8, 1]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import paceline
 from paceline.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from paceline.checkpoints.lora import open_adapter, open_model, split_adapter
+from paceline.checkpoints.lora import LoraAdapter, open_model, split_adapter
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
@@ -178,7 +178,7 @@ def test_weights_stored_the_other_way_round(tmp_path: Path) -> None:
     )
     for dora in (False, True):
         adapted = train(model, tmp_path, target_modules=["c_attn", "c_proj"], use_dora=dora, fan_in_fan_out=True)
-        merged = Merged(model.state_dict(), open_adapter(tmp_path), untied=False)
+        merged = Merged(model.state_dict(), LoraAdapter(tmp_path), untied=False)
         for name, tensor in adapted.merge_and_unload().state_dict().items():
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
@@ -189,7 +189,7 @@ def test_projections_fused_in_the_base(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, pad_token_id=0))
     adapted = train(model, tmp_path, target_modules=["qkv_proj", "gate_up_proj"], r=4)
-    merged = Merged(model.state_dict(), open_adapter(tmp_path), untied=False)
+    merged = Merged(model.state_dict(), LoraAdapter(tmp_path), untied=False)
     for name, tensor in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 

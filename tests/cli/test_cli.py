@@ -241,7 +241,10 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("text", "meaning"), [("auto", "auto"), ("0", 0), ("7", 7), ("16x4x2", DraftBudget(16, 4, 2))])
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("auto", "auto"), ("0", DraftBudget.chain(0)), ("7", DraftBudget.chain(7)), ("16x4x2", DraftBudget(16, 4, 2))],
+)
 def test_parse_draft(text: str, meaning: Any) -> None:
     assert parse_draft(text) == meaning
 

@@ -26,9 +26,10 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing import TINY_BLOCK, block_tensors, check_drafter, run, run_together, tiny_target
+from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS, depths, pack_prefix, shape
+from tests.tiny_heads import TINY_BLOCK, block_tensors
 from tests.toys import ask_for
 
 TOY = tiny_target()

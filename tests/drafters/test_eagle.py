@@ -27,10 +27,11 @@ from paceline.models.heads import EagleConfig
 from paceline.protocols import TargetWithHead
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
-from paceline.testing import TINY, eagle_config, eagle_tensors, run, run_together, tiny_target
+from paceline.testing import TINY, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
 from tests.eagle_reference import Reference
+from tests.tiny_heads import eagle_config, eagle_tensors
 from tests.toys import ask_for
 
 TOY = tiny_target()
@@ -135,10 +136,10 @@ def test_asked_again_a_head_says_the_same_and_a_fork_says_it_too(name: str) -> N
     engine = Engine(TOY, drafter, draft)
     first = started(engine, PROMPT)
     early = started(engine, PROMPT, first)
-    alone = drafter.propose([Ask.of(first.slot, first.prefix, draft, first.sampler)])
+    alone = drafter.propose([Ask(first.slot, first.prefix, draft, first.sampler)])
     assert alone[0].tokens
     late, other = started(engine, PROMPT, first), started(engine, PROMPT[2:])
-    asks = [Ask.of(request.slot, request.prefix, draft, request.sampler) for request in (early, other, late, first)]
+    asks = [Ask(request.slot, request.prefix, draft, request.sampler) for request in (early, other, late, first)]
     drafts = drafter.propose(asks)
     assert drafts.pop(1) != alone[0]
     assert drafts == alone * 3
@@ -163,7 +164,7 @@ def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make(CONFIGS["eagle-3"], LONG)
-    monkeypatch.setattr(drafter, "_step", None)
+    monkeypatch.setattr(drafter, "_read", None)
     monkeypatch.setattr(Controller, "choose", lambda self, *state: DraftBudget.chain(0))
     run(LONG, [i * i % 37 for i in range(3 * PREFILL_ROWS)], Sampling(max_new_tokens=5), drafter)
 
@@ -278,10 +279,10 @@ class LateFeatures(Eagle):
 class LateTokens(Eagle):
     """Pairs features with the token of their own position."""
 
-    def _catch_up(self, states: Any) -> None:
+    def _read(self, states: Any, counts: Any, prefill: bool = False) -> None:
         for state in states:
             state.token_ids.insert(0, 0)
-        super()._catch_up(states)
+        super()._read(states, counts, prefill)
         for state in states:
             state.token_ids.pop(0)
 

@@ -16,17 +16,9 @@ from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing import (
-    TINY_MEDUSA,
-    ToyTarget,
-    check_drafter,
-    fitted_medusa,
-    medusa_tensors,
-    run,
-    run_together,
-    tiny_target,
-)
+from paceline.testing import ToyTarget, check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.tiny_heads import TINY_MEDUSA, fitted_medusa, medusa_tensors
 from tests.toys import ask_for
 
 TOY = tiny_target()

@@ -15,10 +15,9 @@ from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.drafters.stack import DrafterStack
+from paceline.drafters.stack import DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.models.heads import HeadConfig
 from paceline.protocols import KVCache
@@ -71,7 +70,7 @@ def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: DraftBu
     assert engine.drafter is not None
     drafts = []
     for _ in range(3):
-        drafts += engine.drafter.propose([Ask.of(request.slot, request.prefix, tree, request.sampler)])
+        drafts += engine.drafter.propose([Ask(request.slot, request.prefix, tree, request.sampler)])
         engine.step([request])
     text = list(request.token_ids)
     engine.finish(request)
@@ -148,12 +147,12 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
     plain = begun(engine, prompt, sampling)
     request = engine.start(prompt, sampling.sampler(), plain.stream, plain.stats)
     assert engine.drafter is not None
-    engine.drafter.propose([Ask.of(first.slot, first.prefix, TREE, first.sampler)])
+    engine.drafter.propose([Ask(first.slot, first.prefix, TREE, first.sampler)])
     # The target's own 40 tokens are the same; the head's row 39 was made with token 40.
     engine.cache.load(request.slot, engine.cache.save(first.slot), 39 + more)
     engine.drafter.load(request.slot, engine.drafter.save(first.slot), 39 + more)
     engine.prefill(request)
-    asks = [Ask.of(one.slot, one.prefix, TREE, one.sampler) for one in (plain, request)]
+    asks = [Ask(one.slot, one.prefix, TREE, one.sampler) for one in (plain, request)]
     ours, theirs = (engine.drafter.propose([ask])[0] for ask in asks)
     assert torch.allclose(ours.q[0], theirs.q[0], rtol=0, atol=1e-9) == (more == 0)
 
@@ -164,7 +163,7 @@ def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
     prompt = [i * i % 37 for i in range(1500)]
     request = begun(engine, prompt, Sampling())
-    drafter.propose([Ask.of(request.slot, request.prefix, DraftBudget.chain(3), request.sampler)])
+    drafter.propose([Ask(request.slot, request.prefix, DraftBudget.chain(3), request.sampler)])
     saved = drafter.save(request.slot)
     assert saved is not None
     assert saved.length == 1499

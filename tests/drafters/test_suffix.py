@@ -321,7 +321,8 @@ def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
     assert len(alone.tokens) == 3
     assert all(len(draft.tokens) < 3 for draft in drafter.propose(asks))
     assert all(not draft.tokens for draft in drafter.propose([replace(ask, price=0.95) for ask in asks]))
-    drawn = [replace(ask, draws=True) for ask in asks]
+    drawing = Sampling(temperature=1.0, rule="rejection").sampler()
+    drawn = [replace(ask, sampler=drawing) for ask in asks]
     assert drafter.propose(drawn) == [alone] * 4
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.engine.cost_model import Curve, Fading
-from paceline.engine.draft_length import Controller, RoundOutcome
+from paceline.engine.draft_length import Controller
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import MIN_ROWS
 
@@ -42,7 +42,13 @@ class World:
             drafts.append(Draft.chain((0,) * size.nodes))
             verdicts.append(Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1)))
         self.controller.learn(
-            RoundOutcome([size] * self.together, drafts, verdicts, drafting * noise[0], verifying * noise[1])
+            [size] * self.together,
+            drafts,
+            verdicts,
+            drafting * noise[0],
+            verifying * noise[1],
+            self.together,
+            self.together * (1 + size.nodes),
         )
         return sum(len(v.tokens) for v in verdicts) / self.together, drafting + verifying
 
@@ -136,7 +142,8 @@ def test_the_end_of_a_text_teaches_nothing() -> None:
     controller = Controller(DraftBudget.chain(4))
     for _ in range(30):
         size = controller.choose()
-        controller.learn(RoundOutcome([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0))
+        rows = 1 + size.nodes
+        controller.learn([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0, 1, rows)
     assert controller.choose() == DraftBudget.chain(4)
 
 
@@ -145,7 +152,7 @@ def test_what_a_budget_left_out_was_not_wrong() -> None:
     controller = Controller(DraftBudget.chain(4))
     for _ in range(60):
         controller.choose()
-        controller.learn(RoundOutcome([DraftBudget.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0))
+        controller.learn([DraftBudget.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0, 1, 2)
     assert controller.choose() == DraftBudget.chain(4)
 
 
@@ -157,9 +164,8 @@ def late(ahead: int) -> DraftBudget:
         size = controller.choose(behind=behind)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0
-        controller.learn(
-            RoundOutcome([size], [Draft.chain((0,) * size.nodes)], [Verdict(kept, (0, *kept))], seconds, 1.0)
-        )
+        draft, verdict = Draft.chain((0,) * size.nodes), Verdict(kept, (0, *kept))
+        controller.learn([size], [draft], [verdict], seconds, 1.0, 1, 1 + size.nodes)
     return controller.choose(behind=1000, ahead=ahead)
 
 
@@ -208,5 +214,5 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
             kept = size.nodes if right else 0
             drafts, verdicts = [Draft.chain((0,) * size.nodes)], [Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1))]
             rows = 2 + size.nodes
-            controller.learn(RoundOutcome([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows))
+            controller.learn([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows)
         assert sizes[-100:].count(expected) > 80, sizes[-100:]

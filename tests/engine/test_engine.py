@@ -8,7 +8,7 @@ import torch
 
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
-from paceline.drafters.wrapper import DrafterWrapper
+from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_length import Controller
 from paceline.engine.engine import Engine

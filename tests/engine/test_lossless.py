@@ -31,20 +31,18 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.noise import Noise
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
-from paceline.testing import (
+from paceline.testing import Oracle, run, tiny_target
+from paceline.types import DraftBudget, Rows, Want
+from paceline.verify.tree import pack_prefix
+from tests.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
-    Oracle,
     block_tensors,
     eagle_config,
     eagle_tensors,
     fitted_medusa,
     medusa_tensors,
-    run,
-    tiny_target,
 )
-from paceline.types import DraftBudget, Rows, Want
-from paceline.verify.tree import pack_prefix
 from tests.toys import toy_foreigner, toy_model
 from tests.verify.test_tree import drafts
 

@@ -18,8 +18,8 @@ from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine
@@ -32,17 +32,10 @@ from paceline.models.heads import ExitConfig
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing import (
-    TINY_MEDUSA,
-    Oracle,
-    eagle_config,
-    eagle_tensors,
-    medusa_tensors,
-    run,
-    tiny_target,
-)
+from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS
+from tests.tiny_heads import TINY_MEDUSA, eagle_config, eagle_tensors, medusa_tensors
 
 TOY = tiny_target(context_length=2048)
 

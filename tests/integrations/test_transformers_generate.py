@@ -270,8 +270,8 @@ def test_a_processor_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
     """The negative control: were a draft's rows shaped with another prefix than their own, the texts would differ."""
     from paceline.integrations.sequences import BatchSequence
 
-    honest = BatchSequence._ids_after
-    monkeypatch.setattr(BatchSequence, "_ids_after", lambda self, text, path: honest(self, text, ()))
+    honest = BatchSequence.process
+    monkeypatch.setattr(BatchSequence, "process", lambda self, prefix, row: honest(self, prefix.after(()), row))
     how = speculate(Oracle(generate(LLAMA, ONE)[0].tolist(), 1.0, 37))
     processors = transformers.LogitsProcessorList([ByPrefix()])
     ours = generate(LLAMA, ONE, custom_generate=how, logits_processor=processors, max_new_tokens=20)

@@ -156,7 +156,7 @@ def test_layers_that_begin_with_something_else_than_the_stream() -> None:
         x, entry = (torch.randn(*rows.tokens.shape, 64, generator=draw).bfloat16() for _ in range(2))
         with watched(target) as groups:
             out, _ = stack.run(
-                x, 0, 3, target._ropes(rows.positions, rows.end, [0] * len(slots)), cache.begin(rows), entry
+                x, 0, 3, target._stack.ropes(rows.positions, rows.end, [0] * len(slots)), cache.begin(rows), entry
             )
         assert threads != 2 or groups[-1] > 1
         results.append([out[i, : 1 + len(draft.tokens)] for i, draft in enumerate(MANY)])

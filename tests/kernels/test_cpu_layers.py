@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention
-from paceline.cache.slab import SlabCache
 from paceline.engine.self_check import guarantee
 from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
@@ -20,17 +18,16 @@ from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
-from paceline.models.decoder import Decoder, make_attention, make_layer, make_mlp, make_norm
+from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
-from paceline.models.layers import Layer
 from paceline.models.lazy import Quantised
-from paceline.models.rope import Rotary
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
-from paceline.testing import block_tensors, random_tensors
+from paceline.testing import random_tensors
 from paceline.types import Carried, Draft, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
+from tests.tiny_heads import block_tensors
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 CPU = torch.device("cpu")
@@ -314,25 +311,16 @@ def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
         name = f"model.layers.0.self_attn.{x}_proj.weight"
         tensors[name] = torch.cat([tensors[name], tensors[name].flip(1)], 1)
     weights = Weights(tensors, torch.bfloat16, CPU)
-    first = "model.layers.0."
-    entered = Layer(
-        make_norm(c, weights, first + "input_layernorm", 64),
-        make_attention(c, weights, first + "self_attn.", 128),
-        weights.linear({first + "self_attn.o_proj": 64}, 64),
-        make_norm(c, weights, first + "post_attention_layernorm", 64),
-        make_mlp(c, weights, first + "mlp."),
-    )
-    body = [entered, make_layer(c, False, weights, "model.layers.1.")]
-    how = [LayerAttention(0.25)] * 2
-    ours, by_torch = (LayerStack(body, how, [0, 0], torch.bfloat16) for _ in range(2))
+    body = [make_layer(c, False, weights, f"model.layers.{i}.", (128, None)[i]) for i in range(2)]
+    ours, by_torch = (LayerStack(c, body, native(BASE)) for _ in range(2))
     assert ours.native
     by_torch.native = None
     x, entry = torch.randn(1, 9, 64).bfloat16(), torch.randn(1, 9, 128).bfloat16()
     out = []
     for one in (ours, by_torch):
-        cache = SlabCache(how, 2, 16, 256, torch.bfloat16, CPU)
+        cache = one.new_cache()
         rows = pack([1], [Draft.chain(range(8))], [cache.acquire()], [0], CPU)  # type: ignore[arg-type]
-        rope = Rotary(FULL, 16, torch.float32, CPU)(rows.positions, rows.end, [0])
+        ropes = one.ropes(rows.positions, rows.end, [0])
         with torch.inference_mode():
-            out.append(one.run(x, 0, 2, [rope], cache.begin(rows), entry)[0].float())
+            out.append(one.run(x, 0, 2, ropes, cache.begin(rows), entry)[0].float())
     assert relative(*out) < 0.02

@@ -18,8 +18,7 @@ from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import fast_bfloat16, gated, linear
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.models.layers import Dense
-from paceline.models.moe import Mixture
+from paceline.models.layers import Dense, Mixture
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run

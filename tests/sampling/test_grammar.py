@@ -17,8 +17,9 @@ import torch
 
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
-from paceline.sampling import grammar_cache as module
-from paceline.sampling.grammar import Grammar, Matcher
+from paceline.sampling import grammar as module
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.text.tokenizer import Tokenizer
@@ -254,7 +255,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
     grammar = GRAMMARS["digits"][0]
     text = follow(matcher(grammar), 40, random.Random(3))
     Failing.left = len(text) - 1
-    inner = module.compiled(grammar._form, WORDS, SIZE, frozenset({END})).matcher
+    inner = grammar._compile(WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Failing(inner), frozenset({END}))  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         allowed(rows, text[:1], text[1:])
@@ -265,7 +266,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
 
 def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
     grammar = GRAMMARS["nested"][0]
-    inner = module.compiled(grammar._form, WORDS, SIZE, frozenset({END})).matcher
+    inner = grammar._compile(WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Stiff(inner), frozenset({END}))  # type: ignore[arg-type]
     text = follow(matcher(grammar), 12, random.Random(2))
     for done in range(len(text)):
@@ -322,7 +323,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
     limits = llguidance.LLParserLimits(max_items_in_row=3, step_max_items=4)
     compiled = llguidance.LLMatcher(
         module._words(WORDS, SIZE, frozenset({END})),
-        module.source(module.Form("lark", NESTED)),
+        Grammar.lark(NESTED)._source(),
         log_level=0,
         limits=limits,
     )

@@ -17,16 +17,16 @@ from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.medusa import Medusa
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.errors import InvalidOption, NoTokenLeft
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import MedusaConfig
-from paceline.sampling.grammar import Grammar, Matcher
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
-from paceline.testing import eagle_config, eagle_tensors, medusa_tensors
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.grammars import (
     END,
@@ -41,6 +41,7 @@ from tests.grammars import (
     how,
     matcher,
 )
+from tests.tiny_heads import eagle_config, eagle_tensors, medusa_tensors
 from tests.vocabularies import speaker
 
 pytest.importorskip("llguidance")

@@ -14,8 +14,8 @@ from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
+from paceline.server.app import POLICY, add_page
 from paceline.server.limits import Settings
-from paceline.server.pages import POLICY, add_page
 from paceline.server.worker import Busy, ServerStopping
 from tests.server.running import Serving, serving
 from tests.toys import toy_model

@@ -15,8 +15,8 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.choices import TokenTexts
 from paceline.server.completions import prepare
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
+from paceline.server.options import GrammarTrials
 from paceline.server.schema import CompletionRequest
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.server.running import Serving, serving

@@ -15,9 +15,8 @@ import pytest
 from starlette.requests import Request
 
 from paceline.llm import LLM
-from paceline.sampling.grammar_cache import live_bytes
-from paceline.server import bodies
-from paceline.server import grammar_trials as trials
+from paceline.sampling.grammar import live_bytes
+from paceline.server import bodies, options
 from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
 from paceline.server.schema import CompletionRequest, TokenizeRequest
@@ -83,7 +82,7 @@ def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> Non
 
 
 def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_MAX_LIVE", 1)
+    monkeypatch.setattr(options, "_MAX_LIVE", 1)
     answer = spoken.post("/v1/completions", {"prompt": "a", "guided_regex": "[ab]{3}c"})
     assert answer.status_code == 429
 

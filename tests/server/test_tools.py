@@ -11,8 +11,9 @@ from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
 from paceline.server.calls import Call, CallParser
 from paceline.server.chat import ChatChoice
-from paceline.server.choices import ReplyRound, TokenTexts
+from paceline.server.choices import TokenTexts
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat, family, knows_tools, with_tools
+from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
 from tests.toys import toy_tokenizer
 

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
+from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.drafters.wrapper import DrafterWrapper
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
@@ -24,12 +24,11 @@ from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
 from paceline.sampling.parameters import Sampling
 from paceline.server import worker as workers
-from paceline.server.choices import ReplyRound
+from paceline.server.answers import RunningRequest
 from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
-from paceline.server.running import RunningRequest
 from paceline.server.tracing import Tracer
-from paceline.server.worker import Busy, ReplyJob, RoundOutput, ServerStopping, Worker, WorkerLimits, trim_memory
+from paceline.server.worker import Busy, ReplyJob, ReplyRound, ServerStopping, Worker, WorkerLimits, trim_memory
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
@@ -55,7 +54,7 @@ class Reading:
     job: ReplyJob
 
     def __post_init__(self) -> None:
-        self.outputs: asyncio.Queue[RoundOutput] = asyncio.Queue()
+        self.outputs: asyncio.Queue[ReplyRound] = asyncio.Queue()
         self.handle = self.worker.submit(self.job, self.outputs)
 
     async def tokens(self) -> list[int]:
@@ -223,10 +222,9 @@ def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     twin = DraftModel(tiny_target(), tiny_target().vocab_size)
     llm = LLM(toy_model(), {"twin": twin})
     worker = Worker(llm)
-    request = RunningRequest(worker, RequestLimit(1), Metrics("toy", lambda: worker.load), Tracer())
+    request = RunningRequest("id", worker, RequestLimit(1), Metrics("toy", lambda: worker.load), Tracer())
 
     async def work() -> list[ReplyRound]:
-        request.enter()
         how = Sampling(max_new_tokens=24, ignore_eos=True)
         request.start([job(llm, "hello hello", how, Speculation("twin", DraftBudget.chain(2)))])
         while worker.load.running or worker.load.waiting:

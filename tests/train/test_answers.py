@@ -16,9 +16,8 @@ import pytest
 from paceline.errors import InvalidData, InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.train.answers import Answer, AnswerPlan, derive_seed, parse_answer
-from paceline.train.progress import Progress
 from paceline.train.prompts import Prompts
-from paceline.train.writing import write_answers
+from paceline.train.writing import Progress, write_answers
 from tests.toys import toy_llm
 from tests.train.data import some_prompts, words, write_rows
 

@@ -41,7 +41,7 @@ def test_training_learns_what_the_target_says(tmp_path: Path) -> None:
     assert trained.acceptance is not None
     assert untrained.acceptance is not None
     assert trained.acceptance > untrained.acceptance + 0.3
-    assert [entry["documents"] for entry in after.history] == [6 * 96]
+    assert [entry["documents"] for entry in trained.history] == [6 * 96]
 
 
 def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from paceline.models.heads import BlockConfig, ExitConfig, MedusaConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.block import BlockRecipe, default_taps
-from paceline.train.early_exit import EarlyExitRecipe
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
-from paceline.train.medusa import MedusaRecipe
+from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
 from paceline.train.recipe import DraftPlaces, Recipe
 from paceline.train.states import States
 from paceline.types import DraftBudget

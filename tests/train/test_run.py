@@ -12,7 +12,8 @@ from paceline.llm import LLM
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
 from paceline.sampling.parameters import Sampling
 from paceline.train import answers, loop, run
-from paceline.train.run import Listener, TrainJob, train
+from paceline.train.kinds import TrainJob
+from paceline.train.run import Listener, train
 from tests.toys import toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}

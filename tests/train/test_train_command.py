@@ -59,7 +59,7 @@ def test_quiet_says_nothing(prompts: Path) -> None:
         (["--temperatures", "hot"], "--temperatures must be numbers separated by commas, got 'hot'"),
         (["--vocabulary", "99"], "the draft vocabulary must have 1 to 37 tokens, got 99"),
         (["--epochs", "0"], "epochs must be > 0 and the rate between 0 and 1, got 0"),
-        (["--taps", "early,late"], "--taps must be numbers separated by commas, got 'early,late'"),
+        (["--taps", "early,late"], "--taps must be whole numbers separated by commas, got 'early,late'"),
         (["--taps", "1,4"], "taps must be layers from 0 to 3 of this target, got 4"),
     ],
 )

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.data import Subset
 
 from paceline.models.heads import EagleConfig
 from paceline.testing import tiny_target
-from paceline.train.documents import Document, Selection
+from paceline.train.documents import Document
 from paceline.train.eagle3 import Eagle3
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
@@ -19,8 +20,8 @@ TARGET = tiny_target(layers=4)
 TAPS = (0, 2, 3)
 
 
-def selection(documents: Sequence[Document]) -> Selection:
-    return Selection(torch.arange(len(documents)), lambda i: documents[i])
+def selection(documents: Sequence[Document]) -> Subset[Document]:
+    return Subset(documents, range(len(documents)))  # type: ignore[arg-type]
 
 
 def documents(count: int, seed: int = 0, length: int = 24) -> list[Document]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.plots import Series, dot_plot, line_plot, stacked_bars
-from paceline.bench.tables import Summary, all_grids, by_temperature, main_grids, temperature_suffix, where
+from paceline.bench.tables import Summary, all_grids, by_temperature, main_grids, remarks, temperature_suffix, where
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -36,7 +36,7 @@ def page(result: Mapping[str, Any]) -> str:
     """Return a result of `run` as HTML. Needs matplotlib (see `plots.require_matplotlib`)."""
     source, main = result["provenance"], main_grids(result)
     here = escape(f"{source['date']}; {where(source)}")
-    lines = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
+    lines = remarks(result)
     parts = [
         f"<h1>paceline bench: {escape(Path(source['settings']['model']).name)}</h1>",
         f"<p><code>{escape(source['command'])}</code><br><small>{here}</small></p>",

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -88,21 +88,21 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def serve(lines: Iterator[str], send: Callable[[dict[str, Any]], None]) -> None:
-    """Run the peer's end of the protocol until the lines end."""
+def _replies(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield the peer's end of the protocol until the lines end."""
     first = json.loads(next(lines))
     module, _, name = first["peer"].partition(":")
     try:
         answer: PeerAnswer = getattr(import_module(module), name)(PeerSetup(**first["setup"]))
     except PeerUnavailable as error:
-        send({"unavailable": [error.cause, error.fix]})
+        yield {"unavailable": [error.cause, error.fix]}
         return
     except Exception as error:  # another program may raise anything
-        send({"unavailable": [f"it could not start ({_one_line(error)})"]})
+        yield {"unavailable": [f"it could not start ({_one_line(error)})"]}
         return
-    send({"ready": True})
+    yield {"ready": True}
     for line in lines:
-        send(_reply(answer, PeerPrompt(**json.loads(line))))
+        yield _reply(answer, PeerPrompt(**json.loads(line)))
 
 
 def _reply(answer: PeerAnswer, prompt: PeerPrompt) -> dict[str, Any]:
@@ -121,12 +121,9 @@ def main() -> None:
     """Serve a peer on stdin and stdout; what its libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-
-    def send(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
+    for reply in _replies(iter(sys.stdin.readline, "")):
+        answers.write(json.dumps(reply) + "\n")
         answers.flush()
-
-    serve(iter(sys.stdin.readline, ""), send)
 
 
 if __name__ == "__main__":

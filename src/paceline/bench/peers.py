@@ -181,7 +181,16 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
         return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=setup.threads, **options)
 
     def answer(prompt: PeerPrompt) -> MeasuredReply:
-        writer, config = pipeline(prompt.lookup), _openvino_config(library, setup, prompt)
+        writer, config = pipeline(prompt.lookup), library.GenerationConfig()
+        config.max_new_tokens = setup.tokens
+        config.apply_chat_template = False
+        config.set_eos_token_id(setup.eos[0])
+        config.stop_token_ids = set(setup.eos)
+        config.do_sample = prompt.temperature > 0
+        if config.do_sample:
+            config.temperature, config.rng_seed = prompt.temperature, prompt.seed
+        if prompt.lookup:
+            config.num_assistant_tokens, config.max_ngram_size = 5, 3
         timer = FirstTokenTimer()
         tokenizer = writer.get_tokenizer()
         result = writer.generate(tokenizer.encode(prompt.prompt, add_special_tokens=False), config, Streamer(timer))
@@ -191,20 +200,6 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
 
     pipeline(False)
     return answer
-
-
-def _openvino_config(library: Any, setup: PeerSetup, prompt: PeerPrompt) -> Any:
-    config = library.GenerationConfig()
-    config.max_new_tokens = setup.tokens
-    config.apply_chat_template = False
-    config.set_eos_token_id(setup.eos[0])
-    config.stop_token_ids = set(setup.eos)
-    config.do_sample = prompt.temperature > 0
-    if config.do_sample:
-        config.temperature, config.rng_seed = prompt.temperature, prompt.seed
-    if prompt.lookup:
-        config.num_assistant_tokens, config.max_ngram_size = 5, 3
-    return config
 
 
 class _Streamer:
@@ -223,12 +218,13 @@ class _Streamer:
 
 
 def _library(name: str, packages: str) -> Any:
+    fix = f"pip install {packages}"
     if find_spec(name) is None:
-        raise PeerUnavailable(f"{name} is not installed", f"pip install {packages}")
+        raise PeerUnavailable(f"{name} is not installed", fix)
     try:
         return import_module(name)
     except (ImportError, OSError) as error:
-        raise PeerUnavailable(f"{name} cannot be imported ({error})", f"pip install {packages}") from error
+        raise PeerUnavailable(f"{name} cannot be imported ({error})", fix) from error
 
 
 def _gguf(setup: PeerSetup, name: str) -> str:

@@ -67,20 +67,15 @@ def _peers(
     systems: dict[System, Answer] = {}
     missing = []
     for name in dict.fromkeys(comparison.against):
-        process = _start(PEERS[name], setup)
-        if isinstance(process, PeerProcess):
+        peer = PEERS[name]
+        try:
+            process = PeerProcess(peer, setup)
+        except (PeerUnavailable, SystemFailed) as error:
+            missing.append(f"{name}: {error}")
+        else:
             stack.callback(process.close)
             systems |= peer_systems(name, process, llm, comparison)
-        else:
-            missing.append(f"{name}: {process}")
     return systems, missing
-
-
-def _start(peer: str, setup: PeerSetup) -> PeerProcess | PeerUnavailable | SystemFailed:
-    try:
-        return PeerProcess(peer, setup)
-    except (PeerUnavailable, SystemFailed) as error:
-        return error
 
 
 def _figures(systems: Sequence[System], samples: Sequence[Sample]) -> dict[str, Any]:

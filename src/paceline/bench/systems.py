@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -12,7 +11,7 @@ from paceline.bench.measure import Answer, FirstTokenTimer, MeasuredReply
 from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PEERS, PeerPrompt
 from paceline.bench.questions import Question
-from paceline.drafters.factory import AUTO, check_spec, open_drafter
+from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_size
 from paceline.errors import InvalidOption
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.llm import LLM
@@ -94,11 +93,9 @@ class Comparison:
 
 def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
     """Split DRAFTER@SIZE into drafter and size, None without one. Anything else after an "@" is a LoRA adapter."""
-    found = re.fullmatch(r"(.+)@(?:([0-9]{1,9})|([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9}))", drafter)
-    if found is None:
-        return drafter, None
-    length, *tree = found.groups()[1:]
-    return found[1], DraftBudget.chain(int(length)) if length else DraftBudget(*map(int, tree))
+    spec, _, text = drafter.rpartition("@")
+    size = parse_size(text) if spec else None
+    return (drafter, None) if size is None else (spec, size)
 
 
 def split_precision(precision: str) -> tuple[Precision, Precision]:
@@ -150,23 +147,21 @@ def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
 def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparison) -> dict[System, Answer]:
     """Return a peer's systems, plain and with prompt lookup. `llm` renders the prompts, so that all get the same."""
 
-    def system(prompt: PeerPrompt) -> Answer:
+    def system(temperature: float, lookup: bool) -> Answer:
         def answer(question: Question) -> MeasuredReply:
             began = time.perf_counter()
-            rendered = replace(prompt, prompt=render(llm, question.text))
+            prompt = PeerPrompt(render(llm, question.text), temperature, lookup, comparison.seed)
             rendering = time.perf_counter() - began
-            reply = process.ask(rendered)
+            reply = process.ask(prompt)
             return replace(reply, first=rendering + reply.first)
 
         return answer
 
-    def prompts() -> Iterator[tuple[System, PeerPrompt]]:
-        for temperature in comparison.temperatures:
-            for drafter in ("", "lookup"):
-                prompt = PeerPrompt("", temperature, bool(drafter), comparison.seed)
-                yield System(name, drafter, temperature=temperature), prompt
-
-    return {key: system(prompt) for key, prompt in prompts()}
+    return {
+        System(name, "lookup" if lookup else "", temperature=temperature): system(temperature, lookup)
+        for temperature in comparison.temperatures
+        for lookup in (False, True)
+    }
 
 
 def render(llm: LLM, text: str) -> str:

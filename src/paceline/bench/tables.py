@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from typing import Any
 
 Summary = Mapping[str, Any]
 
@@ -20,17 +17,6 @@ class Grid:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-    def rich(self) -> Table:
-        """Return the table for the terminal."""
-        from rich.table import Table
-
-        table = Table(title=self.title, title_justify="left", title_style="bold")
-        for i, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if i else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
     def markdown(self) -> str:
         """Return the table as Markdown, its title in bold above it."""
@@ -148,6 +134,11 @@ def where(source: Mapping[str, Any]) -> str:
     machine, versions = source["machine"], source["versions"]
     used = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     return f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; {used}"
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """Return the findings of a run, and what was not measured, a line each."""
+    return [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
 
 
 def markdown(name: str, source: Mapping[str, Any], grids: Sequence[Grid], lines: Sequence[str] = ()) -> str:

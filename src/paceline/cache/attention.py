@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,13 +39,9 @@ class LayerAttention:
 def slab_indices(layers: Sequence[LayerAttention]) -> list[tuple[int, int]]:
     """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab."""
     kinds = list(dict.fromkeys(layer.kind for layer in layers))
-    counts = [0] * len(kinds)
-    indices = []
-    for layer in layers:
-        slab = kinds.index(layer.kind)
-        indices.append((slab, counts[slab]))
-        counts[slab] += 1
-    return indices
+    numbers = [itertools.count() for _ in kinds]
+    slabs = [kinds.index(layer.kind) for layer in layers]
+    return [(slab, next(numbers[slab])) for slab in slabs]
 
 
 class SlabPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan, slab_indices
 from paceline.cache.layout import Layout, layout
 from paceline.cache.slots import SlotTable
-from paceline.errors import OutOfMemory, is_out_of_memory
+from paceline.errors import memory_named
 from paceline.protocols import Saved
 from paceline.types import DraftBudget, Rows
 
@@ -62,18 +63,14 @@ class Slab:
         old = self.tensors
         layers, held, kv_heads, before, head_dim = old[0].shape
         held, used = min(held, places), min(used, before)
-        try:
+        size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
+        cause = f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB"
+        with memory_named(
+            f"{cause} ({places} x {capacity} positions)",
+            "Use a shorter prompt, fewer requests at once, or a smaller dtype",
+        ):
             # Zeros, because a masked column still meets a weight of 0, and 0 times garbage may be NaN.
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
-        except (RuntimeError, MemoryError, OSError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
-            raise OutOfMemory(
-                f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB "
-                f"({places} x {capacity} positions)",
-                "Use a shorter prompt, fewer requests at once, or a smaller dtype",
-            ) from error
         for here, there in zip(old, new, strict=True):
             there[:, :held, :, :used] = here[:, :held, :, :used]
         self.tensors = (new[0], new[1])
@@ -183,11 +180,8 @@ class SlabCache(SlotTable):
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
-        counts = [sum(layer.kind == kind for layer in layers) for kind in self._kinds]
-        self.slabs = tuple(
-            Slab(count, window, empty, limit + BLOCK) for count, (window, _) in zip(counts, self._kinds, strict=True)
-        )
+        self._kinds = Counter(layer.kind for layer in layers)
+        self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
         self._tops: dict[int, int] = {}
@@ -303,10 +297,6 @@ class SlabCache(SlotTable):
             capacity = slab.fits(max(ends))
             if capacity != slab.capacity:
                 slab.resize(len(self._places), capacity, max(self._tops.values()))
-
-    @torch.inference_mode()
-    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
-        super().commit(rows, paths)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
         return _layout(rows, index).columns

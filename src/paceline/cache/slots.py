@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
+
 from paceline.types import Rows
 
 
@@ -34,6 +36,7 @@ class SlotTable(ABC):
             self.lengths[slot] = 0
             self._free.append(slot)
 
+    @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
         """See `protocols.KVCache.commit`."""
         for i, (slot, path) in enumerate(zip(rows.slots, paths, strict=True)):

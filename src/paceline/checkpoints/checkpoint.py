@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
-from paceline.files.reading import MIB, read_json, read_json_if_exists
-from paceline.files.schema import GENERATION, IDENTITY, TEXT, check, check_value, mapping, shown
+from paceline.files.reading import MIB, library_errors, read_json, read_json_if_exists
+from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
@@ -50,8 +52,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
     config = _config(path)
-    generation = read_json_if_exists(path / "generation_config.json")
-    check(path / "generation_config.json", generation, GENERATION)
+    generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
@@ -66,16 +67,14 @@ def eos_token_ids(
 
     Raises `CorruptModel` for anything but an id or a list of ids.
     """
-    check("config.json", config, {"eos_token_id": IDENTITY["eos_token_id"]})
-    check("generation_config.json", generation, {"eos_token_id": GENERATION["eos_token_id"]})
-    ids = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
+    ids: list[int] = []
+    for where, values in (("config.json", config), ("generation_config.json", generation)):
+        check(where, values, {"eos_token_id": IDENTITY["eos_token_id"]})
+        found = values.get("eos_token_id")
+        ids += found if isinstance(found, list) else [] if found is None else [found]
     if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]
     return tuple(dict.fromkeys(ids))
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -83,8 +82,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{path} is an adapter, not a model", "Name its base model, and this folder as the adapter"
         )
-    config = read_json(path / "config.json")
-    check(path / "config.json", config, IDENTITY)
+    config = read_json(path / "config.json", IDENTITY)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
         raise UnsupportedModel(f"{path} is quantised with {method}", "Use the unquantised checkpoint or a GGUF file")
@@ -96,11 +94,9 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
 
     Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
     """
-    files = _shards(path, safe)
-    if files is not None:
+    if files := _shards(path, safe):
         return Shards(files, _open_safetensors)
-    files = _shards(path, pickled)
-    if files is None:
+    if not (files := _shards(path, pickled)):
         raise ModelNotFound(f"{path} holds no {safe} or its index", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(
@@ -116,8 +112,7 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
     index = path / f"{single}.index.json"
     if not index.exists():
         return {path / single: None} if (path / single).exists() else None
-    where = read_json(index, _INDEX_LIMIT).get("weight_map")
-    check_value(index, "weight_map", where, mapping(TEXT))
+    where = read_json(index, INDEX, _INDEX_LIMIT).get("weight_map")
     if not where:
         raise CorruptModel(f"{index} names no tensors", _AGAIN)
     shards: dict[Path, list[str]] = {}
@@ -136,9 +131,7 @@ class Shards(LazyTensors):
     """Tensors by name over one or more files. Headers are checked here, tensors are read at each access."""
 
     def __init__(
-        self,
-        files: Mapping[Path, tuple[str, ...] | None],
-        opener: Callable[[Path], tuple[list[str], Read]],
+        self, files: Mapping[Path, tuple[str, ...] | None], opener: Callable[[Path], tuple[list[str], Read]]
     ) -> None:
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
@@ -151,25 +144,17 @@ class Shards(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         path, read = self._sources[name]
-        try:
+        with library_errors(f"cannot read {name} from {path}", _AGAIN):
             return read(name)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise CorruptModel(f"cannot read {name} from {path} ({error})", _AGAIN) from error
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
+    with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")
         return list(file.keys()), file.get_tensor
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
 
 
 def _open_pickle(path: Path) -> tuple[list[str], Read]:
-    import torch
-
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises any kind of error for damaged files

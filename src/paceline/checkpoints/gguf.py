@@ -74,24 +74,18 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        (
-            *("mamba", "rwkv", "jamba", "lfm2", "falcon-h1", "hybrid", "nemotron_h", "plamo2"),
-            *("qwen3next", "qwen35", "kimi-linear"),
-        ),
+        "mamba rwkv jamba lfm2 falcon-h1 hybrid nemotron_h plamo2 qwen3next qwen35 kimi-linear",
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
     (
-        ("clip", "vl", "gemma3n", "chameleon", "ocr", "glm4v", "mllama", "wavtokenizer"),
+        "clip vl gemma3n chameleon ocr glm4v mllama wavtokenizer",
         "is a multimodal model or a part of one",
         "Use a text-only model of the same family",
     ),
-    (
-        ("bert", "t5", "gemma-embedding", "llama-embed"),
-        "is an encoder, which generates no text",
-        "Use a decoder-only model",
-    ),
+    ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
+"""Parts of the names of unsupported architectures, what these are, and the fix."""
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -105,7 +99,7 @@ def _architecture(file: GGUFFile) -> str:
     if name in ARCHITECTURES:
         return name
     for markers, what, fix in _OTHER_KINDS:
-        if any(marker in name for marker in markers):
+        if any(marker in name for marker in markers.split()):
             raise UnsupportedModel(f"{title} ({name}) {what}", fix)
     raise UnsupportedModel(
         f"GGUF architecture {name!r} of {title} is not supported",
@@ -163,16 +157,6 @@ def _llama(meta: Metadata, config: Config) -> Config:
     return {"model_type": "mistral" if config["sliding_window"] else "llama"}
 
 
-def _smollm3(meta: Metadata, config: Config) -> Config:
-    """SmolLM3. The metadata does not say which layers have no rotary embedding: every fourth."""
-    every = 4
-    return {
-        "model_type": "smollm3",
-        "no_rope_layer_interval": every,
-        "no_rope_layers": [int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])],
-    }
-
-
 def _qwen3moe(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "qwen3_moe",
@@ -181,8 +165,6 @@ def _qwen3moe(meta: Metadata, config: Config) -> Config:
         "moe_intermediate_size": meta["expert_feed_forward_length"],
         # Not in the metadata; llama.cpp always does so.
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 
@@ -194,18 +176,14 @@ def _phi3(meta: Metadata, config: Config) -> Config:
     }
 
 
-_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-
-
 def _gemma2(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "gemma2",
-        **_GELU,
-        "sliding_window": meta.get("attention.sliding_window", 4096),
+        "sliding_window": meta.get("attention.sliding_window"),
         "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
         "query_pre_attn_scalar": _query_scalar(config, 46),
-        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
     }
 
 
@@ -213,9 +191,8 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
     pattern = 6 if config["sliding_window"] else 1
     return {
         "model_type": "gemma3_text",
-        **_GELU,
         "rope_theta": meta.get("rope.freq_base", 1000000.0),
-        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
+        "rope_local_base_freq": meta.get("rope.freq_base_swa"),
         "layer_types": _layer_types(meta, config["num_hidden_layers"], pattern),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "final_logit_softcapping": meta.get("final_logit_softcapping"),
@@ -238,21 +215,22 @@ def _query_scalar(config: Config, layers_of_27b: int) -> int:
     return int(config["head_dim"])
 
 
-def _named(model_type: str, **more: Any) -> Callable[[Metadata, Config], Config]:
-    return lambda meta, config: {"model_type": model_type, **more}
+def _named(model_type: str) -> Callable[[Metadata, Config], Config]:
+    return lambda meta, config: {"model_type": model_type}
 
 
 ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "llama": _llama,
-    "smollm3": _smollm3,
-    "qwen2": _named("qwen2", attention_bias=True),
+    "smollm3": _named("smollm3"),
+    "qwen2": _named("qwen2"),
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-"""GGUF architecture -> its fields of the config: Hugging Face's model type, and what the metadata lacks."""
+"""GGUF architecture -> its fields of the config: Hugging Face's model type, and what differs from its defaults (as for
+the layers of SmolLM3 without rotary embedding, which the metadata does not name)."""
 
 
 def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:

@@ -29,32 +29,6 @@ def gguf_codes(data: Any, kind: str, shape: tuple[int, ...]) -> Codes | None:
     return Codes(codes.flatten(1), scale.flatten(1), None if floor is None else floor.flatten(1), bits, shape[1])
 
 
-def _q4_0(blocks: Tensor) -> _Parts:
-    scale = _half(blocks, 0)
-    return _nibbles(blocks[..., 2:]), scale, -8 * scale, 4
-
-
-def _q4_1(blocks: Tensor) -> _Parts:
-    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4
-
-
-def _q5_0(blocks: Tensor) -> _Parts:
-    """Centred at 16, which moves to the centre of 8 bits."""
-    return _five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8
-
-
-def _q5_1(blocks: Tensor) -> _Parts:
-    return _five_bits(blocks[..., 4:]) + CENTRE[8], _half(blocks, 0), _half(blocks, 2), 8
-
-
-def _q8_0(blocks: Tensor) -> _Parts:
-    return blocks[..., 2:] ^ CENTRE[8], _half(blocks, 0), None, 8
-
-
-def _q4_k(blocks: Tensor) -> _Parts:
-    return _pairs(blocks[..., 16:]).flatten(-2), *_scale_and_floor(blocks), 4
-
-
 def _q5_k(blocks: Tensor) -> _Parts:
     """Bit j of the 32 bytes after the scales is the fifth bit of group j."""
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
@@ -63,12 +37,13 @@ def _q5_k(blocks: Tensor) -> _Parts:
 
 
 _DECODERS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
+    "Q4_0": (18, lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), -8 * _half(blocks, 0), 4)),
+    "Q4_1": (20, lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4)),
+    # Centred at 16, which moves to the centre of 8 bits.
+    "Q5_0": (22, lambda blocks: (_five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8)),
+    "Q5_1": (24, lambda blocks: (_five_bits(blocks[..., 4:]) + CENTRE[8], _half(blocks, 0), _half(blocks, 2), 8)),
+    "Q8_0": (34, lambda blocks: (blocks[..., 2:] ^ CENTRE[8], _half(blocks, 0), None, 8)),
+    "Q4_K": (144, lambda blocks: (_pairs(blocks[..., 16:]).flatten(-2), *_scale_and_floor(blocks), 4)),
     "Q5_K": (176, _q5_k),
 }
 """Type -> bytes of a block, and its decoder."""

@@ -71,12 +71,7 @@ LAYOUTS = {
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
     "phi3": TensorLayout(
-        {
-            **_ATTENTION,
-            "attn_qkv": "self_attn.qkv_proj",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
-        }
+        {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
@@ -92,7 +87,7 @@ class GGUFTensors(LazyTensors):
     """
 
     def __init__(self, file: GGUFFile, layout: TensorLayout, config: Mapping[str, Any]) -> None:
-        self._file, self._config, self._layout = file, config, layout
+        self._config, self._layout = config, layout
         self._names = self._tensors = _named(file, layout)
         for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
             tensor.check()

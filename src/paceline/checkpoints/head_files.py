@@ -35,6 +35,9 @@ _MEDUSA_FILE = "medusa_lm_head"
 _FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
 """Kinds of drafters that Paceline does not run."""
 
+EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings of EAGLE-3 that have the same names in files and in `EagleConfig`."""
+
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
 """Tensors that some files hold and nothing needs."""
 
@@ -60,12 +63,7 @@ Found = tuple[str, HeadConfig, Tensors]
 
 
 def open_head(
-    reference: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    quiet: bool = True,
-    allow_pickle: bool = False,
+    reference: str | Path, *, token: str | None = None, quiet: bool = True, allow_pickle: bool = False
 ) -> HeadFile:
     """Read and check a learned drafter in any layout, from a folder or a hub id.
 
@@ -73,10 +71,10 @@ def open_head(
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
     runs).
     """
-    path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    path = resolve(reference, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
         raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
-    raw = _read_head_config(path)
+    raw = read_json(path / "config.json", HEAD_IDENTITY)
     reader = _reader(path, raw)
     if reader is None:
         raise UnsupportedModel(
@@ -121,13 +119,8 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 def holds_head(path: Path) -> bool:
     """Whether the config.json in this folder is a learned drafter's. Raises `UnsupportedModel` for a kind that Paceline
     does not run."""
-    return (path / "config.json").exists() and _reader(path, _read_head_config(path)) is not None
-
-
-def _read_head_config(path: Path) -> dict[str, Any]:
-    raw = read_json(path / "config.json")
-    check(path / "config.json", raw, HEAD_IDENTITY)
-    return raw
+    file = path / "config.json"
+    return file.exists() and _reader(path, read_json(file, HEAD_IDENTITY)) is not None
 
 
 def _check_fields(file: Path, raw: Raw) -> None:
@@ -224,12 +217,9 @@ def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Eagle
     return EagleConfig(
         layer=layer,
         taps=taps,
-        target_hidden=folder.number("target_hidden_size") if raw.get("target_hidden_size") else layer.hidden,
-        draft_vocab=folder.number("draft_vocab_size") if raw.get("draft_vocab_size") else layer.vocab_size,
-        norm_before_residual=bool(raw.get("norm_before_residual")),
-        norm_before_fc=bool(raw.get("norm_before_fc")),
-        fc_norm=bool(raw.get("fc_norm")),
-        norm_output=bool(raw.get("norm_output")),
+        target_hidden=raw.get("target_hidden_size") or layer.hidden,
+        draft_vocab=raw.get("draft_vocab_size") or layer.vocab_size,
+        **{flag: bool(raw.get(flag)) for flag in EAGLE_FLAGS},
     )
 
 
@@ -287,9 +277,7 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
         if (head, layer) not in places:
             raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
-    vocab = folder.number("vocab_size") if "vocab_size" in folder.raw else rows
-    if vocab is None:
-        raise CorruptModel(f"config.json of the head {folder.path} lacks vocab_size", _AGAIN)
+    vocab = folder.number("vocab_size", {"vocab_size": rows, **folder.raw})
     return MedusaConfig(
         hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
         vocab_size=vocab,
@@ -314,8 +302,7 @@ def _read_dflash(folder: _Folder) -> Found:
     causal = tuple(x.window is not None if stated is None else bool(stated) for x in layer.plan)
     ids = nested.get("target_layer_ids")
     taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
-    size = raw.get("block_size") or nested.get("block_size")
-    return "reference", _block(folder, layer, taps, size, nested, causal), folder.tensors
+    return "reference", _block(folder, layer, taps, nested, causal), folder.tensors
 
 
 def _read_speculators_dflash(folder: _Folder) -> Found:
@@ -324,7 +311,7 @@ def _read_speculators_dflash(folder: _Folder) -> Found:
     _refuse_dflash(folder, raw, sliding=False)
     causal = tuple(x.window is not None and not raw.get("sliding_window_non_causal") for x in layer.plan)
     taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
-    config = _block(folder, layer, taps, raw.get("block_size"), raw, causal)
+    config = _block(folder, layer, taps, raw, causal)
     # Copies of the target's, which are never trained; a head over all tokens is the target's too.
     unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
     return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
@@ -356,17 +343,15 @@ def _block_layer(raw: Raw) -> ModelConfig:
 
 
 def _block(
-    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], size: Any, mask_config: Raw, causal: tuple[bool, ...]
+    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
-    """`mask_config`: the part of the config that holds mask_token_id."""
-    if size is None:
-        raise CorruptModel(f"config.json of the head {folder.path} lacks block_size", _AGAIN)
-    vocab = folder.number("draft_vocab_size") if folder.raw.get("draft_vocab_size") is not None else layer.vocab_size
+    """`nested`: the part of the config that holds mask_token_id, and block_size unless the config does itself."""
+    vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
     return BlockConfig(
         layer=layer,
         taps=taps,
-        size=size,
-        mask_token=folder.number("mask_token_id", mask_config),
+        size=folder.number("block_size", folder.raw if folder.raw.get("block_size") else nested),
+        mask_token=folder.number("mask_token_id", nested),
         causal=causal if any(causal) else (),
         from_anchor=bool(folder.raw.get("sample_from_anchor")),
         draft_vocab=vocab if vocab != layer.vocab_size else 0,

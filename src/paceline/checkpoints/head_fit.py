@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoints.loader import Loaded
 from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.files.reading import read_json
+from paceline.files.schema import HEAD
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.protocols import TargetWithHead
@@ -130,7 +131,7 @@ def shipped(kind: str, target: Loaded) -> Path | None:
         return None
     ours = ""
     for path in sorted(TRAINED.glob("*/config.json")):
-        extra = read_json(path).get("paceline") or {}
+        extra = read_json(path, HEAD).get("paceline") or {}
         if extra.get("kind") == kind and "fingerprint" in extra:
             ours = ours or fingerprint(target)
             if same_target(ours, extra["fingerprint"]):

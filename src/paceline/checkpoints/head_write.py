@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.checkpoints.head_check import check_tensors
-from paceline.checkpoints.head_files import complete, holds_head
+from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, HeadFile, MedusaConfig, kind_of
@@ -185,10 +185,7 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
         "target_hidden_size": None if c.target_hidden == c.layer.hidden else c.target_hidden,
         "eagle_aux_hidden_state_layer_ids": list(c.taps) or None,
         "embed_requires_grad": False,
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
+        **{flag: getattr(c, flag) for flag in EAGLE_FLAGS},
     }
 
 

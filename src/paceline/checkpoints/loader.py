@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
-from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel, install_line, is_out_of_memory
+from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16
@@ -26,9 +26,7 @@ from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
 from paceline.models.lazy import LazyTensors, Outlines, Quantised
 from paceline.models.runner_choice import runs_whole
 from paceline.protocols import Target
-
-if TYPE_CHECKING:
-    from paceline.text.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -75,19 +73,12 @@ def load_model(
         )
     mode, kind = weights_held(config, checkpoint.tensors, quantize, dtype, where)
     tensors = Quantised(checkpoint.tensors, mode) if mode else checkpoint.tensors
-    with _progress_bar(f"loading {reference}", progress) as advance:
-        try:
-            target = (
-                _decoder(exact, where)(config, tensors, kind, where, advance)
-                if config
-                else _through_transformers(checkpoint, kind, where)
-            )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model"
-            ) from error
+    too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
+    with too_large, _progress_bar(f"loading {reference}", progress) as advance:
+        if config:
+            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance)
+        else:
+            target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode)
 
@@ -173,9 +164,13 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
 
 def wrap(model: Any, tokenizer: Any) -> Loaded:
     """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
-    from paceline.text.tokenizer import Tokenizer
+    wrappable = False
+    if find_spec("transformers"):
+        from transformers import PreTrainedModel
+        from transformers.generation import GenerationMixin
 
-    if find_spec("transformers") is None or not _is_pretrained(model):
+        wrappable = isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
+    if not wrappable:
         raise InvalidOption(
             f"model is a {type(model).__name__}",
             "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
@@ -192,13 +187,6 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
     return Loaded(CausalLM(model), tokenizer, eos, generation, Path(model.name_or_path))
-
-
-def _is_pretrained(model: object) -> bool:
-    from transformers import PreTrainedModel
-    from transformers.generation import GenerationMixin
-
-    return isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:
@@ -234,12 +222,9 @@ def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 @contextmanager
 def _progress_bar(title: str, visible: bool) -> Iterator[Progress]:
     """Show a transient progress bar on stderr."""
-    if not visible:
-        yield lambda done, total: None
-        return
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with Bar(console=Console(stderr=True), transient=True, disable=not visible) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

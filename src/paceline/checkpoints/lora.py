@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
-from paceline.files.reading import read_json
-from paceline.files.schema import ADAPTER, check, shown
+from paceline.files.reading import library_errors, read_json
+from paceline.files.schema import ADAPTER, shown
 from paceline.kernels.quantize import Codes
 from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, codes_of, shape_of
@@ -57,58 +57,37 @@ Patterns = tuple[tuple[re.Pattern[str], float], ...]
 """Patterns of module names with their values; the first match counts."""
 
 
-@dataclass(frozen=True, slots=True)
 class MergeRules:
-    """Merge settings of adapter_config.json. `transposed`: weights are stored as [in, out] (fan_in_fan_out)."""
+    """Merge settings of the adapter_config.json in a folder."""
 
-    rank: int
-    alpha: float
-    ranks: Patterns
-    alphas: Patterns
-    rank_stabilised: bool
-    transposed: bool
-    dora: bool
-    keeps_tie: bool
+    def __init__(self, path: Path) -> None:
+        """Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged config."""
+        raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
+        _refuse_other_kinds(path, raw)
+        if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
+            raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
+        self._rank, self._alpha, self._rank_stabilised = raw["r"], raw["lora_alpha"], raw.get("use_rslora")
+        self._ranks = _patterns(path, raw.get("rank_pattern"))
+        self._alphas = _patterns(path, raw.get("alpha_pattern"))
+        self.transposed = bool(raw.get("fan_in_fan_out"))
+        """Weights are stored as [in, out]."""
+        self.dora = bool(raw.get("use_dora"))
+        self.keeps_tie = bool(raw.get("ensure_weight_tying"))
+        self.base = raw.get("base_model_name_or_path") or "another model"
 
     def rank_of(self, module: str) -> int:
         """Return the rank r of a module's factors."""
-        return int(_matching(self.ranks, module, self.rank))
+        return int(_matching(self._ranks, module, self._rank))
 
     def scale_of(self, module: str) -> float:
         """Return the factor s of a module's product."""
         rank = self.rank_of(module)
-        return _matching(self.alphas, module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
+        return _matching(self._alphas, module, self._alpha) / (rank**0.5 if self._rank_stabilised else rank)
 
 
 def _matching(patterns: Patterns, module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a module's name, from a dot on."""
     return next((value for pattern, value in patterns if pattern.match(module)), default)
-
-
-def read_rules(path: Path) -> MergeRules:
-    """Read the adapter's config. Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged
-    one."""
-    raw = _read_adapter_config(path)
-    _refuse_other_kinds(path, raw)
-    if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
-        raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
-    return MergeRules(
-        rank=raw["r"],
-        alpha=raw["lora_alpha"],
-        ranks=_patterns(path, raw.get("rank_pattern")),
-        alphas=_patterns(path, raw.get("alpha_pattern")),
-        rank_stabilised=bool(raw.get("use_rslora")),
-        transposed=bool(raw.get("fan_in_fan_out")),
-        dora=bool(raw.get("use_dora")),
-        keeps_tie=bool(raw.get("ensure_weight_tying")),
-    )
-
-
-def _read_adapter_config(path: Path) -> dict[str, Any]:
-    """Return adapter_config.json of this folder, its fields checked."""
-    raw = read_json(path / ADAPTER_CONFIG)
-    check(path / ADAPTER_CONFIG, raw, ADAPTER)
-    return raw
 
 
 def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
@@ -123,12 +102,8 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
                 f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
                 f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
             )
-        try:
+        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)}", _AGAIN):
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CorruptModel(
-                f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)} ({error})", _AGAIN
-            ) from error
     return tuple(found)
 
 
@@ -146,19 +121,30 @@ def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter's tensors in the base model's terms.
+    """The tensors of a folder in PEFT's layout, adapter_config.json and adapter_model.safetensors, in the base's terms.
 
     `changes`: module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
     "bias") -> name in the file. `whole`: tensor of the base -> name in the file of the tensor that replaces it.
     """
 
-    path: Path
-    rules: MergeRules
-    tensors: Mapping[str, Tensor]
-    changes: Mapping[str, Mapping[str, str]]
-    whole: Mapping[str, str]
+    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+        """Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B."""
+        self.path, self.rules = path, MergeRules(path)
+        self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
+        self.changes: dict[str, dict[str, str]] = {}
+        self.whole: dict[str, str] = {}
+        for key in self.tensors:
+            name = key.removeprefix(_PREFIX)
+            if found := _PART.fullmatch(name):
+                module, part, rest = found.groups()
+                self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
+            elif ".original_module." not in name:  # the tensor that a trained one replaces
+                self.whole[_WRAPPED.sub("", name)] = key
+        if not self.changes:
+            raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
+        for module in self.changes:
+            self.factors(module)
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
@@ -179,29 +165,12 @@ class LoraAdapter:
             )
         return a, b
 
-
-def open_adapter(path: Path, *, allow_pickle: bool = False) -> LoraAdapter:
-    """Open a folder in PEFT's layout: adapter_config.json and adapter_model.safetensors.
-
-    Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B.
-    """
-    rules = read_rules(path)
-    tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
-    changes: dict[str, dict[str, str]] = {}
-    whole: dict[str, str] = {}
-    for key in tensors:
-        name = key.removeprefix(_PREFIX)
-        if found := _PART.fullmatch(name):
-            module, part, rest = found.groups()
-            changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
-        elif ".original_module." not in name:  # the tensor that a trained one replaces
-            whole[_WRAPPED.sub("", name)] = key
-    if not changes:
-        raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
-    adapter = LoraAdapter(path, rules, tensors, changes, whole)
-    for module in changes:
-        adapter.factors(module)
-    return adapter
+    def misfit(self, name: str, shapes: str) -> AdapterMismatch:
+        """Return the error for a base whose tensor or module `name` contradicts the adapter."""
+        return AdapterMismatch(
+            f"the adapter {self.path} does not fit its base model at {name}: {shapes}",
+            f"It was trained for {self.rules.base}; load it with that",
+        )
 
 
 class Merged(LazyTensors):
@@ -249,7 +218,7 @@ class Merged(LazyTensors):
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
         fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
-            raise _misfit(self._adapter, name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
+            raise self._adapter.misfit(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
         return tensor
 
     def _with_product(self, module: str, weight: Tensor) -> Tensor:
@@ -260,14 +229,14 @@ class Merged(LazyTensors):
         change = (b @ a).T if transposed else b @ a
         if change.shape != weight.shape:
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)} for a weight {tuple(weight.shape)}"
-            raise _misfit(self._adapter, module, shapes)
+            raise self._adapter.misfit(module, shapes)
         merged = weight + rules.scale_of(module) * change
         if not rules.dora:
             return merged
         norm: Tensor = merged.norm(dim=0 if transposed else 1, keepdim=True)
         magnitude = self._adapter.tensors[parts["lora_magnitude_vector"]].to(weight.dtype)
         if magnitude.numel() != norm.numel():
-            raise _misfit(self._adapter, module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
+            raise self._adapter.misfit(module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
         return merged * (magnitude.reshape(norm.shape) / norm)
 
     def _with_bias(self, module: str, key: str) -> Tensor:
@@ -277,15 +246,8 @@ class Merged(LazyTensors):
             return change
         bias = self._start(name)
         if bias.shape != change.shape:
-            raise _misfit(self._adapter, name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
+            raise self._adapter.misfit(name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
         return bias + change
-
-
-def _misfit(adapter: LoraAdapter, name: str, shapes: str) -> AdapterMismatch:
-    return AdapterMismatch(
-        f"the adapter {adapter.path} does not fit its base model at {name}: {shapes}",
-        f"It was trained for {_base_name(adapter.path) or 'another model'}; load it with that",
-    )
 
 
 def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkpoint:
@@ -295,13 +257,12 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     trained with `ensure_weight_tying`. An adapter's tokenizer, if any, replaces the base's. Raises `AdapterMismatch`,
     here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
     """
-    adapter = open_adapter(path, allow_pickle=allow_pickle)
-    names = set(base.tensors)
+    adapter = LoraAdapter(path, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
-    names |= {HEAD} if tied else set()
+    names = {*base.tensors, *([HEAD] if tied else [])}
     for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
-            raise _misfit(adapter, name.removesuffix(".weight"), f"{base.path} has no such module")
+            raise adapter.misfit(name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
         name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
     }
@@ -319,12 +280,8 @@ def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[
         return {}
     if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
-        raise _misfit(adapter, next(iter(rows)), f"{held}, and the vocabulary is {size}")
+        raise adapter.misfit(next(iter(rows)), f"{held}, and the vocabulary is {size}")
     return {"vocab_size": next(iter(rows.values()))}
-
-
-def _base_name(path: Path) -> str:
-    return _read_adapter_config(path).get("base_model_name_or_path") or ""
 
 
 def open_model(
@@ -355,12 +312,13 @@ def open_model(
 
 
 def _base_of(folder: Path, fetch: dict[str, Any]) -> Path:
-    name, revision = _base_name(folder), _read_adapter_config(folder).get("revision")
+    raw = read_json(folder / ADAPTER_CONFIG, ADAPTER)
+    name = raw.get("base_model_name_or_path")
     fix = f"Name the base model, and {folder} as its adapter"
     if not name:
         raise ModelNotFound(f"the adapter {folder} does not say which model it belongs to", fix)
     try:
-        return resolve(name, revision=revision or None, **fetch)
+        return resolve(name, revision=raw.get("revision") or None, **fetch)
     except ModelNotFound as error:
         raise ModelNotFound(f"the base model of the adapter {folder}: {error.cause}", fix) from error
 

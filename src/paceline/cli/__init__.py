@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -12,13 +14,12 @@ import typer
 from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
-from paceline.cli.commands import add_command
-from paceline.cli.compile import compile_kernels
+from paceline.cli.commands import PacelineGroup, add_command
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
-from paceline.cli.errors import PacelineGroup
 from paceline.cli.generate import generate
 from paceline.cli.info import info
+from paceline.cli.options import AsJson
 from paceline.cli.perplexity import perplexity
 from paceline.cli.serve import serve
 from paceline.cli.train import train
@@ -49,6 +50,23 @@ def _global(
     ] = False,
 ) -> None:
     pass
+
+
+def compile_kernels(*, as_json: AsJson = False) -> None:
+    """Compile the CPU kernels now instead of at the first model load.
+
+    If they cannot be compiled, the error says why.
+    """
+    from paceline.kernels.cpu.build import built_for, compiled, library_path, loaded
+
+    begin, existed = time.perf_counter(), library_path().is_file()
+    path = compiled()
+    target, seconds = built_for(loaded(path)), time.perf_counter() - begin
+    if as_json:
+        facts = {"path": str(path), "built_for": target, "compiled": not existed, "seconds": seconds}
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo(f"{path}: {target}, {'compiled before' if existed else f'compiled in {seconds:.1f} s'}")
 
 
 # Arguments after the prompt are kept for an error that says to quote it.

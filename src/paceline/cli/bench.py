@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.options import DEMO, DataType, Device, ModelName, Quiet, Threads, progress_wanted, set_threads
+from paceline.cli.options import (
+    DEMO,
+    DataType,
+    Device,
+    ModelName,
+    Quiet,
+    Threads,
+    parse_numbers,
+    progress_wanted,
+    set_threads,
+)
+from paceline.cli.show import figures_table
 from paceline.errors import CannotWrite, InvalidOption
 
 if TYPE_CHECKING:
@@ -71,16 +82,18 @@ class BenchOptions:
         from paceline.bench.systems import Comparison
 
         set_threads(self.threads)
+        temperatures = dict.fromkeys(parse_numbers("--temperature", self.temperature, float, "0,0.7"))
+        widths = dict.fromkeys(parse_numbers("--batch", self.batch, int, "1,8"))
         return Comparison(
             _names(self.drafters),
             _names(self.against),
-            _temperatures(self.temperature),
+            tuple(temperatures) or (0.0,),
             self.rule,  # type: ignore[arg-type]  # Sampling checks it
             self.tokens,
             self.repeats,
             self.seed,
             torch.get_num_threads(),
-            _widths(self.batch),
+            tuple(widths) or (1,),
         )
 
     def precisions(self) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def _show(result: Mapping[str, Any]) -> None:
 
     console = Console(width=None if Console().is_terminal else 160)
     for grid in main_grids(result):
-        console.print(grid.rich())
+        console.print(figures_table(grid.columns, grid.rows, title=grid.title))
     for line in result["findings"]:
         console.print(line, markup=False, highlight=False)
     for line in result["missing"]:
@@ -169,30 +182,15 @@ def _show(result: Mapping[str, Any]) -> None:
 
 def _report(path: Path, result: Mapping[str, Any]) -> str:
     from paceline.bench.page import page
-    from paceline.bench.tables import all_grids, markdown
+    from paceline.bench.tables import all_grids, markdown, remarks
 
     if path.suffix == ".html":
         return page(result)
-    lines = [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
-    return markdown(path.stem, result["provenance"], all_grids(result), lines)
+    return markdown(path.stem, result["provenance"], all_grids(result), remarks(result))
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(map(float, _names(text)))) or (0.0,)
-    except ValueError:
-        raise InvalidOption(f"--temperature must be numbers, got {text!r}", "Write, for example, 0,0.7") from None
-
-
-def _widths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(map(int, _names(text)))) or (1,)
-    except ValueError:
-        raise InvalidOption(f"--batch must be whole numbers, got {text!r}", "Give numbers such as 1,8") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from paceline.cli.commands import option
-from paceline.cli.errors import print_error
+from paceline.cli.commands import option, print_error
 from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.show import Display, has_colour, summary
 from paceline.errors import PacelineError, UnsupportedModel

@@ -1,16 +1,22 @@
-"""Commands made of plain functions: options declared once, a short --help and a complete --help-all."""
+"""Commands made of plain functions: options declared once, a short and a complete --help, errors of one line."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
+
+from paceline.errors import PacelineError
 
 EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
@@ -26,33 +32,24 @@ EVERYDAY = {
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
 
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+BROKEN_PIPE = 141
+"""128 + SIGPIPE: the program that read the output has exited."""
+
 _METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}
 _ALL = "paceline.help_all"
 _OPTION = "option"
 
 
-class Declaration(NamedTuple):
-    """Declaration of an option: inside `Annotated`, or in the metadata of a dataclass field."""
-
-    help: str
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-    def info(self, parameter: str, kind: Any, default: Any) -> Any:
-        """Return typer's declaration of this option for a parameter of type `kind`."""
-        names = self.names
-        if not any(name.startswith("--") for name in names):
-            names = (f"--{parameter.replace('_', '-')}", *names)
-        metavar = next((text for key, text in _METAVARS.items() if key is kind or key in get_args(kind)), "TEXT")
-        return typer.Option(default, *names, help=self.help, **({"metavar": metavar} | self.settings))
-
-
-def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Declaration:
-    """Declare an option. `names`: its flags; the long one may be omitted where it is the parameter's name.
+def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
+    """Declare an option, inside `Annotated`. `names`: its flags; the long one may be omitted where it is the
+    parameter's name.
 
     The first paragraph of `help` stands in the short help. `settings`: further arguments of `typer.Option`.
     """
-    return Declaration(help, names, settings | {"rich_help_panel": panel})
+    return typer.Option(..., *names, help=help, rich_help_panel=panel, **settings)
 
 
 def options_of(panel: str) -> Callable[..., Any]:
@@ -129,12 +126,50 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(name: str, hint: Any, default: Any, declared: Declaration | None = None) -> Parameter:
+def _parameter(name: str, hint: Any, default: Any, declared: OptionInfo | None = None) -> Parameter:
     """Return the parameter for typer. `declared`: the option of a field; others are declared inside `Annotated`."""
     for part in getattr(hint, "__metadata__", ()):
-        if isinstance(part, Declaration):
+        if isinstance(part, OptionInfo):
             declared, hint = part, hint.__origin__
     if declared is not None:
-        missing = default is MISSING or default is Parameter.empty
-        default = declared.info(name, hint, ... if missing else default)
+        declared = copy(declared)  # several commands share it
+        names = declared.param_decls or ()
+        if not any(flag.startswith("--") for flag in names):
+            declared.param_decls = (f"--{name.replace('_', '-')}", *names)
+        if declared.metavar is None:
+            declared.metavar = next(
+                (text for kind, text in _METAVARS.items() if kind in (hint, *get_args(hint))), "TEXT"
+            )
+        if default is not MISSING and default is not Parameter.empty:
+            declared.default = default
+        default = declared
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+class PacelineGroup(TyperGroup):
+    """Commands of `paceline`, which report every error that a user can cause or fix in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Python flushes stdout once more when it exits, which would fail with a message.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except PacelineError as error:
+            print_error(error)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            message = error.strerror or str(error) or type(error).__name__
+            print_error(f"{error.filename}: {message}" if error.strerror and error.filename is not None else message)
+            raise typer.Exit(1) from None
+        return result
+
+
+def print_error(problem: object) -> None:
+    """Print one line on stderr."""
+    typer.echo("error: " + " ".join(str(problem).split()), err=True)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import LoadOptions, SamplingOptions
 from paceline.cli.prompts import single_prompt
-from paceline.cli.show import Display, decode_speed, figures_table, has_colour, percent, speed
+from paceline.cli.show import decode_speed, figures_table, has_colour, percent, speed, stream_reply
 
 if TYPE_CHECKING:
     from paceline.engine.results import Completion
     from paceline.engine.stats import Stats
-    from paceline.llm import LLM
-    from paceline.sampling.parameters import Sampling
 
 PROMPT = """\
 Correct the grammar of this text.
@@ -60,25 +59,16 @@ def demo(
     with Console(stderr=True).status("warming up"):
         for llm in (fast, plain):
             llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
-    drafted = _answer(f"With speculation, by {fast.drafter}", fast, question, parameters, _legend())
+    legend = "a terminal with colours shows accepted draft tokens in green"
+    if has_colour(sys.stdout):
+        green = typer.style("green", fg="green")
+        legend = f"{green}: drafted tokens that the model accepted; it added the others itself"
+    typer.echo("\n" + typer.style(f"With speculation, by {fast.drafter}", bold=True) + f" ({legend})")
+    drafted = stream_reply(fast, question, parameters, sys.stdout)
     # The seed drawn for the first answer gives the second the same noise, hence the same text.
-    undrafted = _answer("Without", plain, question, replace(parameters, seed=drafted.stats.seed), "")
+    typer.echo("\n" + typer.style("Without", bold=True))
+    undrafted = stream_reply(plain, question, replace(parameters, seed=drafted.stats.seed), sys.stdout)
     _report(undrafted, drafted)
-
-
-def _legend() -> str:
-    if not has_colour(sys.stdout):
-        return "a terminal with colours shows accepted draft tokens in green"
-    return typer.style("green", fg="green") + ": drafted tokens that the model accepted; it added the others itself"
-
-
-def _answer(title: str, llm: LLM, prompt: str, sampling: Sampling, legend: str) -> Completion:
-    typer.echo("\n" + typer.style(title, bold=True) + (f" ({legend})" if legend else ""))
-    display = Display(sys.stdout)
-    try:
-        return llm.generate(prompt, sampling, on_chunk=display.write)
-    finally:
-        display.end()
 
 
 def _report(plain: Completion, fast: Completion) -> None:
@@ -112,7 +102,5 @@ def _row(name: str, stats: Stats, plain: Stats) -> tuple[str, ...]:
 
 def _first_difference(one: list[int], other: list[int]) -> int | None:
     """Return the first position where two replies differ, or None."""
-    if one == other:
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip_longest(one, other)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), None)

@@ -97,22 +97,22 @@ def _machine(m: Mapping[str, Any]) -> Table:
     return facts_table(rows, title=f"{m['cpu']}, {m['device']}, {m['threads']} threads", title_justify="left")
 
 
+_FORECAST = {
+    "tokens/round": "{tokens_per_round:.2f}",
+    "tok/s": "{tokens_per_second:.1f}",
+    "plain tok/s": "{plain_tokens_per_second:.1f}",
+    "x plain": "{ratio:.2f}",
+    "decode x plain": "{decode_ratio:.2f}",
+    "first token": "{first_token_ms:.0f} ms",
+}
+"""Columns of a forecast: heading -> cell."""
+
+
 def _forecasts(part: Mapping[str, Any]) -> Table:
     costs = ", ".join(f"{size}: {ms:.2f}" for size, ms in part["draft_ms"].items())
     title = f"{part['drafter']}: {part['ratio']:.2f} times plain decoding (milliseconds of a draft by size: {costs})"
-    columns = ("text", "draft", "tokens/round", "tok/s", "plain tok/s", "x plain", "decode x plain", "first token")
     rows = [
-        (
-            kind,
-            "none" if k["draft"] == "0" else k["draft"],
-            f"{k['tokens_per_round']:.2f}",
-            f"{k['tokens_per_second']:.1f}",
-            f"{k['plain_tokens_per_second']:.1f}",
-            f"{k['ratio']:.2f}",
-            f"{k['decode_ratio']:.2f}",
-            f"{k['first_token_ms']:.0f} ms",
-        )
+        (kind, "none" if k["draft"] == "0" else k["draft"], *(cell.format(**k) for cell in _FORECAST.values()))
         for kind, k in part["kinds"].items()
     ]
-    caption = f"Acceptance: {part['acceptance']}."
-    return figures_table(columns, rows, title=title, title_justify="left", title_style="bold", caption=caption)
+    return figures_table(("text", "draft", *_FORECAST), rows, title=title, caption=f"Acceptance: {part['acceptance']}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
     from paceline.models.heads import HeadFile
 
 _HEADS = {
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE (1 or 2)",
-    "medusa": "Medusa",
-    "block": "DFlash (block)",
-    "exit": "early exit",
+    "eagle3": ("EAGLE-3", "", ""),
+    "eagle": ("EAGLE (1 or 2)", "", ""),
+    "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
+    "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
+    "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
 }
+"""Kind -> title, and a row of its own: name and value."""
 _COVERAGE = "coverage"
 """Share of the training text that the draft vocabulary holds, as training stores it."""
 
@@ -71,11 +73,10 @@ def info(
 
 def _dtypes(tensors: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sum (dtype, elements) of each tensor up by dtype, most elements first."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for dtype, size in tensors:
-        dtype = dtype.removeprefix("torch.")
-        sizes[dtype] = sizes.get(dtype, 0) + size
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        sizes[dtype.removeprefix("torch.")] += size
+    return dict(sizes.most_common())
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "own_codes": _gguf_codes(header),
         "vocab_size": checkpoint.config.get("vocab_size") or tokenizer.vocab_size,
         "tokens": tokenizer.vocab_size,
-        "tokenizer": _tokenizer_kind(checkpoint, header),
+        "tokenizer": _gguf_tokenizer(header) if header else tokenizer.kind,
         "eos": [{"id": i, "token": tokenizer.decode([i], skip_special=False)} for i in eos],
         "chat_template": tokenizer.chat_template is not None,
         "generation": checkpoint.generation,
@@ -152,11 +153,9 @@ def _gguf_codes(header: GGUFFile | None) -> dict[str, float]:
     return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
 
 
-def _tokenizer_kind(checkpoint: Checkpoint, header: GGUFFile | None) -> str:
-    if header:
-        parts = [header.fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
-        return " / ".join(str(part) for part in parts if part)
-    return checkpoint.tokenizer.kind
+def _gguf_tokenizer(header: GGUFFile) -> str:
+    parts = [header.fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
+    return " / ".join(str(part) for part in parts if part)
 
 
 def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
@@ -239,8 +238,8 @@ def _head_sizes(head: HeadFile) -> dict[str, Any]:
     if isinstance(c, EagleConfig):
         return {"hidden": c.target_hidden, "vocab_size": c.layer.vocab_size, "draft_vocab": c.draft_vocab}
     if isinstance(c, MedusaConfig):
-        sizes = {"hidden": c.hidden, "vocab_size": c.vocab_size, "draft_vocab": c.draft_vocab}
-        return sizes | {"heads": c.heads, "layers": c.layers, "shared_head": c.shared}
+        names = ("hidden", "vocab_size", "draft_vocab", "heads", "layers")
+        return {name: getattr(c, name) for name in names} | {"shared_head": c.shared}
     if isinstance(c, BlockConfig):
         vocab, layers = c.layer.vocab_size, c.layer.layers
         sizes = {"hidden": c.layer.hidden, "vocab_size": vocab, "draft_vocab": c.draft_vocab or vocab}
@@ -249,11 +248,12 @@ def _head_sizes(head: HeadFile) -> dict[str, Any]:
 
 
 def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    title, own, value = _HEADS[f["head"]]
     taps = ", ".join(map(str, f["taps"])) if f["taps"] else "2, L // 2, L - 3 (EAGLE-3's default)"
     layers = f", of {f['target_layers']} layers" if f["target_layers"] else ""
     rows = [
         ("path", f["path"]),
-        ("head", f"{_HEADS[f['head']]}, {f['layout']} layout"),
+        ("head", f"{title}, {f['layout']} layout"),
         ("target", (f["target"] or "not stated") + layers),
         ("hidden size", f"{f['hidden']:,}"),
         ("taps", taps),
@@ -264,13 +264,9 @@ def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
             share = f["extra"].get(_COVERAGE)
             held = f", {percent(share)} of the text it was trained on" if isinstance(share, (int, float)) else ""
             rows.append(("draft vocabulary", f"{f['draft_vocab']:,}{held}"))
-    if f["head"] == "medusa":
-        end = "the target's output head" if f["shared_head"] else "their own output heads"
-        rows.append(("heads", f"{f['heads']} of {f['layers']} layers, with {end}"))
-    elif f["head"] == "block":
-        rows.append(("block", f"{f['block_size']} tokens, {f['layers']} layers, mask token {f['mask_token']}"))
-    elif f["head"] == "exit":
-        rows.append(("exit", f"after {f['layers']} layers, adapter of rank {f['rank']}"))
+    if own:
+        output = "the target's output head" if f.get("shared_head") else "their own output heads"
+        rows.append((own, value.format(**f, output=output)))
     rows.append(
         ("size", f"{amount(f['bytes'], 'bytes')}, {amount(f['parameters'])} parameters ({', '.join(f['dtypes'])})")
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,6 +17,8 @@ from paceline.cli.show import ignored_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.llm import LLM
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
@@ -74,6 +75,7 @@ Quantize = Annotated[
 DraftQuantize = Annotated[str, option("The same for the drafter's weights.", panel="Speculation", metavar="MODE")]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
+Number = TypeVar("Number", int, float)
 
 
 def note(text: str) -> None:
@@ -160,29 +162,34 @@ class LoadOptions(ModelOptions):
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
         """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
-        draft = parse_draft(self.draft)
         return self.open(
             progress=progress,
             drafter=self.drafter if drafter is None else drafter,
-            draft=draft,
+            draft=parse_draft(self.draft),
             quantize=self.quantize,
             draft_quantize=self.draft_quantize,
         )
 
 
-def parse_draft(text: str) -> int | DraftBudget | Literal["auto"]:
+def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
     """Return the value of --draft. Raises `InvalidOption`."""
-    if text == "auto":
-        return "auto"
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        return int(text)
-    if tree := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text):
-        from paceline.types import DraftBudget
+    from paceline.drafters.factory import parse_size
 
-        return DraftBudget(*map(int, tree.groups()))
-    raise InvalidOption(
-        f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write, for example, 5 or 16x4x2"
-    )
+    size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_size(text)
+    if size is None:
+        raise InvalidOption(
+            f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write, for example, 5 or 16x4x2"
+        )
+    return size
+
+
+def parse_numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
+    """Return the numbers of option `name`, which are separated by commas. Raises `InvalidOption`."""
+    try:
+        return tuple(number(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        what = "whole numbers" if number is int else "numbers"
+        raise InvalidOption(f"{name} must be {what} separated by commas, got {text!r}", f"Write {example}") from None
 
 
 def parse_bias(text: str) -> tuple[int, float]:

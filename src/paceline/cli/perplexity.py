@@ -14,8 +14,7 @@ from paceline.cli.show import figures_table
 from paceline.errors import InvalidPrompt
 
 if TYPE_CHECKING:
-    from paceline.bench.perplexity import TextWindow, TokenScores
-    from paceline.llm import LLM
+    from paceline.bench.perplexity import TokenScores
 
 
 def perplexity(
@@ -85,24 +84,16 @@ def _measure(
     """Load the model with weights of this mode and predict the text. Return (name of the weights, scores)."""
     from rich.console import Console
 
-    from paceline.bench.perplexity import score
+    from paceline.bench.perplexity import score, windows
     from paceline.protocols import TargetWithHead
 
     llm = model.open(progress=progress, drafter=None, quantize=mode)
     target = llm.model.target
     floats = str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is"
     name = floats if mode == "none" else mode
-    pieces = _windows(llm, text, tokens, size)
+    plain, marked = llm.tokenizer.encode(text, special=False), llm.tokenizer.encode(text)
+    front = marked[: len(marked) - len(plain)]  # what the tokenizer puts in front of a text
+    length = min(size[0], target.context_length - len(front))
+    pieces = windows(plain[:tokens], length, size[1], front)
     with Console(stderr=True, quiet=not progress).status(f"reading {name}"):
         return name, score(target, pieces)
-
-
-def _windows(llm: LLM, text: str, tokens: int, size: tuple[int, int]) -> list[TextWindow]:
-    """Cut the text into windows, each with the tokens in front that the tokenizer puts in front of a text."""
-    from paceline.bench.perplexity import windows
-
-    plain = llm.tokenizer.encode(text, special=False)
-    marked = llm.tokenizer.encode(text)
-    front = marked[: len(marked) - len(plain)]
-    length = min(size[0], llm.model.target.context_length - len(front))
-    return windows(plain[:tokens], length, size[1], front)

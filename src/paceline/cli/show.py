@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from paceline.engine.detokenizer import Chunk
     from paceline.engine.results import Completion
     from paceline.engine.stats import Stats
+    from paceline.llm import LLM
     from paceline.sampling.parameters import Sampling
+    from paceline.types import Prompt
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -55,6 +57,15 @@ class Display:
         self._line_is_open = False
 
 
+def stream_reply(llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw: bool = False) -> Completion:
+    """Generate a reply and show it as it is written."""
+    display = Display(file)
+    try:
+        return llm.generate(prompt, sampling, raw=raw, on_chunk=display.write)
+    finally:
+        display.end()
+
+
 def facts_table(rows: Iterable[tuple[str, str]], **settings: Any) -> Table:
     """Return a table of (name, value). `settings`: those of `rich.table.Table`."""
     from rich.table import Table
@@ -72,7 +83,7 @@ def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **setti
     """Return a table whose columns are figures, except for the first. `settings`: those of `rich.table.Table`."""
     from rich.table import Table
 
-    table = Table(**settings)
+    table = Table(title_justify="left", title_style="bold", **settings)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
     for row in rows:

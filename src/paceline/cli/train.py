@@ -5,26 +5,30 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.commands import option, options_of
-from paceline.cli.options import Device, Quiet, Threads, progress_wanted, set_threads
-from paceline.errors import InvalidOption
+from paceline.cli.options import Device, Quiet, Threads, parse_numbers, progress_wanted, set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from paceline.train.run import TrainJob
-
-Number = TypeVar("Number", int, float)
+    from paceline.train.kinds import TrainJob
+    from paceline.train.loop import Report
+    from paceline.train.run import Listener
+    from paceline.train.writing import Progress as Written
 
 _data = options_of("Data")
 _drafter = options_of("Drafter")
 _training = options_of("Training")
+_INTERVAL = 60.0
+"""Seconds between two lines of progress where stderr is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +57,16 @@ class TrainOptions:
 
     def job(self, target: str, kind: str, out: Path) -> TrainJob:
         """Return what to train. Raises `InvalidOption`."""
-        from paceline.train import answers, loop, run
+        from paceline.train import answers, kinds, loop
 
         fields = asdict(self)
-        taps, temperatures = fields.pop("taps"), _numbers("--temperatures", fields.pop("temperatures"), float, "0,0.8")
-        return run.TrainJob(
+        taps = fields.pop("taps")
+        temperatures = parse_numbers("--temperatures", fields.pop("temperatures"), float, "0,0.8")
+        return kinds.TrainJob(
             target,
             kind,
             out,
-            taps=None if taps is None else _numbers("--taps", taps, int, "2,15,27"),
+            taps=None if taps is None else parse_numbers("--taps", taps, int, "2,15,27"),
             mix=answers.AnswerPlan(temperatures, fields.pop("answer_tokens"), self.seed),
             plan=loop.TrainPlan(**{name: fields.pop(name) for name in ("epochs", "batch", "rate", "seed")}),
             command=shlex.join(["paceline", *sys.argv[1:]]),
@@ -89,15 +94,14 @@ def train(
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     job = options.job(target, kind, out)
-    from paceline.cli.progress import TrainingProgress
     from paceline.llm import load
     from paceline.train import run
 
     run.check(job)
     set_threads(threads)
     llm = load(target, drafter=None, device=device, progress=progress_wanted(quiet))  # type: ignore[arg-type]
-    with TrainingProgress(quiet) as progress:
-        acceptance = run.train(llm, job, progress.listener).acceptance
+    with _progress(quiet) as listener:
+        acceptance = run.train(llm, job, listener).acceptance
     if not quiet:
         measured = "not measured: too few prompts to hold any out"
         if acceptance is not None:
@@ -105,8 +109,41 @@ def train(
         typer.echo(f"{out}: {measured}", err=True)
 
 
-def _numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
-    try:
-        return tuple(number(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidOption(f"{name} must be numbers separated by commas, got {text!r}", f"Write {example}") from None
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Listener]:
+    """Show a run on stderr: a bar for its current stage on a terminal, one line per minute elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from paceline.train.run import Listener
+
+    has_bar, stage_name = progress_wanted(quiet), ""
+    printed = float("inf") if quiet else -_INTERVAL
+    columns = ("{task.description}", BarColumn(bar_width=20), "{task.percentage:>3.0f}%")
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    bar = Progress(*columns, *times, console=Console(stderr=True), disable=not has_bar)
+    task = bar.add_task("starting", total=None, note="")
+
+    def stage(name: str) -> None:
+        nonlocal stage_name
+        stage_name = name
+        bar.update(task, description=name, completed=0, total=None, note="")
+
+    def writing(p: Written) -> None:
+        show(p.done, p.total, f"{p.tokens_per_second:.0f} tok/s" + (f", {p.skipped} skipped" if p.skipped else ""))
+
+    def training(r: Report) -> None:
+        note = f"loss {r.loss:.2f}, accuracy {' '.join(f'{a:.2f}' for a in r.accuracy)}"
+        if r.acceptance is not None:
+            note += f", held out {r.acceptance:.2f} tokens/round"
+        show(r.documents, r.total, note)
+
+    def show(done: int, total: int, note: str) -> None:
+        nonlocal printed
+        bar.update(task, completed=done, total=total, note=note)
+        if not has_bar and time.monotonic() - printed >= _INTERVAL:
+            printed = time.monotonic()
+            typer.echo(f"{stage_name}: {done} of {total}, {note}", err=True)
+
+    with bar:
+        yield Listener(stage, writing, training)

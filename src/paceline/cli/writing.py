@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from paceline.cli.errors import print_error
-from paceline.cli.show import Display, length_limit
+from paceline.cli.commands import print_error
+from paceline.cli.show import Display, length_limit, stream_reply
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.text.prompt_rows import PromptRow
 
@@ -39,11 +39,7 @@ class ReplyWriter:
             return completion
         if row.id is not None:
             self.file.write(f"==> {row.id} <==\n")
-        display = Display(self.file)
-        try:
-            return self.llm.generate(row.prompt, self.sampling, raw=self.raw, on_chunk=display.write)
-        finally:
-            display.end()
+        return stream_reply(self.llm, row.prompt, self.sampling, self.file, self.raw)
 
     def write_completion(self, row: PromptRow, completion: Completion, sample: int | None = None) -> None:
         """Write a complete reply under the id of its prompt and, if there are several, its number."""

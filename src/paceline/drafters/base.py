@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,38 +14,37 @@ from paceline.sampling.sampler import Prefix, Ranked, Sampler, Subset
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
-class Rank(Protocol):
-    """Ranks candidates as the target will choose, with the same noise (`Sampler.rank`, bound to one request)."""
-
-    def __call__(
-        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
-    ) -> list[Ranked]:
-        """Return up to `count` candidates, best first, for each row of logits [R, V] after its path."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for one draft.
+    """A request for one draft after the text `prefix`.
 
-    `token_ids`: prompt and reply so far, the pending token last; the request's own list, not a copy. `budget`: limits
-    of the draft. `rank`: ranks a drafter's candidates. `draws`: whether the acceptance rule needs candidates drawn from
-    the drafter's distribution, in a shape that does not depend on the draws (rejection and block); `rank` then draws.
-    `price`: the cost of verifying one more node, in tokens: a node that is less likely to be accepted is not worth
-    drafting.
+    `budget`: limits of the draft. `price`: the cost of verifying one more node, in tokens: a node that is less likely
+    to be accepted is not worth drafting.
     """
 
     slot: int
-    token_ids: Sequence[int]
+    prefix: Prefix
     budget: DraftBudget
-    rank: Rank
-    draws: bool = False
+    sampler: Sampler
     price: float = 0.0
 
-    @staticmethod
-    def of(slot: int, prefix: Prefix, budget: DraftBudget, sampler: Sampler, price: float = 0.0) -> Ask:
-        """Return the ask for a request with the text `prefix` and this sampler."""
-        return Ask(slot, prefix.token_ids, budget, partial(sampler.rank, prefix), sampler.draws, price)
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and reply so far, the pending token last; the request's own list, not a copy."""
+        return self.prefix.token_ids
+
+    @property
+    def draws(self) -> bool:
+        """Whether the acceptance rule needs candidates drawn from the drafter's distribution, in a shape that does not
+        depend on the draws (rejection and block); `rank` then draws."""
+        return self.sampler.draws
+
+    def rank(
+        self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
+    ) -> list[Ranked]:
+        """Rank up to `count` candidates as the target will choose, with the same noise, best first, for each row of
+        logits [R, V] after its path (see `Sampler.rank`)."""
+        return self.sampler.rank(self.prefix, logits, paths, count, subset)
 
     @property
     def last(self) -> int:

@@ -21,7 +21,7 @@ from paceline.errors import TokenizerMismatch
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Prefix, Ranked, Sampler
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
-from paceline.verify.tree import from_paths
+from paceline.verify.tree import from_paths, paths_of
 
 SHARED = 0.85
 """From this share of the target's tokens on, drafting the shared ones accepts as much as drafting text when greedy, and
@@ -148,7 +148,8 @@ class TextDrafter(_Foreign[Retokenizer]):
 
     def _to_target(self, ask: Ask, draft: Draft) -> Draft:
         incomplete = self._readers[ask.slot].incomplete
-        paths = [self._target_path(ask, path, incomplete) for path in _branches(draft)]
+        leaves = (path for row, path in paths_of(draft).items() if row not in draft.parents)
+        paths = [self._target_path(ask, [draft.tokens[row - 1] for row in path], incomplete) for path in leaves]
         return _within(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
 
     def _target_path(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
@@ -164,14 +165,6 @@ class TextDrafter(_Foreign[Retokenizer]):
         # The last token may end inside a character.
         text = text.decode(errors="ignore").encode()[len(incomplete) :]
         return continuation(self._vocab_map, ask.token_ids, text) + end
-
-
-def _branches(draft: Draft) -> list[list[int]]:
-    """Return the path of tokens to every leaf."""
-    paths: list[list[int]] = [[]]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append([*paths[parent], token])
-    return [path for row, path in enumerate(paths) if row not in draft.parents]
 
 
 def _within(draft: Draft, budget: DraftBudget) -> Draft:

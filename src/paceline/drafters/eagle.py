@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import TargetWithHead
 from paceline.sampling.sampler import Ranked
-from paceline.types import Draft, DraftBudget, Rows, Tap
-from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Tap
+from paceline.verify.tree import PREFILL_ROWS, pack
 
 
 @dataclass(slots=True)
@@ -67,39 +67,29 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
                 self._read_pending(state)
         # If asked again before `observe`, a request has nothing pending.
         if behind := [state for state in states if len(state.pending)]:
-            self._catch_up(behind)
+            self._read(behind, [len(state.pending) for state in behind])
         roots = [state.root for state in states if state.root is not None]
         for state, (hidden, _) in zip(states, roots, strict=True):
             state.grown = hidden[None]
         return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
-    def _catch_up(self, states: Sequence[_EagleSlot]) -> None:
-        """Read all pending features in one pass, each with the token after its own."""
-        slots = [state.cache_slot for state in states]
-        lengths = [self._cache.lengths[slot] for slot in slots]
-        tokens = [state.token_ids[length + 1 :] for state, length in zip(states, lengths, strict=True)]
-        rows = pack(
-            [line[0] for line in tokens], [Draft.chain(line[1:]) for line in tokens], slots, lengths, self._device
-        )
-        pending = [state.pending.take(len(state.pending)) for state in states]
-        hidden, outs = self._step(rows, pad_sequence(pending, batch_first=True))
-        self._cache.commit(rows, [range(1, len(features)) for features in pending])
-        for i, (state, features) in enumerate(zip(states, pending, strict=True)):
-            last = len(features) - 1
-            state.root = hidden[i, last], outs[i, last]
-
     def _read_pending(self, state: _EagleSlot) -> None:
         """Read pending features of one request in a pass of their own: one at least stays pending for the root."""
-        count = min(PREFILL_ROWS, len(state.pending) - 1)
-        done = self._cache.lengths[state.cache_slot]
-        rows = pack_prefix(state.token_ids[done + 1 : done + 1 + count], state.cache_slot, done, self._device)
-        self._step(rows, state.pending.take(count)[None])
-        self._cache.commit(rows, [range(1, count)])
+        self._read([state], [min(PREFILL_ROWS, len(state.pending) - 1)], prefill=True)
 
-    def _step(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a pass on features [B, up to T, taps * target H], padded for the rows that only fill up."""
+    def _read(self, states: Sequence[_EagleSlot], counts: Sequence[int], prefill: bool = False) -> None:
+        """Read so many pending features of each request in one pass, each with the token after its own."""
+        slots = [state.cache_slot for state in states]
+        starts = [self._cache.lengths[slot] for slot in slots]
+        texts = [s.token_ids[start + 1 :][:n] for s, start, n in zip(states, starts, counts, strict=True)]
+        rows = pack([text[0] for text in texts], [Draft.chain(text[1:]) for text in texts], slots, starts, self._device)
+        features = pad_sequence([s.pending.take(n) for s, n in zip(states, counts, strict=True)], batch_first=True)
+        # Rows that only fill up the pass have no features.
         features = F.pad(features, (0, 0, 0, rows.tokens.shape[1] - features.shape[1]))
-        return self._net.step(rows, self._net.fuse(features), self._cache)
+        hidden, outs = self._net.step(replace(rows, prefill=prefill), self._net.fuse(features), self._cache)
+        self._cache.commit(rows, [range(1, count) for count in counts])
+        for i, (state, count) in enumerate(zip(states, counts, strict=True)):
+            state.root = hidden[i, count - 1], outs[i, count - 1]
 
     @torch.inference_mode()
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:

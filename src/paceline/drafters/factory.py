@@ -126,22 +126,16 @@ def check_spec(spec: str | Drafter | None) -> None:
 
 
 def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
-    """`check_spec` of one or of several, and `check_draft_mode` of all of them."""
+    """`check_spec` of one or of several. Raises `InvalidOption` also for an unknown `draft_quantize` mode, and for one
+    where no drafter has weights."""
     if isinstance(spec, list):
         for one in spec:
             check_spec(one)
         spec = "+".join(spec)
     check_spec(spec)
-    check_draft_mode(mode, spec)
-
-
-def check_draft_mode(mode: str, spec: str | Drafter | None) -> None:
-    """Raise `InvalidOption` for an unknown `draft_quantize`, and for a drafter without weights."""
     check_precision(mode, "draft_quantize")
-    no_weights = (
-        spec is None or isinstance(spec, Drafter) or all(part in (*_LOOKUPS, "auto", "none") for part in _split(spec))
-    )
-    if mode in ("int8", "int4") and no_weights:
+    weights = isinstance(spec, str) and any(part not in (*_LOOKUPS, "auto", "none") for part in _split(spec))
+    if mode in ("int8", "int4") and not weights:
         raise InvalidOption(
             f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
             "Leave draft_quantize out; `quantize` is the target's",
@@ -213,6 +207,14 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
             f"Give 1 to {sizes.layers - 1}",
         )
     return _with_head(ExitConfig(sizes.hidden, count), {}, target)
+
+
+def parse_size(text: str) -> DraftBudget | None:
+    """Return the budget that LENGTH or NODESxDEPTHxBRANCH names, None for any other text. Raises `InvalidOption`."""
+    if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}x[0-9]{1,9})?", text):
+        return None
+    length, *tree = map(int, text.split("x"))
+    return DraftBudget(length, *tree) if tree else DraftBudget.chain(length)
 
 
 def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:

@@ -1,11 +1,12 @@
-"""Trees from heads that predict several depths at once, independently of each other."""
+"""Trees from heads that predict several depths at once, independently of each other; the best tree of given chances."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
+from math import exp
 
 from torch import Tensor
 
@@ -13,6 +14,29 @@ from paceline.drafters.base import Ask
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
+
+Chance = Callable[[Place], float]
+"""The probability that a place is accepted, given that the place above it is."""
+
+
+def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
+    """Return the tree within the budget that accepts the most tokens per round, the most useful places first.
+
+    A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
+    places. No place has more than the one above it: the places with the highest products are a tree, and no other tree
+    has a higher sum (the greedy rule of Medusa's trees, arXiv 2401.10774, and of Sequoia's, arXiv 2402.12374). Places
+    without a chance are left out.
+    """
+    heap: list[tuple[float, Place]] = [(-1.0, ())]
+    kept: list[Place] = []
+    while heap and len(kept) <= budget.nodes:
+        odds, place = heappop(heap)
+        kept.append(place)
+        for rank in range(budget.branch if len(place) < budget.depth else 0):
+            below = (*place, rank)
+            if (chances := odds * chance(below)) < 0.0:
+                heappush(heap, (chances, below))
+    return tuple(kept[1:])
 
 
 def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
@@ -48,21 +72,14 @@ def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None 
 
 
 def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
-    """Best first: a node's child and its next sibling are less likely than itself, so nothing better is missed."""
-    costs = [[-score for score in best.scores] for best in ranked]
-    tokens: list[int] = []
-    parents: list[int] = []
-    # Cost of the path, cost of the path above, rank, depth, row of the parent.
-    heap = [(cost, 0.0, 0, 0, 0) for line in costs[:1] for cost in line[:1]]
-    while heap and len(tokens) < budget.nodes:
-        cost, above, place, depth, parent = heappop(heap)
-        tokens.append(ranked[depth].tokens[place])
-        parents.append(parent)
-        if place + 1 < len(costs[depth]):
-            heappush(heap, (above + costs[depth][place + 1], above, place + 1, depth, parent))
-        if depth + 1 < len(costs) and costs[depth + 1]:
-            heappush(heap, (cost + costs[depth + 1][0], cost, 0, depth + 1, len(tokens)))
-    return Draft(tuple(tokens), tuple(parents))
+    def chance(place: Place) -> float:
+        scores = ranked[len(place) - 1].scores
+        return exp(scores[place[-1]]) if place[-1] < len(scores) else 0.0
+
+    kept = best(chance, budget.within(len(ranked)))
+    rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
+    tokens = tuple(ranked[len(place) - 1].tokens[place[-1]] for place in kept)
+    return Draft(tokens, tuple(rows[place[:-1]] for place in kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +96,15 @@ class FixedTree:
         parents: list[int] = []
         q: dict[int, Tensor] = {}
         for parent, depth, place in self.nodes:
-            above, best = rows[parent], ranked[depth]
-            if above is None or place >= len(best.tokens):
+            above, ranking = rows[parent], ranked[depth]
+            if above is None or place >= len(ranking.tokens):
                 rows.append(None)
                 continue
-            tokens.append(best.tokens[place])
+            tokens.append(ranking.tokens[place])
             parents.append(above)
             rows.append(len(tokens))
-            if best.q is not None:
-                q[above] = best.q
+            if ranking.q is not None:
+                q[above] = ranking.q
         return Draft(tuple(tokens), tuple(parents), q)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.independent import FixedTree, fixed, rank
+from paceline.drafters.independent import fixed, rank
 from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
@@ -65,8 +65,9 @@ class Medusa(Drafter):
         self._states.pop(slot, None)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        shapes = [self._shape(ask) for ask in asks]
-        able = [i for i, shape in enumerate(shapes) if shape.widths]
+        shapes = [fixed(ask.budget.within(self._depth), self._order, ask.draws) for ask in asks]
+        # A prompt of one token was not fed: without a state there is no draft.
+        able = [i for i, ask in enumerate(asks) if ask.slot in self._states and shapes[i].widths]
         drafts = [Draft()] * len(asks)
         if not able:
             return drafts
@@ -85,9 +86,3 @@ class Medusa(Drafter):
     def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
         # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
         self._states[slot] = taps["final"][row].clone()
-
-    def _shape(self, ask: Ask) -> FixedTree:
-        """Return the tree to draft: empty without a state, since a prompt of one token was not fed."""
-        if ask.slot not in self._states:
-            return FixedTree((), ())
-        return fixed(ask.budget.within(self._depth), self._order, ask.draws)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Protocol
 
 from paceline.drafters.vocab_map import VocabMap
@@ -84,9 +84,7 @@ class Retokenizer:
         self._encode()
         new = self.ids[first:]
         self._settle()
-        return first + next(
-            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-        )
+        return first + next((i for i, (a, b) in enumerate(zip_longest(old, new)) if a != b), len(old))
 
     def _encode(self) -> None:
         self.ids[self._settled :] = self._tokens(self._open)

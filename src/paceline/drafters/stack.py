@@ -96,6 +96,17 @@ class DrafterStack(Drafter):
             drafter.release(slot)
 
 
+class DrafterWrapper(DrafterStack):
+    """Stack of one drafter that passes every call on to it: override what you want to observe or change."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__([inner])
+        self.inner = inner
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return self.inner.propose(asks)
+
+
 def _within(ask: Ask, size: DraftBudget) -> Ask:
     """Return the same ask with a budget of at most `size`."""
     budget = ask.budget

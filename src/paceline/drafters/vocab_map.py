@@ -43,17 +43,17 @@ class VocabMap:
     @cached_property
     def speller(self) -> Speller:
         """Speller of bytes in target tokens."""
-        return Speller(_first(self.target_bytes))
+        return Speller(self.target_bytes)
 
     @cached_property
     def _respeller(self) -> Speller:
         """Speller of bytes in draft tokens."""
-        return Speller(_first(self.draft_bytes))
+        return Speller(self.draft_bytes)
 
     @cached_property
     def shared(self) -> dict[int, int]:
         """Target id -> draft id of the same bytes, the same special token, or an end of text."""
-        target, draft = _first(self.target_bytes), _first(self.draft_bytes)
+        target, draft = self.speller.ids, self._respeller.ids
         return {target[text]: draft[text] for text in target if text in draft} | self.special
 
     @cached_property
@@ -121,11 +121,6 @@ def _token_bytes(model: Loaded) -> dict[int, bytes]:
     """Return the bytes of the tokens that have a row in the model and are not empty."""
     rows = model.target.vocab_size
     return {i: text for i, text in model.tokenizer.token_bytes.items() if text and i < rows}
-
-
-def _first(texts: dict[int, bytes]) -> dict[bytes, int]:
-    """Return bytes -> the first token that has them."""
-    return {text: i for i, text in reversed(texts.items())}
 
 
 def _ends(model: Loaded) -> list[int]:

@@ -134,10 +134,8 @@ class StopStrings:
 
 def _overlap(text: str, stop: str) -> int:
     """The longest end of `text` that begins `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @dataclass(slots=True)
@@ -192,18 +190,12 @@ class TextStream:
             if finish:
                 verdict = verdict.cut(count, finish)
                 break
-        added, last = _origin(draft, verdict), len(pieces) - 1
-        rows = zip(pieces, verdict.tokens, self._logprobs(verdict, logits), strict=True)
-        chunks = tuple(
-            Chunk(
-                piece,
-                token,
-                "draft" if i < len(verdict.path) else added,
-                verdict.finish if i == last else None,
-                logprobs,
-            )
-            for i, (piece, token, logprobs) in enumerate(rows)
-        )
+        origins: list[Origin] = ["draft"] * len(verdict.path)
+        origins.append(_origin(draft, verdict))
+        ends: list[FinishReason | None] = [None] * (len(pieces) - 1) + [verdict.finish]
+        logprobs = self._logprobs(verdict, logits)
+        # A reply that ends inside the path has no token of the target's own: `map` ends with the shortest.
+        chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs))
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.draft_length import Controller, RoundOutcome
+from paceline.engine.draft_length import Controller
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.request import Request
 from paceline.protocols import KVCache
@@ -43,7 +43,7 @@ def _group(policy: DraftPolicy, indices: list[int], requests: Sequence[Request],
     members = [requests[i] for i in indices]
     # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
     # a round with such a request keeps to the drafter's own size.
-    free = all(r.sampler.rule == "match" or r.sampler.greedy for r in members)
+    free = all(r.sampler.rule == "match" for r in members)
     controller = policy.controller if free else None
     draft, price = policy.draft, 0.0
     if controller:
@@ -73,4 +73,4 @@ def learn(
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
-            group.controller.learn(RoundOutcome(group.budgets, made, kept, drafting, verifying, len(drafts), rows))
+            group.controller.learn(group.budgets, made, kept, drafting, verifying, len(drafts), rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from paceline.engine.cost_model import Curve, Fading
@@ -106,28 +105,6 @@ class _BatchCosts:
         self.tries = [0] * len(sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """The outcome of a chosen size, for the requests of a round that it applied to.
-
-    `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the rest.
-    `together`, `rows`: requests and rows of the whole round, if it had others.
-    """
-
-    budgets: Sequence[DraftBudget]
-    drafts: Sequence[Draft]
-    verdicts: Sequence[Verdict]
-    drafting: float
-    verifying: float
-    together: int = 0
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.together:
-            object.__setattr__(self, "together", len(self.drafts))
-            object.__setattr__(self, "rows", sum(1 + len(draft.tokens) for draft in self.drafts))
-
-
 class Controller:
     """Chooses a draft size for every round, from nothing to the drafter's maximum.
 
@@ -207,35 +184,47 @@ class Controller:
         self._last_try = self._round
         return found
 
-    def learn(self, round: RoundOutcome) -> None:
-        """Learn from the outcome of the size chosen last."""
-        at, batch_costs = self._at, self._costs_of(round.together)
-        self._saved += _SHARE * (round.drafting + round.verifying)
-        resumed = any(draft.carried for draft in round.drafts)
-        self._passes[resumed].add(round.rows, round.verifying, self._round)
+    def learn(
+        self,
+        budgets: Sequence[DraftBudget],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        drafting: float,
+        verifying: float,
+        together: int,
+        rows: int,
+    ) -> None:
+        """Learn from the outcome of the size chosen last, for the requests that it applied to.
+
+        `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the
+        rest. `together`, `rows`: requests and rows of the whole round.
+        """
+        at, batch_costs = self._at, self._costs_of(together)
+        self._saved += _SHARE * (drafting + verifying)
+        resumed = any(draft.carried for draft in drafts)
+        self._passes[resumed].add(rows, verifying, self._round)
         if not self._granted and self._passes[False].known:
             self._granted, self._credit = True, _CREDIT * self._passes[False].at(batch_costs.together)
         if not at:
             return
-        alone = round.together == len(round.drafts)
-        if alone and all(budget == self.sizes[at] for budget in round.budgets):
+        if together == len(drafts) and all(budget == self.sizes[at] for budget in budgets):
             # Not from drafts cut short by the end of a text or of a cache block.
-            plain = self._passes[False].at(round.together)
-            batch_costs.dearer[at].add(self._passes[resumed].at(round.rows) / plain, self._round)
+            plain = self._passes[False].at(together)
+            batch_costs.dearer[at].add(self._passes[resumed].at(rows) / plain, self._round)
             batch_costs.seen[at] = True
             self._resumed = resumed
-            self._learn_drafting(batch_costs, round)
-        for budget, verdict in zip(round.budgets, round.verdicts, strict=True):
+            self._learn_drafting(batch_costs, drafting)
+        for budget, verdict in zip(budgets, verdicts, strict=True):
             if verdict.finish is None:
                 self._learn_kept(len(verdict.path), budget.depth)
 
-    def _learn_drafting(self, batch_costs: _BatchCosts, round: RoundOutcome) -> None:
+    def _learn_drafting(self, batch_costs: _BatchCosts, seconds: float) -> None:
         """Drafting that had to catch up counts for the cost of that alone."""
         seen, depth = batch_costs.drafting, self.sizes[self._at].depth
         if self._behind < _LATE * batch_costs.together:
-            seen.add(depth, round.drafting, self._round)
+            seen.add(depth, seconds, self._round)
         elif seen.known:
-            self._catch_up.add(max(0.0, round.drafting - seen.at(depth)) / self._behind, self._round)
+            self._catch_up.add(max(0.0, seconds - seen.at(depth)) / self._behind, self._round)
 
     def _learn_kept(self, accepted: int, depth: int) -> None:
         if self._chains:

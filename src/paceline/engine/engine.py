@@ -261,7 +261,7 @@ class Engine:
             for i, budget in zip(members.indices, members.budgets, strict=True):
                 request = requests[i]
                 request.num_seen_tokens = len(request.token_ids)
-                asks.append(Ask.of(request.slot, request.prefix, budget, request.sampler, members.price))
+                asks.append(Ask(request.slot, request.prefix, budget, request.sampler, members.price))
             for i, draft in zip(members.indices, members.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 

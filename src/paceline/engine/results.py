@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from paceline.engine.detokenizer import Chunk, Logprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Begin, Scheduler, Task
+from paceline.engine.scheduler import Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.protocols import Closable
@@ -42,16 +41,13 @@ class Completion:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class BatchItem:
-    """A reply that has not begun. `prompt`: the number of its prompt; replies to one prompt share its prefill."""
+class Batch(Closable, Iterator[tuple[int, Chunk]]):
+    """Several replies written together: iterate over (index of the reply, chunk).
 
-    prompt: int
-    begin: Begin
-
-
-class _Replies(Closable):
-    """Replies driven by a scheduler of their own, and the chunks handed out of each."""
+    Up to `width` requests share a pass. Each accepts its own number of tokens per round; when one ends, the next
+    waiting one takes its slot. Replies to one prompt that run together share its prefill. If a request fails, the error
+    is raised when all others are done; a `PacelineError` has every completion as its `partial`.
+    """
 
     def __init__(self, engine: Engine, tasks: Sequence[Task], width: int) -> None:
         self._scheduler = Scheduler(engine, width)
@@ -63,17 +59,11 @@ class _Replies(Closable):
         for task in self._tasks:
             self._scheduler.add(task)
 
-    @property
-    @abstractmethod
-    def _partial(self) -> Any:
-        """The `partial` of an error."""
-
-    def _next(self) -> tuple[int, Chunk]:
-        """Return the next chunk and the index of its reply. Raises the first error once all replies are done."""
+    def __next__(self) -> tuple[int, Chunk]:
         try:
             while not self._ready:
                 if not self._scheduler.busy:
-                    errors = [] if self._raised else [task.error for task in self._tasks if task.error]
+                    errors = [] if self._raised else [*self.errors.values()]
                     raise errors[0] if errors else StopIteration
                 for task, chunks in self._scheduler.turn():
                     self._ready.extend((self._index[task], chunk) for chunk in chunks)
@@ -81,7 +71,7 @@ class _Replies(Closable):
             self._raised = True
             self.close()
             if isinstance(error, PacelineError):
-                error.partial = self._partial
+                error.partial = self.completions
             raise
         index, chunk = self._ready.popleft()
         self._shown[index].append(chunk)
@@ -92,7 +82,12 @@ class _Replies(Closable):
         self._scheduler.close()
         self._ready.clear()
 
-    def _completion(self, index: int) -> Completion:
+    @property
+    def errors(self) -> dict[int, Exception]:
+        """The errors of the replies that failed so far, by index."""
+        return {index: task.error for index, task in enumerate(self._tasks) if task.error}
+
+    def completion(self, index: int) -> Completion:
         """Return one reply as far as it has been handed out. Raises `KeyError` for one that has not begun."""
         request, shown = self._tasks[index].request, self._shown[index]
         if request is None:
@@ -107,8 +102,13 @@ class _Replies(Closable):
             None if request.stream.logprobs is None else [chunk.logprobs for chunk in shown if chunk.logprobs],
         )
 
+    @property
+    def completions(self) -> list[Completion]:
+        """The replies that have begun, in order, as far as handed out; all replies once the iteration has ended."""
+        return [self.completion(index) for index, task in enumerate(self._tasks) if task.request]
 
-class Stream(_Replies, Iterator[Chunk]):
+
+class Stream(Closable, Iterator[Chunk]):
     """One reply as it is written: iterate over its chunks; close it, or leave its `with` block, to stop early.
 
     If the reply fails, the stream first hands out the tokens of its last complete round, then raises. A `PacelineError`
@@ -116,49 +116,20 @@ class Stream(_Replies, Iterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        super().__init__(engine, [Task(lambda source: request, request=request)], 1)
+        self._batch = Batch(engine, [Task(lambda source: request, request=request)], 1)
 
     def __next__(self) -> Chunk:
-        return self._next()[1]
+        try:
+            return next(self._batch)[1]
+        except PacelineError as error:
+            error.partial = self.completion
+            raise
 
-    @property
-    def _partial(self) -> Completion:
-        return self.completion
+    def close(self) -> None:
+        """Stop the reply and free its slot; closing twice does nothing."""
+        self._batch.close()
 
     @property
     def completion(self) -> Completion:
         """The reply as far as it has been handed out; complete once the iteration has ended."""
-        return self._completion(0)
-
-
-class Batch(_Replies, Iterator[tuple[int, Chunk]]):
-    """Several replies written together: iterate over (index of the reply, chunk).
-
-    Up to `width` requests share a pass. Each accepts its own number of tokens per round; when one ends, the next
-    waiting one takes its slot. Replies to one prompt that run together share its prefill. If a request fails, the error
-    is raised when all others are done; a `PacelineError` has every completion as its `partial`.
-    """
-
-    def __init__(self, engine: Engine, jobs: Sequence[BatchItem], width: int) -> None:
-        super().__init__(engine, [Task(job.begin, group=job.prompt) for job in jobs], width)
-
-    def __next__(self) -> tuple[int, Chunk]:
-        return self._next()
-
-    @property
-    def _partial(self) -> list[Completion]:
-        return self.completions
-
-    @property
-    def errors(self) -> dict[int, Exception]:
-        """The errors of the replies that failed so far, by index."""
-        return {index: task.error for index, task in enumerate(self._tasks) if task.error}
-
-    def completion(self, index: int) -> Completion:
-        """Return one reply as far as it has been handed out. Raises `KeyError` for one that has not begun."""
-        return self._completion(index)
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The replies that have begun, in order, as far as handed out; all replies once the iteration has ended."""
-        return [self._completion(index) for index, task in enumerate(self._tasks) if task.request]
+        return self._batch.completion(0)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.cache.attention import BLOCK
 from paceline.protocols import KVCache, Target
-from paceline.types import Draft, DraftBudget, Guarantee, Want
-from paceline.verify.tree import PREFILL_ROWS, beside, pack, pack_prefix
+from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
+from paceline.verify.tree import PREFILL_ROWS, beside, pack
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
 """Tokens before the compared rows; compared rows; rows of the longest pass, rounded up."""
@@ -27,21 +27,30 @@ def guarantee(target: Target) -> Guarantee:
     before = min(_PREFIX, target.context_length - _LONGEST)
     if before < 1:
         return "rounding"
-    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(before + _ROWS)]
-    prefix, path = tokens[:before], tokens[before:]
-    cache, slot = _filled(target, prefix)
+    tokens = _tokens(target, before + _ROWS)
+    cache, path = target.new_cache(), tokens[before:]
+    slot = cache.acquire()
+    _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
     plain = []
     for token in path:
-        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], target.device)
-        plain.append(target.forward(rows, cache, Want()).logits[0, 0])
+        rows, logits = _verify(target, cache, [slot], [token], [Draft()])
+        plain.append(logits[0, 0])
         cache.commit(rows, [()])
-    alone = torch.stack(plain)
-    trees = cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1
-    for draft, found in _other_ways(path, trees):
+    alone, chain = torch.stack(plain), Draft.chain(path[1:])
+    ways = [(chain, [*range(_ROWS)]), (Draft.chain(path[1:] + path * 5), [*range(_ROWS)])]
+    if cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1:
+        tree, below = beside(path[1:], path[0])
+        ways.append((tree, [0, *below]))
+    for draft, numbers in ways:
         cache.truncate(slot, before)
-        if not torch.equal(_logits(target, cache, slot, path[0], draft)[found], alone):
+        if not torch.equal(_verify(target, cache, [slot], path[:1], [draft])[1][0, numbers], alone):
             return "rounding"
-    return "bits" if torch.equal(_shared(target, cache, slot, path, before), alone) else "rounding"
+    cache.truncate(slot, before)
+    other = cache.fork(slot)  # a longer text in the same pass
+    rows, _ = _verify(target, cache, [other], path[:1], [chain])
+    cache.commit(rows, [range(1, _ROWS)])
+    _, logits = _verify(target, cache, [other, slot], path[:1] * 2, [Draft(), chain])
+    return "bits" if torch.equal(logits[1, :_ROWS], alone) else "rounding"
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
@@ -54,7 +63,7 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
     length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
     if guarantee != "bits" or length < 2 * _LONGEST:
         return False
-    tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
+    tokens = _tokens(target, length)
     cache = target.new_cache()
     slot = cache.acquire(length)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
@@ -83,38 +92,13 @@ def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], size
         cache.commit(rows, [range(1, count)])
 
 
-def _shared(target: Target, cache: KVCache, slot: int, path: list[int], before: int) -> Tensor:
-    """Return logits [T, V] of the path, verified beside a longer text."""
-    cache.truncate(slot, before)
-    other = cache.fork(slot)
-    rows = pack([path[0]], [Draft.chain(path[1:])], [other], [before], target.device)
-    target.forward(rows, cache, Want())
-    cache.commit(rows, [range(1, len(path))])
-    drafts = [Draft(), Draft.chain(path[1:])]
-    rows = pack([path[0]] * 2, drafts, [other, slot], [cache.lengths[other], before], target.device)
-    return target.forward(rows, cache, Want()).logits[1, : len(path)]
+def _verify(
+    target: Target, cache: KVCache, slots: Sequence[int], last: Sequence[int], drafts: Sequence[Draft]
+) -> tuple[Rows, Tensor]:
+    """Return the rows and the logits [B, T, V] of one verify pass."""
+    rows = pack(last, drafts, slots, [cache.lengths[slot] for slot in slots], target.device)
+    return rows, target.forward(rows, cache, Want()).logits
 
 
-def _logits(target: Target, cache: KVCache, slot: int, last: int, draft: Draft) -> Tensor:
-    """Return logits [T, V] of one verify pass."""
-    rows = pack([last], [draft], [slot], [cache.lengths[slot]], target.device)
-    return target.forward(rows, cache, Want()).logits[0]
-
-
-def _filled(target: Target, prefix: list[int]) -> tuple[KVCache, int]:
-    cache = target.new_cache()
-    slot = cache.acquire()
-    rows = pack_prefix(prefix, slot, 0, target.device)
-    target.forward(rows, cache, Want("none"))
-    cache.commit(rows, [range(1, len(prefix))])
-    return cache, slot
-
-
-def _other_ways(path: list[int], trees: bool) -> list[tuple[Draft, list[int]]]:
-    """Return drafts that contain the path, and the path's rows. `trees`: whether the target verifies trees."""
-    tree, rows = beside(path[1:], path[0])
-    return [
-        (Draft.chain(path[1:]), [0, 1, 2, 3, 4]),
-        (Draft.chain(path[1:] + path * 5), [0, 1, 2, 3, 4]),
-        *([(tree, [0, *rows])] if trees else []),
-    ]
+def _tokens(target: Target, count: int) -> list[int]:
+    return [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(count)]

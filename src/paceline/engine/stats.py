@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.types import Draft, Guarantee, Verdict
 
@@ -30,9 +30,7 @@ class Stats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     cached: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*get_args(Phase), "other"), 0.0))
     _began: float = field(default_factory=time.perf_counter, init=False, repr=False, compare=False)
 
     @property

@@ -51,8 +51,7 @@ def resolve(
     if isinstance(reference, str) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _hub(name, revision, token, quiet, allow_pickle)
     raise ModelNotFound(
-        f"there is no model {name!r}",
-        "Give 'demo', a folder, a .gguf file, or a hub id like 'owner/name'",
+        f"there is no model {name!r}", "Give 'demo', a folder, a .gguf file, or a hub id like 'owner/name'"
     )
 
 
@@ -63,8 +62,7 @@ def _local(path: Path) -> Path:
         if path.suffix == ".gguf" or file.read(4) == b"GGUF":
             return path
     raise UnsupportedModel(
-        f"{path} is neither a folder nor a GGUF file",
-        "For safetensors, name the folder that also holds config.json",
+        f"{path} is neither a folder nor a GGUF file", "For safetensors, name the folder that also holds config.json"
     )
 
 

@@ -10,13 +10,13 @@ import gc
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.files.schema import CORRECT
+from paceline.files.schema import CORRECT, FieldKind, check
 
 MIB = 1 << 20
 _CONFIG_LIMIT = 8 * MIB
@@ -58,22 +58,23 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
         raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", CORRECT) from error
 
 
-def read_json(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises the errors of `read_text`, and `CorruptModel` for JSON that is malformed
-    or nested deeper than 64 levels."""
+def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
+    """Return the JSON object in a file, its `fields` checked. Raises the errors of `read_text`, and `CorruptModel` for
+    JSON that is malformed or nested deeper than 64 levels, and for a field of the wrong kind."""
     text = read_text(path, limit)
     try:
         with _uncollected():
             data = json.loads(text)
             depth = _depth(data)
-    except RecursionError as error:
-        raise _too_deep(path) from error
+    except RecursionError:
+        data, depth = {}, _DEEPEST + 1
     except ValueError as error:
         raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
     if not isinstance(data, dict):
         raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
     if depth > _DEEPEST:
-        raise _too_deep(path)
+        raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
+    check(path, data, fields)
     return data
 
 
@@ -90,16 +91,16 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def read_json_if_exists(path: Path) -> dict[str, Any]:
+def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str, Any]:
     """Return `read_json`, or {} where there is no such file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path, fields) if path.exists() else {}
 
 
 @contextmanager
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
-    """Turn any error of the tokenizers library into a `CorruptModel` with this cause and the library's reason.
+    """Turn any error of a library into a `CorruptModel` with this cause and the library's reason.
 
-    The library raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
+    tokenizers raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
     """
     try:
         yield
@@ -109,10 +110,6 @@ def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CorruptModel(f"{cause} ({error})", fix) from error
-
-
-def _too_deep(path: Path) -> CorruptModel:
-    return CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
 
 
 def _depth(data: Any) -> int:

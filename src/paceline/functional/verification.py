@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.cache.layout import NONE
-from paceline.functional.candidates import CandidateTree, padded, require, temperatures, widen
+from paceline.functional.candidates import CandidateTree, expect, padded, require, temperatures, widen
 from paceline.types import Verdict
 from paceline.verify.rejection import rejection_walk
-from paceline.verify.rules import Choose, walk
+from paceline.verify.rules import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Accepted:
 
     def cut(self, limit: Tensor) -> Accepted:
         """Return the first `limit` [B] tokens at most, for an end of text or a length; 0 leaves a request as it was."""
-        require(limit.shape == self.counts.shape, f"limit has shape {[*limit.shape]}", "Give a tensor [B]")
+        expect("limit", limit, None, *self.counts.shape)
         counts = self.counts.minimum(limit).clamp(min=0)
         column = torch.arange(self.tokens.shape[1], device=counts.device)
         return Accepted(
@@ -71,14 +71,16 @@ def verify_sampling(
     """
     logits, heat = _checked(tree, logits, temperature)
     _check_noise(noise, (len(logits), tree.max_depth + 1, logits.shape[2]), generator)
-    greedy = _greedy(logits)
+    best = _best(logits)
 
     def choose(b: int, row: int, path: Sequence[int]) -> int:
-        if heat[b] == 0.0 or greedy[b](row, path) == NONE:
-            return greedy[b](row, path)
+        if heat[b] == 0.0 or best[b][row] == NONE:
+            return best[b][row]
         scores = logits[b, row] / heat[b]
-        gumbel = _gumbel_like(scores, generator) if noise is None else noise[b, len(path)].to(scores)
-        return int((scores + gumbel).argmax())
+        if noise is not None:
+            return int((scores + noise[b, len(path)].to(scores)).argmax())
+        waits = torch.empty_like(scores).exponential_(generator=generator)
+        return int((scores - waits.clamp_min_(torch.finfo(waits.dtype).tiny).log_()).argmax())
 
     return _accepted(tree, [walk(draft, partial(choose, b)) for b, draft in enumerate(tree.drafts)])
 
@@ -104,21 +106,23 @@ def verify_rejection(
     drew the candidates. Without: drawn with `generator`. Raises `InvalidOption`.
     """
     logits, heat = _checked(tree, logits, temperature)
-    require(q.shape == logits.shape, f"q has shape {[*q.shape]} and logits {[*logits.shape]}", "Give q as [B, T, V]")
+    expect("q", q, None, *logits.shape)
     need = (len(logits), tree.max_depth + 1, tree.max_branch + 1)
     _check_noise(uniforms, need, generator)
     if uniforms is None:
         device = generator.device if generator else None
         uniforms = torch.rand(need, dtype=torch.float64, generator=generator, device=device)
-    greedy, q = _greedy(logits), widen(q)
+    best, q = _best(logits), widen(q)
     mass = q.sum(-1)
     drawn = (mass.isfinite() & (mass > 0)).tolist()
     verdicts = []
     for b, (draft, numbers) in enumerate(zip(tree.drafts, uniforms.tolist(), strict=True)):
+        if not heat[b]:
+            verdicts.append(walk(draft, lambda row, path, after=best[b]: after[row]))  # type: ignore[misc]
+            continue
         known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
         chance = _GivenChance(logits[b], heat[b], numbers)
-        rejection = partial(rejection_walk, replace(draft, q=known), chance.shaped, chance)
-        verdicts.append(rejection() if heat[b] else walk(draft, greedy[b]))
+        verdicts.append(rejection_walk(replace(draft, q=known), chance.shaped, chance))
     return _accepted(tree, verdicts)
 
 
@@ -130,9 +134,8 @@ def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor,
     Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it,
     which takes a wait for the device.
     """
-    _check_lengths(lengths, accepted)
-    valid = tokens.ndim == 2 and len(tokens) == len(lengths) and tokens.dtype == torch.int64
-    require(valid, f"the token cache is {tokens.dtype} {[*tokens.shape]}", "Give int64 [B, L]")
+    expect("lengths", lengths, "int64", *accepted.counts.shape)
+    expect("the token cache", tokens, "int64", len(lengths), "L")
     after = lengths + accepted.counts
     width = int(after.max()) + 1 if len(after) else 0
     text = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])), value=NONE)
@@ -150,9 +153,8 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
     already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied; columns
     behind the new length are left, and overwritten by the next round.
     """
-    _check_lengths(lengths, accepted)
-    valid = cache.ndim == 4 and len(cache) == len(lengths)
-    require(valid, f"the cache has shape {[*cache.shape]}", "Give keys or values [B, heads, L, D]")
+    expect("lengths", lengths, "int64", *accepted.counts.shape)
+    expect("keys or values", cache, None, len(lengths), "heads", "L", "D")
     kept = accepted.path > 0
     place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
     shape = (-1, cache.shape[1], -1, cache.shape[3])
@@ -192,16 +194,11 @@ def draw(p: Tensor, uniform: float) -> int:
     return token if token < len(p) else int(p.argmax())
 
 
-def _greedy(logits: Tensor) -> list[Choose]:
-    """Return for each request the likeliest token after a row, `NONE` where no maximum is finite: a walk ends there."""
+def _best(logits: Tensor) -> list[list[int]]:
+    """Return the likeliest token after each row [B][T], `NONE` where no maximum is finite: a walk ends there."""
     best = logits.max(-1)
     tokens: list[list[int]] = best.indices.where(best.values.isfinite(), NONE).tolist()
-    return [lambda row, path, after=after: after[row] for after in tokens]  # type: ignore[misc]
-
-
-def _gumbel_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    waits = torch.empty_like(x).exponential_(generator=generator)
-    return -waits.clamp_min_(torch.finfo(x.dtype).tiny).log_()
+    return tokens
 
 
 def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
@@ -219,23 +216,11 @@ def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
 
 def _checked(tree: CandidateTree, logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, list[float]]:
     batch, nodes = tree.tokens.shape
-    require(
-        logits.ndim == 3 and logits.shape[:2] == (batch, nodes + 1) and logits.is_floating_point(),
-        f"the target's logits are {logits.dtype} {[*logits.shape]} for trees of {nodes} nodes, {batch} requests",
-        "Give floats [B, N + 1, V]: row 0 is the pending token, node i is row i + 1",
-    )
+    expect("the target's logits, of the pending token and then of each node", logits, "float", batch, nodes + 1, "V")
     return widen(logits), temperatures(temperature, batch)
 
 
 def _check_noise(given: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
-    require(given is None or generator is None, "both numbers and a generator are given", "Give one of them")
-    require(
-        given is None or given.shape == shape,
-        f"the given noise has shape {[*given.shape] if given is not None else None}",
-        f"This tree and vocabulary need {[*shape]}",
-    )
-
-
-def _check_lengths(lengths: Tensor, accepted: Accepted) -> None:
-    valid = lengths.dtype == torch.int64 and lengths.shape == accepted.counts.shape
-    require(valid, f"lengths are {lengths.dtype} {[*lengths.shape]}", "Give int64 [B], as many as were verified")
+    if given is not None:
+        require(generator is None, "both numbers and a generator are given", "Give one of them")
+        expect("the given noise", given, None, *shape)

@@ -41,7 +41,10 @@ class BatchSequence:
         """`input_ids`: this sequence [T], of which the first `padding` tokens are padding."""
         self.index, self._count, self._padding = index, count, padding
         self._processors, self._criteria = processors, criteria
-        alike = all(_treats_rows_alike(processor) for processor in processors)
+        alike = all(
+            type(one).__module__ == "transformers.generation.logits_process" and type(one).__name__ in _BY_ROW
+            for one in processors
+        )
         self._place, self._shown = (0, 1) if alike else (index, count)
         self.prompt: list[int] = input_ids[padding:].tolist()
         self._ids, self._known = input_ids.clone(), len(self.prompt)
@@ -55,7 +58,9 @@ class BatchSequence:
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """Apply all processors of transformers in order, in float32 as in `generate` (a `LogitsProcessor`)."""
         scores = logits.to(self._ids.device, torch.float32)
-        ids = self._ids_after(prefix.token_ids, prefix.path)
+        # Tokens that were committed at the last call are not copied again.
+        ids = self._extended([*prefix.token_ids[self._known :], *prefix.path])
+        self._known = len(prefix.token_ids)
         if self._processors:
             scores = self._processors(ids.repeat(self._shown, 1), scores.repeat(self._shown, 1))[self._place]
         return scores.to(logits)
@@ -65,24 +70,13 @@ class BatchSequence:
         ids = self._extended(reply[self._known - len(self.prompt) :])
         return bool(self._criteria(ids.repeat(self._count, 1), None)[self.index])
 
-    def _ids_after(self, committed: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Return the padded sequence [length]; tokens that were committed at the last call are not copied again."""
-        ids = self._extended([*committed[self._known :], *path])
-        self._known = len(committed)
-        return ids
-
     def _extended(self, new: Sequence[int]) -> Tensor:
-        """Return the known tokens and then these new ones."""
+        """Return the padded sequence [length]: the known tokens and then these new ones."""
         start = self._padding + self._known
         if start + len(new) > len(self._ids):
             self._ids = torch.cat([self._ids, self._ids.new_zeros(max(256, start + len(new)))])
         self._ids[start : start + len(new)] = self._ids.new_tensor(new)
         return self._ids[: start + len(new)]
-
-
-def _treats_rows_alike(processor: object) -> bool:
-    kind = type(processor)
-    return kind.__module__ == "transformers.generation.logits_process" and kind.__name__ in _BY_ROW
 
 
 @dataclass(slots=True)

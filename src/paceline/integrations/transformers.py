@@ -16,7 +16,8 @@ from paceline.drafters.factory import check_spec, open_drafter, to_tree
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduler, Task
+from paceline.engine.results import Batch
+from paceline.engine.scheduler import Task
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption
 from paceline.integrations.sequences import BatchSequence, Recorder, rows_of
@@ -96,10 +97,11 @@ class Speculator:
         if self._spec in (None, "none") and not generation_config.do_sample:
             choice = (logits_processor, stopping_criteria, generation_config)
             return self._undrafted(model, input_ids, *choice, streamer=streamer, **model_kwargs)
-        job = _GenerateCall(engine, rows, input_ids, generation_config, streamer)
-        self.stats = job.stats
         ends = any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
-        return job.run(generation_config._pad_token_tensor if ends else None)
+        pad = generation_config._pad_token_tensor if ends else None
+        job = _GenerateCall(engine, rows, input_ids, generation_config, streamer, pad)
+        self.stats = job.stats
+        return job.run()
 
     def _undrafted(
         self, model: PreTrainedModel, input_ids: Tensor, *choice: Any, **rest: Any
@@ -137,7 +139,9 @@ class Speculator:
 
 
 class _GenerateCall:
-    """One call of `generate`: a request per sequence, all in the same passes."""
+    """One call of `generate`: a request per sequence, all in the same passes. `pad`: the token after the end of a
+    sequence. Without end-of-sequence tokens, transformers lets sequences that a criterion has stopped run on until all
+    are stopped."""
 
     def __init__(
         self,
@@ -146,24 +150,22 @@ class _GenerateCall:
         input_ids: Tensor,
         config: GenerationConfig,
         streamer: BaseStreamer | None,
+        pad: Tensor | None,
     ) -> None:
         self._engine, self._rows, self._input_ids = engine, rows, input_ids
-        self._config, self._streamer = config, streamer
+        self._config, self._streamer, self._pad = config, streamer, pad
         self._seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         self._samplers = [self._sampler(row) for row in rows]
         self._texts = [row.prompt for row in rows]
         """Prompt and reply so far of every sequence."""
         self.stats = [Stats(self._seed, "rounding") for _ in rows]
-        self._pad: Tensor | None = None
         self._put = 0
 
-    def run(self, pad: Tensor | None) -> Tensor | GenerateDecoderOnlyOutput:
-        """Write all sequences. `pad`: the token after the end of a sequence. Without end-of-sequence tokens,
-        transformers lets sequences that a criterion has stopped run on until all are stopped."""
-        self._pad = pad
+    def run(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """Write all sequences."""
         self._write([row.left for row in self._rows], criteria=True)
         longest = max(map(len, self._replies))
-        if pad is None:
+        if self._pad is None:
             self._write([longest - len(reply) for reply in self._replies], criteria=False)
         self._stream(())
         if self._streamer is not None:
@@ -185,18 +187,10 @@ class _GenerateCall:
 
     def _write(self, left: Sequence[int], criteria: bool) -> None:
         """Continue every sequence that has tokens left until it has ended."""
-        scheduler = Scheduler(self._engine, len(self._rows))
         tasks = {i: Task(partial(self._start, i, count, criteria)) for i, count in enumerate(left) if count}
-        for task in tasks.values():
-            scheduler.add(task)
-        try:
-            while scheduler.busy:
-                for task, _ in scheduler.turn():
-                    if task.error:
-                        raise task.error
+        with Batch(self._engine, list(tasks.values()), len(tasks)) as batch:
+            for _ in batch:
                 self._stream([i for i, task in tasks.items() if not task.done])
-        finally:
-            scheduler.close()
 
     def _start(self, index: int, left: int, criteria: bool, source: Request | None) -> Request:
         """Start a sequence's request. `criteria`: False to stop after `left` tokens only."""

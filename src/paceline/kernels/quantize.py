@@ -65,13 +65,12 @@ class Codes:
         chosen: Tensor = self.codes.unflatten(1, (-1, GROUP))[:, groups]
         return chosen.float() - CENTRE[self.bits]
 
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [out, in], rounded once."""
+    def dequantised(self) -> Tensor:
+        """The weights [out, in], float32."""
         weight = self.steps() * self.scale.float()[..., None]
         if self.floor is not None:
             weight += self.floor.float()[..., None]
-        whole: Tensor = weight.flatten(1)[:, : self.width].to(dtype)
-        return whole
+        return weight.flatten(1)[:, : self.width]
 
     def raised(self) -> Codes:
         """The same weights, to the bit, as 8-bit codes."""

@@ -24,14 +24,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
-from paceline.models.decoder import make_layer, make_norm, norm_weight, slab_cache
+from paceline.models.decoder import make_layer, make_norm
 from paceline.models.heads import BlockConfig
-from paceline.models.layers import HeadNorm
 from paceline.models.output import output_head
-from paceline.models.rope import Rope, RotarySet, rotate
+from paceline.models.rope import Rope, rotate
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import Pass, TargetWithHead
@@ -44,31 +42,25 @@ class BlockNetwork:
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
         c = config.layer
-        self.config, self._host = config, host
+        self.config, self._device = config, host.device
         weights = Weights(tensors, host.dtype, host.device)
-        self._ropes = RotarySet([layer.rope for layer in c.plan], c.head_dim, weights.precise, host.device)
         self._fuse = weights.linear({"fc": c.hidden}, len(config.taps) * c.hidden)
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
         self._keys_values = weights.linear(parts, c.hidden)
-        self._key_norms = [_key_norm(config, weights, name) for name in names]
         layers = [make_layer(c, False, weights, name) for name in names]
-        causal = config.causal or (False,) * c.layers
-        self._spec = [
-            LayerAttention(c.head_dim**-0.5, layer.window, mutual=not late)
-            for layer, late in zip(c.plan, causal, strict=True)
-        ]
-        self._stack = LayerStack(layers, self._spec, self._ropes.index, host.dtype)
+        self._head_norms = [layer.attention.norm for layer in layers]
+        self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
-        self.subset, self._head = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
-        """`subset`: the tokens of the logits' columns; None: all of the target's."""
+        self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
+        """The tokens of the logits' columns (None: all of the target's), and logits [..., C] of a draft's states."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
         """A cache for the host's context length, whatever length the head was trained on."""
-        return slab_cache(self.config.layer, self._spec, self._host)
+        return self._stack.new_cache()
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
@@ -81,7 +73,7 @@ class BlockNetwork:
         both = self._keys_values(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
-        for i, (norm, kind) in enumerate(zip(self._key_norms, self._ropes.index, strict=True)):
+        for i, (norm, kind) in enumerate(zip(self._head_norms, self._stack.ropes.index, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
             attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
         cache.commit(rows, [range(1, count) if count else None for count in counts])
@@ -94,29 +86,16 @@ class BlockNetwork:
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
 
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the result of `draft`."""
-        return self._head(states)
-
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[Rows, Pass, list[Rope]]:
         """A pass of `count` rows per slot at positions from `first` on, and its rotary factors of every kind."""
-        device = self._host.device
+        device = self._device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
         # The cache does not read the tokens. Bits of drafts do not matter: the fast kernel (prefill) will do.
         starts = (0,) * len(slots)
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
-        ropes = self._ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
+        ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
         return rows, cache.begin(rows), ropes
-
-
-def _key_norm(config: BlockConfig, weights: Weights, prefix: str) -> HeadNorm | None:
-    c = config.layer
-    if not c.qk_norm:
-        return None
-    weight = norm_weight(c, weights, prefix + "self_attn.k_norm", c.head_dim)
-    return HeadNorm(weight, weight, 0, c.kv_heads, c.norm_eps)

@@ -15,7 +15,7 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Dense, Layer, PostNormed, Sublayer
+from paceline.models.layers import Dense, Layer
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -76,13 +76,8 @@ class NativeLayers:
         self._held: list[Tensor] = []
         """Tensors that the structures point into."""
         self._layers = layers
-        self._hidden = _linear(layers[0].out).matrix.shape[0]
-        table = [
-            self._structure(layer, attention, *indices, rope)
-            for layer, attention, indices, rope in zip(
-                layers, attentions, slab_indices(attentions), rope_of, strict=True
-            )
-        ]
+        each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
+        table = [self._structure(layer, attention, *indices, rope) for layer, attention, indices, rope in each]
         self._table = (_CLayer * len(table))(*table)
         self._run = kernel(
             *("paceline_layers", c_void_p, c_int32, POINTER(_CPass), c_void_p, c_void_p, c_int32),
@@ -117,23 +112,18 @@ class NativeLayers:
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
-        mlp = _inner(layer.mlp)
-        assert isinstance(mlp, Dense)
-        assert isinstance(mlp.gate_up, NativeGated)
-        parts = (layer.attention.qkv, layer.out, mlp.gate_up.both, mlp.down)
-        heads, kv, size = layer.attention.heads, layer.attention.split[1], layer.attention.head_dim
-        head_norm = layer.attention.norm
-        norms = (
-            *(layer.attn_norm and layer.attn_norm.weight, _post_norm(layer.out)),
-            *(layer.mlp_norm.weight, _post_norm(layer.mlp)),
-            *((None, None) if head_norm is None else (head_norm.weight[0], head_norm.weight[-1])),
-        )
+        products = _products(layer)
+        assert products
+        qkv, out, gated, down = products
+        part, post = layer.attention, layer.post or (None, None)
+        norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
+        norms += (None, None) if part.norm is None else (part.norm.weight[0], part.norm.weight[-1])
         return _CLayer(
-            *(_linear(part).matrix.c for part in parts),
+            *(product.matrix.c for product in (qkv, out, gated.both, down)),
             *(self._pointer(norm) for norm in norms),
-            *(layer.mlp_norm.eps, self._hidden, mlp.gate_up.out, _ACTIVATIONS[mlp.gate_up.activation]),
+            *(layer.mlp_norm.eps, out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation]),
             *(slab, index, rope),
-            _Heads(heads, kv, size, spec.scale, spec.softcap or 0.0),
+            _Heads(part.heads, part.split[1], part.head_dim, spec.scale, spec.softcap or 0.0),
         )
 
     def _pointer(self, norm: Tensor | None) -> int | None:
@@ -145,31 +135,18 @@ class NativeLayers:
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     """Whether `NativeLayers` can run them: a bfloat16 stream, all products native, sizes whole lanes, no experts."""
-    return dtype == torch.bfloat16 and all(_fits(layer) for layer in layers) and library() is not None
+    return dtype == torch.bfloat16 and all(map(_products, layers)) and library() is not None
 
 
-def _fits(layer: Layer) -> bool:
-    mlp, out = _inner(layer.mlp), _inner(layer.out)
+def _products(layer: Layer) -> tuple[NativeLinear, NativeLinear, NativeGated, NativeLinear] | None:
+    """The products of a layer (qkv, out, gate and up, down); None if the kernels cannot run it."""
+    mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     if not (isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated) and isinstance(mlp.down, NativeLinear)):
-        return False
-    if not (isinstance(out, NativeLinear) and isinstance(layer.attention.qkv, NativeLinear)):
-        return False
-    return layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
-
-
-def _inner(sublayer: Sublayer) -> Sublayer:
-    """The sublayer without its norm."""
-    return sublayer.sublayer if isinstance(sublayer, PostNormed) else sublayer
-
-
-def _linear(sublayer: Sublayer) -> NativeLinear:
-    product = _inner(sublayer)
-    assert isinstance(product, NativeLinear)
-    return product
-
-
-def _post_norm(sublayer: Sublayer) -> Tensor | None:
-    return sublayer.norm.weight if isinstance(sublayer, PostNormed) else None
+        return None
+    if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
+        return None
+    whole = layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
+    return (qkv, out, mlp.gate_up, mlp.down) if whole else None
 
 
 class _KernelPass:

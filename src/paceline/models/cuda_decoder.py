@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.cache.attention import BLOCK
 from paceline.kernels.cuda.cache import DeviceCache, Replay
-from paceline.kernels.cuda.product import FixedTile
 from paceline.kernels.cuda.table import RowTable
-from paceline.kernels.linear import products
-from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder, Progress
+from paceline.kernels.linear import FixedTile, products
+from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
 
@@ -57,25 +55,17 @@ class DeviceDecoder(Decoder):
 
     _cache_type = DeviceCache
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress = lambda done, total: None,
-        *,
-        exact: bool = False,
-        capture: Capture | None = cuda_graph,
-    ) -> None:
-        """`exact`: products whose rows do not depend on each other. `capture`: None for no graphs."""
+    def __init__(self, *args: Any, exact: bool = False, capture: Capture | None = cuda_graph) -> None:
+        """`args`: see `Decoder`. `exact`: products whose rows do not depend on each other. `capture`: None for no
+        graphs."""
         with products(FixedTile) if exact else nullcontext():
-            super().__init__(config, tensors, dtype, device, progress)
+            super().__init__(*args)
+        config = self.config
         # A table that grows would leave its old address to the graphs; factors that follow the prompt have many tables.
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
-            self._ropes.reserve(config.context_length + BLOCK)
+            self._stack.ropes.reserve(config.context_length + BLOCK)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

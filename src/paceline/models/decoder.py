@@ -9,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, PostNormed, RMSNorm, Sublayer
-from paceline.models.moe import Mixture
-from paceline.models.rope import RotarySet, by_prompt
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, RMSNorm
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
-from paceline.protocols import KVCache, Pass, TargetWithHead
+from paceline.protocols import KVCache, Pass
 from paceline.types import Forward, Rows, Want
 
 Progress = Callable[[int, int], None]
@@ -43,18 +40,15 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
-        self._ropes = RotarySet([layer.rope for layer in config.plan], config.head_dim, weights.precise, device)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.get("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
-        scale = config.query_scale or config.head_dim**-0.5
-        self._attentions = [LayerAttention(scale, layer.window, config.softcap) for layer in config.plan]
         layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
-        self._stack = LayerStack(layers, self._attentions, self._ropes.index, dtype)
+        self._stack = LayerStack(config, layers, self)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
@@ -65,7 +59,7 @@ class Decoder:
         progress(config.layers, config.layers)
 
     def new_cache(self) -> SlabCache:
-        return slab_cache(self.config, self._attentions, self, self._cache_type)
+        return self._stack.new_cache(self._cache_type)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -79,7 +73,8 @@ class Decoder:
         """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
-        x, taps = self._stack.run(x, first, end, self._ropes(rows.positions, rows.end, prompts), attention, taps=inner)
+        ropes = self._stack.ropes(rows.positions, rows.end, prompts)
+        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -132,32 +127,20 @@ class Decoder:
         return self._head.weight().to(self.dtype)
 
 
-def slab_cache(
-    c: ModelConfig,
-    attentions: Sequence[LayerAttention],
-    target: TargetWithHead,
-    kind: type[SlabCache] = SlabCache,
-) -> SlabCache:
-    """A cache for layers of this config, with the context length, dtype and device of a target."""
-    choose = by_prompt(layer.rope for layer in c.plan)
-    return kind(attentions, c.kv_heads, c.head_dim, target.context_length, target.dtype, target.device, choose)
+def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
+    """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
+    width of the input of attention, if it is not the stream that the layer norms itself."""
 
+    def norm(name: str) -> RMSNorm:
+        return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
-def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str) -> Layer:
-    """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others."""
-    out: Sublayer = weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim)
-    mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
-    before = "post_attention_layernorm"
-    if c.sandwich:
-        out = PostNormed(out, make_norm(c, weights, prefix + "post_attention_layernorm", c.hidden))
-        mlp = PostNormed(mlp, make_norm(c, weights, prefix + "post_feedforward_layernorm", c.hidden))
-        before = "pre_feedforward_layernorm"
     return Layer(
-        make_norm(c, weights, prefix + "input_layernorm", c.hidden),
-        make_attention(c, weights, prefix + "self_attn.", c.hidden),
-        out,
-        make_norm(c, weights, prefix + before, c.hidden),
-        mlp,
+        norm("input") if entry is None else None,
+        make_attention(c, weights, prefix + "self_attn.", entry or c.hidden),
+        weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim),
+        norm("pre_feedforward" if c.sandwich else "post_attention"),
+        _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp."),
+        (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
     )
 
 
@@ -187,7 +170,7 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
     return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
 
 
-def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Sublayer:
+def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
     """Build a gated feed-forward network."""
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if prefix + "gate_up_proj.weight" in weights:  # Phi-3
@@ -200,7 +183,7 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
 
 
-def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Sublayer:
+def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixture:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]

@@ -9,20 +9,18 @@ distances alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.activations import Activation
-from paceline.models.decoder import make_attention, make_mlp, make_norm, slab_cache
+from paceline.models.decoder import make_layer, make_norm
 from paceline.models.heads import EagleConfig
-from paceline.models.layers import Layer
 from paceline.models.output import output_head
-from paceline.models.rope import RotarySet
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import TargetWithHead
@@ -37,30 +35,21 @@ class EagleNetwork:
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
         ones, and if the head's vocabulary is not the host's."""
-        layer = config.layer
+        layer = replace(config.layer, sandwich=False)  # a head has no further norms, not even one for Gemma
         weights = Weights(tensors, host.dtype, host.device)
-        self._layer, self._host = layer, host
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
-        body = Layer(
-            None,
-            make_attention(layer, weights, _LAYER + "self_attn.", self._entry.width),
-            weights.linear({_LAYER + "self_attn.o_proj": layer.hidden}, layer.heads * layer.head_dim),
-            make_norm(layer, weights, _LAYER + "post_attention_layernorm", layer.hidden),
-            make_mlp(layer, weights, _LAYER + "mlp."),
-        )
-        self._spec = LayerAttention(layer.query_scale or layer.head_dim**-0.5, layer.plan[0].window, layer.softcap)
-        self._body = LayerStack([body], [self._spec], [0], host.dtype)
+        self._stack = LayerStack(layer, [make_layer(layer, False, weights, _LAYER, self._entry.width)], host)
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
-        self._ropes = RotarySet([layer.plan[0].rope], layer.head_dim, weights.precise, host.device)
-        self.subset, self._head = output_head(weights, host, config.draft_vocab, layer.hidden)
+        self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden)
+        """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
         """A cache for the host's context length: the one in a head's config is only that of its training texts."""
-        return slab_cache(self._layer, [self._spec], self._host)
+        return self._stack.new_cache()
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
@@ -74,15 +63,10 @@ class EagleNetwork:
         Returns two [B, T, H]: hidden states for the next step, and the input of `logits`.
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
-        ropes = self._ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
-        x, _ = self._body.run(residual, 0, 1, ropes, cache.begin(rows), entry)
+        ropes = self._stack.ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
+        x, _ = self._stack.run(residual, 0, 1, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., C], float32 or wider, of `subset` (None: all tokens), from the second result of `step`."""
-        return self._head(states)
 
 
 class _Eagle3Input:

@@ -24,12 +24,11 @@ Raw = Mapping[str, Any]
 class Family:
     """Properties of one `model_type`.
 
-    `refine`: from the raw config and the part that all families share to the whole. `reads`: the keys of `_PECULIAR`
-    that it uses. `defaults`: for keys that a config may omit. `fields`: the kinds of its own keys.
+    `refine`: from the raw config and the part that all families share to the whole. `defaults`: for keys that a config
+    may omit; they name all keys of `_PECULIAR` that the family reads. `fields`: the kinds of its own keys.
     """
 
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
-    reads: frozenset[str] = frozenset()
     defaults: Raw = field(default_factory=dict)
     fields: Mapping[str, FieldKind] = field(default_factory=dict)
 
@@ -73,8 +72,9 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
 
 
-def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
-    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part."""
+def _gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = None) -> ModelConfig:
+    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part.
+    `local`: the rotary embedding of the layers that slide, if they have another."""
     windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
     base = replace(
         base,
@@ -86,17 +86,14 @@ def _gemma(raw: Raw, base: ModelConfig, every: int) -> ModelConfig:
         final_softcap=raw.get("final_logit_softcapping"),
         activation=raw["hidden_activation"],
     )
-    return _layered(base, windows)
+    return _layered(base, windows, [local if local and window else base.rope for window in windows])
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Gemma 3: also norms of queries and keys, and another rotary base in the layers that slide."""
-    every, window = raw["sliding_window_pattern"], raw["sliding_window"]
     own = (raw.get("rope_parameters") or {}).get("sliding_attention")
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
-    windows = _windows(raw, base, window, lambda i: (i + 1) % every != 0)
-    ropes = [local if w else base.rope for w in windows]
-    return _layered(replace(_gemma(raw, base, every), qk_norm=True), windows, ropes)
+    return replace(_gemma(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
 
 
 def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
@@ -126,32 +123,38 @@ def _layered(
     return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))
 
 
-_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "layer_types": None,
+    "final_logit_softcapping": None,
     "tie_word_embeddings": True,
 }
-_GEMMA_READS = frozenset({"sliding_window", "layer_types", "final_logit_softcapping", "query_pre_attn_scalar"})
-_WINDOW, _WINDOWS = frozenset({"sliding_window"}), frozenset({"sliding_window", "layer_types"})
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family(_windows_everywhere, _WINDOW, {"sliding_window": 4096}),
-    "qwen2": Family(_qwen, _WINDOWS, _QWEN, QWEN),
-    "qwen3": Family(_qwen, _WINDOWS, _QWEN | {"head_dim": 128}, QWEN),
+    "mistral": Family(_windows_everywhere, {"sliding_window": 4096}),
+    "qwen2": Family(_qwen, _QWEN, QWEN),
+    "qwen3": Family(_qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
         _windows_everywhere,
-        _WINDOW | {"partial_rotary_factor"},
-        {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        {
+            "sliding_window": None,
+            "partial_rotary_factor": None,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "smollm3": Family(
         _smollm3,
-        _WINDOWS | {"no_rope_layers"},
         {
             "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
             "no_rope_layer_interval": 4,
             "rope_theta": 2000000.0,
             "tie_word_embeddings": True,
@@ -159,26 +162,26 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
     ),
     "gemma2": Family(
-        partial(_gemma, every=2),
-        _GEMMA_READS | {"attn_logit_softcapping"},
-        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        GEMMA,
+        partial(_gemma, every=2), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA
     ),
     "gemma3_text": Family(
         _gemma3,
-        _GEMMA_READS,
         _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
         GEMMA,
     ),
     "mixtral": Family(
         _mixtral,
-        _WINDOW,
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        {
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-5,
+        },
         MIXTURE,
     ),
     "qwen3_moe": Family(
         _qwen3_moe,
-        _WINDOW,
         {
             "use_sliding_window": False,
             "sliding_window": 4096,
@@ -197,7 +200,7 @@ _PECULIAR = (
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
 )
-"""Keys that change the computation but not the tensors: a family that does not read one refuses it."""
+"""Keys that change the computation but not the tensors: a family refuses those that its defaults do not name."""
 
 
 def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
@@ -257,7 +260,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         scaling = {**scaling, "rope_type": "longrope"}  # its older names
-    return read_rope(scaling, {"max_position_embeddings": 2048, **raw}, raw.get("rope_theta", 10000.0), head_dim)
+    return read_rope(scaling, raw, raw.get("rope_theta", 10000.0), head_dim)
 
 
 def _context(raw: Raw, rope: RopeConfig) -> int:
@@ -281,11 +284,11 @@ def _check(c: ModelConfig) -> None:
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
     """Raise `UnsupportedModel` for keys that the family would silently ignore."""
-    strange = [key for key in _PECULIAR if key not in family.reads and not _idle(raw.get(key))]
+    strange = [key for key in _PECULIAR if key not in family.defaults and not _idle(raw.get(key))]
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if "partial_rotary_factor" not in family.reads and not _idle(scaling.get("partial_rotary_factor")):
+    if "partial_rotary_factor" not in family.defaults and not _idle(scaling.get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
-    if "layer_types" not in family.reads and len(set(raw.get("layer_types") or ())) > 1:
+    if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:
         strange.append("layer_types")
     if raw.get("use_sliding_window") is False and "sliding_window" in strange:
         strange.remove("sliding_window")

@@ -1,9 +1,8 @@
-"""Parts of a decoder layer, as plain callables over tensors. `moe.py` has the mixture of experts."""
+"""Parts of a decoder layer, as plain callables over tensors."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass
+from paceline.verify.tree import MIN_ROWS
 
 
 class RMSNorm:
@@ -46,8 +46,8 @@ class HeadNorm:
         self._norm = RMSNorm(torch.ones_like(q), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, heads + kv_heads, D]."""
-        return (self._norm(x) * self.weight).to(x.dtype)
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
 class Attention:
@@ -70,18 +70,7 @@ class Attention:
         return attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
 
 
-class Sublayer(Protocol):
-    """The end of one half of a layer: the output product of attention, or a feed-forward network."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
-        return residual + self(x)
-
-
-class Dense(Sublayer):
+class Dense:
     """A gated feed-forward network (Shazeer 2020)."""
 
     def __init__(self, gate_up: Activation, down: Linear) -> None:
@@ -91,34 +80,72 @@ class Dense(Sublayer):
         return self.down(self.gate_up(x))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
         return self.down.onto(self.gate_up(x), residual)
 
 
-class PostNormed(Sublayer):
-    """A sublayer whose result is normed before it is added to the stream (Gemma 2 and 3)."""
+class Mixture:
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3): a router sends each row through a few of many
+    feed-forward networks.
 
-    def __init__(self, sublayer: Sublayer, norm: RMSNorm) -> None:
-        self.sublayer, self.norm = sublayer, norm
+    A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
+    `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
+    (float64 for a float64 model).
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[Dense], used: int, normalised: bool) -> None:
+        self.router, self.experts = router, experts
+        self.used, self.normalised = used, normalised
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(self.sublayer(x))
+        rows = x.flatten(0, -2)
+        weights, chosen = self._route(rows)
+        total = torch.zeros_like(rows, dtype=weights.dtype)
+        for number in chosen.unique().tolist():
+            here, rank = (chosen == number).nonzero(as_tuple=True)
+            padded = torch.cat([here, here[:1].expand(max(0, MIN_ROWS - len(here)))])
+            out = self.experts[number](rows[padded])[: len(here)]
+            total.index_add_(0, here, out * weights[here, rank, None])
+        return total.to(x.dtype).view_as(x)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        return residual + self(x)
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each row, both [N, used]."""
+        scores = self.router(rows).softmax(-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        weights, chosen = best[:, : self.used], order[:, : self.used]
+        return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` and then `mlp` add to the stream.
+    """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
+    `post` norms (Gemma 2 and 3).
 
     Without an `attn_norm` the input of attention is always given as `entry`.
     """
 
     def __init__(
-        self, attn_norm: RMSNorm | None, attention: Attention, out: Sublayer, mlp_norm: RMSNorm, mlp: Sublayer
+        self,
+        attn_norm: RMSNorm | None,
+        attention: Attention,
+        out: Linear,
+        mlp_norm: RMSNorm,
+        mlp: Dense | Mixture,
+        post: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.mlp_norm, self.mlp, self.post = mlp_norm, mlp, post
 
     def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
         """`entry`: the input of attention, if not the normed stream."""
         if entry is None:
             entry = x if self.attn_norm is None else self.attn_norm(x)
-        x = self.out.onto(self.attention.mix(entry, layer, rope, attention), x)
-        return self.mlp.onto(self.mlp_norm(x), x)
+        mixed = self.attention.mix(entry, layer, rope, attention)
+        if self.post is None:
+            x = self.out.onto(mixed, x)
+            return self.mlp.onto(self.mlp_norm(x), x)
+        x = x + self.post[0](self.out(mixed))
+        return x + self.post[1](self.mlp(self.mlp_norm(x)))

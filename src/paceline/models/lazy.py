@@ -51,20 +51,10 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
-class Outlines(LazyTensors):
-    """The tensors of a checkpoint on the meta device: shapes without values."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return torch.empty(shape_of(self._tensors, name), device="meta")
-
-
 class Renamed(LazyTensors):
-    """Tensors of which one has been given another name."""
+    """Tensors of which one may have been given another name."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], old: str, new: str) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], old: str = "", new: str = "") -> None:
         self._tensors = tensors
         self._names: Mapping[str, str] = {new if name == old else name: name for name in tensors}
 
@@ -78,18 +68,19 @@ class Renamed(LazyTensors):
         return shape_of(self._tensors, self._names[name])
 
 
-class Quantised(LazyTensors):
+class Outlines(Renamed):
+    """The tensors of a checkpoint on the meta device: shapes without values."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+
+class Quantised(Renamed):
     """Tensors whose matrices are to be held as codes, of `bits` where the file does not have codes already.
 
     The setting travels with the tensors, so that all modules built from them (`models.weights.Weights`) follow it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode) -> None:
-        self._names = self._tensors = tensors
+        super().__init__(tensors)
         self.bits = {"int8": 8, "int4": 4}[mode]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def codes(self, name: str) -> Codes | None:
-        return codes_of(self._tensors, name)

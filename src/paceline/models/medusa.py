@@ -14,9 +14,6 @@ from paceline.models.heads import MedusaConfig
 from paceline.models.weights import Weights
 from paceline.protocols import EmbeddingAndHead, Target
 
-Block = tuple[Tensor, Tensor]
-"""One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]."""
-
 MAP = "token_map"
 
 
@@ -83,8 +80,8 @@ class MedusaHeads:
         return logits.new_full((*logits.shape[:2], self._vocab), -torch.inf).index_copy_(2, self._ids, logits)
 
 
-def _block(config: MedusaConfig, weights: Weights, layer: int) -> Block:
-    """One layer of all heads. vLLM's blocks may have no biases."""
+def _block(config: MedusaConfig, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
+    """One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]. vLLM's blocks may have no biases."""
     names = [f"blocks.{head}.layers.{layer}" for head in range(config.heads)]
     weight = torch.stack([weights.get(name + ".weight", (config.hidden,) * 2) for name in names])
     none = weight.new_zeros(config.hidden)

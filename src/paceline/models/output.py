@@ -8,7 +8,6 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.kernels.activations import Activation
 from paceline.kernels.linear import linear
-from paceline.kernels.quantize import Codes
 from paceline.models.weights import Weights
 from paceline.protocols import TargetWithHead
 from paceline.sampling.sampler import Subset
@@ -38,16 +37,11 @@ def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int)
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size]
     ids = ids[order]
-    weight = _own(weights, count, hidden, order) if _HEAD in weights else weights.borrowed(_borrowed(host, hidden, ids))
+    if _HEAD in weights:
+        weight = weights.head(_HEAD, (count, hidden))[order.to(weights.device)]
+    else:
+        weight = weights.borrowed(_borrowed(host, hidden, ids))
     return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
-
-
-def _own(weights: Weights, count: int, hidden: int, order: Tensor) -> Tensor | Codes:
-    """The head's own rows, in this order."""
-    weight = weights.head(_HEAD, (count, hidden))
-    if len(order) == count and torch.equal(order, torch.arange(count)):
-        return weight
-    return weight[order.to(weights.device)]
 
 
 def _borrowed(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Rotary:
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: of the factors. They are computed in float32, as in the training of the published models."""
-        self._config, self._head_dim = config, head_dim
+        self.config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
         self._tables: dict[int, Tensor] = {}
 
@@ -34,7 +34,7 @@ class Rotary:
 
         `prompts` [B]: the prompt length of each request, for rules that depend on the length of the text.
         """
-        spans = [span_of(self._config, prompt) for prompt in prompts]
+        spans = [span_of(self.config, prompt) for prompt in prompts]
         if len(set(spans)) == 1:
             cos, sin = self.table(spans[0], highest)[:, positions, None]
         else:
@@ -52,12 +52,11 @@ class Rotary:
         return table
 
     def _make(self, span: int, length: int) -> Tensor:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(
-            self._config, self._head_dim, span
-        )
+        inverse = inverse_frequencies(self.config, self._head_dim, span)
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
         cos, sin = angles.cos(), angles.sin()
         factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-        return (factors * dict(self._config.scaling).get("attention_factor", 1.0)).to(self._empty)
+        return (factors * dict(self.config.scaling).get("attention_factor", 1.0)).to(self._empty)
 
 
 class RotarySet:
@@ -75,6 +74,10 @@ class RotarySet:
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
         """Factors of every kind, None for layers without. See `Rotary`."""
         return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
+
+    def spans(self, prompt: int) -> tuple[int, ...]:
+        """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
+        return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
     def reserve(self, highest: int) -> None:
         """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
@@ -105,12 +108,6 @@ def span_of(config: RopeConfig, prompt: int) -> int:
         return 0
     limit = int(dict(config.scaling)["original_max_position_embeddings"])
     return 0 if prompt <= limit else prompt if config.kind == "dynamic" else limit + 1
-
-
-def by_prompt(ropes: Iterable[RopeConfig | None]) -> Callable[[int], tuple[int, ...]]:
-    """Function from a prompt's length to the spans of these embeddings. Keys of two prompts mix only if they agree."""
-    kinds = tuple(dict.fromkeys(rope for rope in ropes if rope))
-    return lambda prompt: tuple(span_of(rope, prompt) for rope in kinds)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
@@ -154,7 +151,6 @@ def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor
 
 
 Raw = Mapping[str, Any]
-Numbers = dict[str, float]
 
 
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
@@ -169,7 +165,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModel(f"rope scaling {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
-    needed, known, resolve = KINDS[kind]
+    needed, known = KINDS[kind]
     if absent := [key for key in needed if key not in given]:
         raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
@@ -187,7 +183,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     return RopeConfig(
         theta=float(given.get("rope_theta", theta)),
         kind=kind,
-        scaling=tuple((key, float(value)) for key, value in resolve(given, raw).items()),
+        scaling=tuple((key, float(value)) for key, value in _numbers(kind, given, raw).items()),
         factors=factors,
         long_factors=long,
         share=share,
@@ -195,20 +191,33 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
 
 
 _ORIGINAL = "original_max_position_embeddings"
+_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
+"""Keys allowed with every rule."""
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}
+"""Rule -> its required keys, and its optional ones."""
 
 
-def _original(given: Raw, raw: Raw) -> float:
-    """The trained context length: Phi-3 has it beside the rule, others in it."""
-    return float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or raw["max_position_embeddings"])
-
-
-def _plain(given: Raw, raw: Raw) -> Numbers:
-    return {key: given[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in given}
-
-
-def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
-    original = _original(given, raw)
-    factor = given.get("factor") or raw["max_position_embeddings"] / original
+def _numbers(kind: str, given: Raw, raw: Raw) -> dict[str, float]:
+    """The numbers of a rule, with what its config leaves to be derived."""
+    longest = raw.get("max_position_embeddings", 2048)
+    # The trained context length: Phi-3 has it beside the rule, others in it.
+    original = float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or longest)
+    if kind not in ("yarn", "longrope"):
+        numbers = {key: given[key] for key in KINDS[kind][0]}
+        limit = {"dynamic": longest, "llama3": original}.get(kind)
+        return numbers | ({_ORIGINAL: limit} if limit else {})
+    factor = given.get("factor") or longest / original
+    if kind == "longrope":  # Ding et al. 2024
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return {_ORIGINAL: original, "attention_factor": given.get("attention_factor", attention)}
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -218,39 +227,9 @@ def _resolve_yarn(given: Raw, raw: Raw) -> Numbers:
         attention = temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
     return {
         "factor": factor,
-        "original_max_position_embeddings": original,
+        _ORIGINAL: original,
         "beta_fast": given.get("beta_fast") or 32,
         "beta_slow": given.get("beta_slow") or 1,
         "attention_factor": given.get("attention_factor", attention),
         "truncate": given.get("truncate", True),
     }
-
-
-def _resolve_longrope(given: Raw, raw: Raw) -> Numbers:
-    """LongRoPE (Ding et al. 2024)."""
-    original = _original(given, raw)
-    factor = given.get("factor") or raw["max_position_embeddings"] / original
-    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {"original_max_position_embeddings": original, "attention_factor": given.get("attention_factor", attention)}
-
-
-_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
-"""Keys allowed with every rule."""
-
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Raw, Raw], Numbers]]] = {
-    "default": ((), (), _plain),
-    "linear": (("factor",), (), _plain),
-    "dynamic": (("factor",), (), lambda given, raw: _plain(given, raw) | {_ORIGINAL: raw["max_position_embeddings"]}),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor"),
-        (),
-        lambda given, raw: _plain(given, raw) | {_ORIGINAL: _original(given, raw)},
-    ),
-    "yarn": (
-        (),
-        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        _resolve_yarn,
-    ),
-    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor"), _resolve_longrope),
-}
-"""Rule -> its required keys, its optional keys, and a function to its numbers."""

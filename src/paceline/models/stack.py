@@ -1,4 +1,4 @@
-"""The layers of a decoder, run one after the other by torch, or by one call of the CPU kernels."""
+"""Decoder layers with all they share, run one after the other by torch, or by one call of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,39 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPass
+from paceline.cache.slab import SlabCache
+from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively
 from paceline.models.layers import Layer
-from paceline.models.rope import Rope
-from paceline.protocols import Pass
+from paceline.models.rope import Rope, RotarySet
+from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
 
 
 class LayerStack:
-    """Decoder layers, with the CPU kernels' copy of them (`native`) where they can run them."""
+    """Layers of a config, their rotary factors (`ropes`) and caches, and the CPU kernels' copy of them (`native`) where
+    they can run them."""
 
     def __init__(
-        self, layers: Sequence[Layer], attentions: Sequence[LayerAttention], rope_of: Sequence[int], dtype: torch.dtype
+        self, config: ModelConfig, layers: Sequence[Layer], host: TargetWithHead, mutual: Sequence[bool] = ()
     ) -> None:
-        """`attentions`: the layers' attention, as their cache has it. `rope_of`: index of the rotary factors each layer
-        takes. `dtype`: of the stream and the cache."""
-        self._layers, self._rope_of = layers, rope_of
-        self.native = NativeLayers(layers, attentions, rope_of) if runs_natively(layers, dtype) else None
+        """`host`: the target, for dtype, device and context length. `mutual`: for each layer whether rows of one pass
+        all see each other; () for none."""
+        self._layers, plan = layers, config.plan
+        scale = config.query_scale or config.head_dim**-0.5
+        self._attentions = [
+            LayerAttention(scale, layer.window, config.softcap, both)
+            for layer, both in zip(plan, mutual or (False,) * len(plan), strict=True)
+        ]
+        precise = torch.promote_types(host.dtype, torch.float32)
+        self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
+        self._cache_sizes = config.kv_heads, config.head_dim, host.context_length, host.dtype, host.device
+        native = runs_natively(layers, host.dtype)
+        self.native = NativeLayers(layers, self._attentions, self.ropes.index) if native else None
+
+    def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
+        """A cache for these layers, as long as the host's context."""
+        return kind(self._attentions, *self._cache_sizes, self.ropes.spans)
 
     def run(
         self,
@@ -47,6 +63,6 @@ class LayerStack:
         for index in range(first, end):
             if index in taps:
                 states[index] = x
-            x = self._layers[index](x, index, ropes[self._rope_of[index]], attention, entry)
+            x = self._layers[index](x, index, ropes[self.ropes.index[index]], attention, entry)
             entry = None
         return x, states | ({end: x} if end in taps else {})

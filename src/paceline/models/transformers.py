@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,6 @@ from paceline.verify.tree import MIN_ROWS
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Names of the context length in configs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """Kinds of layers. `window`: sliding window, None if no layer has one. `named`: masks are keyed by kind."""
-
-    window: int | None
-    named: bool
 
 
 _CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, bool]] = WeakKeyDictionary()
@@ -63,7 +55,7 @@ class CausalLM:
         self._positions = "position_ids" in accepted
         self._keeps = "logits_to_keep" in accepted
         self._config = model.config.get_text_config(decoder=True)
-        self._kinds = _kinds(self._config)
+        self._windows = _windows(self._config)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = self._config.vocab_size
@@ -78,7 +70,7 @@ class CausalLM:
 
     def _check_trees(self) -> bool:
         """Whether the model verifies trees. Raises `UnsupportedModel` if it does not even verify chains."""
-        self.trees = self._positions and self._kinds is not None
+        self.trees = self._positions and self._windows is not None
         if self.trees and verification_error(self, True, self._plain) is None:
             return True
         self.trees = False
@@ -99,8 +91,8 @@ class CausalLM:
                 f"{type(self.model).__name__} is run by transformers, which does not stop after {want.layers} layers",
                 "Use early exit with a model that Paceline runs itself",
             )
-        if self.trees and self._kinds:
-            return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._kinds)})
+        if self.trees and self._windows:
+            return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._windows)})
         return _join([self._pass(one, cache, want, {}) for one in _chains(rows)])
 
     def _pass(self, rows: Rows, cache: KVCache[Cache], want: Want, inputs: dict[str, Any]) -> Forward:
@@ -143,13 +135,14 @@ class CausalLM:
         ids = torch.tensor([tokens], device=self.device)
         return self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
 
-    def _masks(self, rows: Rows, kinds: _Kinds) -> Tensor | dict[str, Tensor]:
+    def _masks(self, rows: Rows, windows: Mapping[str, int | None]) -> Tensor | dict[str, Tensor]:
         """4D masks as transformers makes them: [B, 1, T, columns], one per kind of layer where kinds differ."""
-        visible, distance = (x.to(self.device) for x in _visible(rows))
-        if kinds.window is None:
-            return self._mask(visible)
-        near = self._mask(visible & (distance < kinds.window))
-        return {"full_attention": self._mask(visible), "sliding_attention": near} if kinds.named else near
+        visible, distance = _visible(rows)
+        masks = {
+            kind: self._mask(visible if window is None else visible & (distance < window))
+            for kind, window in windows.items()
+        }
+        return masks.get("", masks)
 
     def _mask(self, visible: Tensor) -> Tensor:
         """A bool mask for torch's attention; one to add to the scores for the eager one."""
@@ -233,8 +226,9 @@ def refuse(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} runs {attention}, which takes no mask of a tree", fix)
 
 
-def _kinds(config: Any) -> _Kinds | None:
-    """Kinds of layers; None if the model makes masks of its own that a tree's cannot replace."""
+def _windows(config: Any) -> Mapping[str, int | None] | None:
+    """Sliding window (None: none) of each kind of layer, named "" where one mask serves all; None if the model makes
+    masks of its own that a tree's cannot replace."""
     layers = DynamicCache(config=config).layers
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     settings = config.to_dict()
@@ -242,7 +236,8 @@ def _kinds(config: Any) -> _Kinds | None:
     named = set(settings.get("layer_types") or ())
     if by_column or len(windows) > 1 or named - {"full_attention", "sliding_attention"}:
         return None
-    return _Kinds(windows.pop() if windows else None, bool(named))
+    window = windows.pop() if windows else None
+    return {"full_attention": None, "sliding_attention": window} if named and window else {"": window}
 
 
 def _context_length(config: Any) -> int:
@@ -269,15 +264,14 @@ def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
     """Which columns each row sees, and how far back in the text each lies, both [B, T, columns]."""
     count = rows.tokens.shape[1]
     visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
-    column_positions = torch.arange(rows.end).repeat(len(rows.slots), 1)
-    row_positions = torch.empty(len(rows.slots), count, dtype=torch.long)
+    columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
     for slot, (length, start, parents) in enumerate(zip(rows.lengths, rows.starts, rows.parents, strict=True)):
         seen, deep = _tree(parents)
         visible[slot, :, :length] = True
         visible[slot, :, length : length + len(parents)] = seen[start:]
-        column_positions[slot, length : length + len(parents)] = length + deep
-        row_positions[slot] = length + deep[start:]
-    return visible, row_positions[:, :, None] - column_positions[:, None]
+        columns[slot, length : length + len(parents)] = length + deep
+    device = rows.positions.device
+    return visible.to(device), rows.positions[:, :, None] - columns.to(device)[:, None]
 
 
 def _chains(rows: Rows) -> Iterator[Rows]:
@@ -287,14 +281,8 @@ def _chains(rows: Rows) -> Iterator[Rows]:
         if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
             raise InvalidOption("this model verifies and drafts chains, and was given a tree", "Set draft to a length")
         one = slice(i, i + 1)
-        yield replace(
-            rows,
-            parents=(parents,),
-            **{
-                name: getattr(rows, name)[one]
-                for name in ("tokens", "positions", "slots", "lengths", "starts", "counts")
-            },
-        )
+        fields = ("tokens", "positions", "slots", "lengths", "starts", "counts")
+        yield replace(rows, parents=(parents,), **{name: getattr(rows, name)[one] for name in fields})
 
 
 def _join(parts: list[Forward]) -> Forward:

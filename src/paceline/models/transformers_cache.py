@@ -150,7 +150,6 @@ class SlotCache(SlotTable):
         self._window.places = len(self.lengths)
         return self._model_cache
 
-    @torch.inference_mode()
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
         for side in self._sides():
             side[slot][:, target] = side[slot][:, source]

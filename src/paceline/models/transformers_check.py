@@ -36,7 +36,9 @@ def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str
 def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
     ids = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(2 * _PREFIX)]
     texts = [ids[: _PREFIX - 6], ids[_PREFIX:]]
-    draft, path_rows = _draft(trees, ids)
+    path = ids[3 : 3 + _DEPTH]
+    # A draft, and the rows of its accepted path.
+    draft, path_rows = beside(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
     cache = target.new_cache()
     slots = []
     for text in texts:
@@ -49,7 +51,6 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     rows = pack(last, [draft] * 2, slots, lengths, target.device)
     logits = target.forward(rows, cache, Want()).logits
     cache.commit(rows, [path_rows[:-1]] * 2)
-    path = [draft.tokens[row - 1] for row in path_rows]
     texts = [text + path for text in texts]
     rows = pack(path[-1:] * 2, [Draft()] * 2, slots, [len(text) - 1 for text in texts], target.device)
     after = target.forward(rows, cache, Want()).logits
@@ -62,14 +63,6 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
         if reason := _differ(after[i, :1], right[-1:], allowed, None):
             return f"after a commit, {reason}"
     return None
-
-
-def _draft(trees: bool, ids: list[int]) -> tuple[Draft, list[int]]:
-    """A draft, and the rows of its accepted path."""
-    path = ids[3 : 3 + _DEPTH]
-    if not trees:
-        return Draft.chain(path), list(range(1, _DEPTH + 1))
-    return beside(path, ids[-1])
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor | None) -> str | None:

@@ -10,25 +10,35 @@ Masks come from llguidance (the extra "grammar"), which is imported when a gramm
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from weakref import WeakValueDictionary
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from paceline.errors import InvalidOption
-from paceline.sampling.grammar_cache import NAMES, Compiled, Form, Kind, compiled, one_line, source
-from paceline.sampling.sampler import Forcing, Prefix
-from paceline.sampling.truncation import Floats
+from paceline.errors import InvalidOption, install_line
+from paceline.sampling import grammar_compile
+from paceline.sampling.grammar_compile import one_line
+from paceline.sampling.grammar_matcher import Matcher
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     from paceline.text.tokenizer import Tokenizer
+
+Kind = Literal["json_schema", "regex", "lark"]
+NAMES: dict[Kind, str] = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_COMPILED, _SOURCES = 384 * 2**20, 16 * 2**20
+"""Bytes of compiled grammars, and of their sources, that are kept for the next text."""
+_GROWTH = 12 * 2**20
+"""Bytes that a grammar may come to hold while texts are written by it (`grammar_compile._STATES`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +58,7 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in NAMES or not isinstance(self.text, str):
             raise InvalidOption(f"a grammar of kind {self.kind!r} is unknown", "Use Grammar.json_schema and the others")
-        source(self._form)
-
-    @property
-    def _form(self) -> Form:
-        return Form(self.kind, self.text, self.whitespace)
+        self._source()
 
     @staticmethod
     def json(*, whitespace: bool = False) -> Grammar:
@@ -104,201 +110,116 @@ class Grammar:
                 "a grammar ends with an end-of-sequence token, and the model has none", "Give stop_token_ids"
             )
         known = frozenset(ends or further)
-        made = compiled(self._form, tokenizer, size, known, self.size)
+        made = self._compile(tokenizer, size, known)
         return Matcher(made.matcher, known, least, frozenset(late), frozenset(further) - known, made)
 
+    def _source(self) -> str:
+        """Return the grammar in llguidance's form, checked without a model. Raises `InvalidOption`."""
+        check_installed()
 
-class Matcher(Forcing):
-    """The state of one reply in its grammar.
+        def make() -> tuple[str, int]:
+            with _named(self.kind):
+                made = grammar_compile.source(self.kind, self.text, self.whitespace)
+            return made, len(self.text) + len(made)
 
-    Committed text is read once; a drafted path is read after it and rolled back for the next row. The mask depends on
-    the prefix alone, whatever the order of rows. A row ranked for a draft is not computed again in verification.
-    """
+        return _sources.get(self, make)
 
-    def __init__(
-        self,
-        compiled: LLMatcher,
-        ends: frozenset[int],
-        least: int = 0,
-        late: frozenset[int] = frozenset(),
-        further: frozenset[int] = frozenset(),
-        held: Compiled | None = None,
-    ) -> None:
-        """`ends`: end tokens that `compiled` knows. `further`: those that it does not. `held`: keeps the grammar's
-        bytes counted while the reply is active."""
-        self._compiled, self._ends, self._held = compiled, ends | further, held
-        self._further = sum(1 << token for token in further)
-        self._least, self._late = least, sum(1 << token for token in late)
-        self._masks: dict[tuple[int, ...], _Allowed] = {}
-        self._length = 0
-        self._caps = np.empty((0, 8), np.float32)
-        """Buffer for upper bounds of logits."""
-        self._reset()
+    def _compile(self, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> Compiled:
+        """Return the grammar compiled for a model with `size` tokens. Raises `InvalidOption`."""
+        key = (self, tokenizer, size, ends)
 
-    def _reset(self) -> None:
-        self._now = self._compiled.deep_copy()
-        self._read: list[int] = []
-        self._sure = 0
-        """Number of tokens read that are committed."""
-        self._runs: list[_ForcedTokens | None] = [None]
-        """Forced tokens after each token read, None where not computed."""
+        def make() -> tuple[Compiled, int]:
+            if (found := _live.get(key)) is not None:
+                return found, found.size
+            with _named(self.kind):
+                matcher = grammar_compile.matcher(_words(tokenizer, size, ends), self._source())
+            made = _live[key] = Compiled(matcher, self.size + _GROWTH)
+            return made, made.size
 
-    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Set what the grammar forbids to -inf, in place. Raises `InvalidOption` if the grammar is too complex for
-        llguidance."""
-        if len(prefix.token_ids) != self._length:
-            self._masks.clear()
-            self._length = len(prefix.token_ids)
-        path = tuple(prefix.path)
-        if path not in self._masks:
-            self._masks[path] = self._safely(self._allowed, prefix)
-        return self._keep(logits, self._masks[path])
-
-    def _keep(self, row: Tensor, allowed: _Allowed) -> Tensor:
-        """Set all but the allowed tokens of a row [V] to -inf, in place."""
-        if allowed is None:
-            return row
-        if isinstance(allowed, int):
-            value = row[allowed].clone() if allowed < len(row) else None
-            row.fill_(-torch.inf)
-            if value is not None:
-                row[allowed] = value
-            return row
-        if len(self._caps) != len(allowed):
-            self._caps = np.empty((len(allowed), 8), np.float32)
-        # No branch per token: many times as fast as to fill by a mask.
-        _ceilings().take(np.frombuffer(allowed, np.uint8), 0, self._caps, "clip")
-        caps = torch.from_numpy(self._caps.reshape(-1))[: len(row)]
-        row[len(caps) :] = -torch.inf
-        open_ = row[: len(caps)]
-        torch.minimum(open_, caps.to(open_), out=open_)
-        return row
-
-    def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must follow; none where there is a choice or the text may end."""
-        run: _ForcedTokens = self._safely(self._forced, prefix)
-        return run.tokens[run.at : run.at + limit]
-
-    def _safely(self, ask: Callable[[Prefix], Any], prefix: Prefix) -> Any:
-        """Call `ask`, and reset the state if it fails."""
-        try:
-            return ask(prefix)
-        except BaseException:
-            self._reset()
-            raise
-
-    def _allowed(self, prefix: Prefix) -> _Allowed:
-        if not self._go(prefix):
-            return b""
-        if self._over:
-            return None
-        run = self._run()
-        if run:
-            return run.next
-        bits = self._now.compute_bitmask()
-        self._check()
-        allowed = int.from_bytes(bits, "little")
-        if self._further:
-            allowed &= ~self._further
-            allowed |= self._further if self._now.is_accepting() else 0
-        if len(self._read) < self._least:
-            allowed = allowed & ~self._late or allowed
-        bits = allowed.to_bytes(len(bits), "little")
-        single = allowed and not allowed & (allowed - 1)
-        return allowed.bit_length() - 1 if single else bits
-
-    def _forced(self, prefix: Prefix) -> _ForcedTokens:
-        return self._run() if self._go(prefix) and not self._over else _ForcedTokens([])
-
-    @property
-    def _over(self) -> bool:
-        """Whether an end token has been read: nothing after it in a draft matters."""
-        return bool(self._read) and self._read[-1] in self._ends
-
-    def _go(self, prefix: Prefix) -> bool:
-        """Move to the end of this prefix's reply (or its end token). Returns whether the grammar allows it."""
-        wanted = [*prefix.token_ids[prefix.num_prompt_tokens + self._sure :], *prefix.path]
-        have = self._read[self._sure :]
-        same = 0
-        while same < min(len(have), len(wanted)) and have[same] == wanted[same]:
-            same += 1
-        if not self._back(len(have) - same):
-            return self._go(prefix)
-        stands = all(self._over or self._take(token) for token in wanted[same:])
-        self._sure = min(len(prefix.token_ids) - prefix.num_prompt_tokens, len(self._read))
-        return stands
-
-    def _back(self, count: int) -> bool:
-        """Roll back `count` tokens. Returns False after a reset, when all must be read anew."""
-        if not count:
-            return True
-        # llguidance was never given an end token.
-        told = count - self._over
-        if told and not self._now.rollback(told):
-            self._reset()
-            return False
-        del self._read[-count:], self._runs[-count:]
-        return True
-
-    def _take(self, token: int) -> bool:
-        """Read one more token if the grammar allows it."""
-        run = self._run()
-        if token in self._ends:
-            if not self._now.is_accepting():
-                return False
-        elif (run and token != run.next) or not self._now.try_consume_tokens([token]):
-            self._check()
-            return False
-        self._read.append(token)
-        self._runs.append(run.rest() if run else None)
-        return True
-
-    def _run(self) -> _ForcedTokens:
-        """Return the forced tokens at the current state.
-
-        Computed once, at the start of a forced stretch: llguidance spells the whole stretch anew each time, and may
-        spell it differently from within.
-        """
-        run = self._runs[-1]
-        if run is None:
-            tokens = self._now.compute_ff_tokens()
-            self._check()
-            valid = self._now.validate_tokens(tokens) if tokens else 0
-            text = takewhile(lambda token: token not in self._ends, tokens[:valid])
-            run = self._runs[-1] = _ForcedTokens(list(text))
-        return run
-
-    def _check(self) -> None:
-        if self._now.is_error():
-            said = one_line(self._now.get_error())
-            raise InvalidOption(f"the grammar cannot be followed after {len(self._read)} tokens: {said}", "Simplify it")
+        return _compiled.get(key, make)
 
 
-@dataclass(frozen=True, slots=True)
-class _ForcedTokens:
-    """Forced tokens, of which the first `at` have been read."""
+class Compiled:
+    """A compiled grammar at the start of a text. Copies are free and share its learned states."""
 
-    tokens: list[int]
-    at: int = 0
-
-    def __bool__(self) -> bool:
-        return self.at < len(self.tokens)
-
-    @property
-    def next(self) -> int:
-        return self.tokens[self.at]
-
-    def rest(self) -> _ForcedTokens | None:
-        """Return the tokens after the next one; None after the last, when more may be forced."""
-        return _ForcedTokens(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
+    def __init__(self, matcher: LLMatcher, size: int) -> None:
+        """`size`: its bytes, growth included."""
+        self.matcher, self.size = matcher, size
 
 
-_Allowed = int | bytes | None
-"""The one token that may follow, or a bit for each of several (b"": none), or None for any."""
+_live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
+"""All compiled grammars, evicted ones that active replies still use included."""
 
 
-@cache
-def _ceilings() -> Floats:
-    """Return [256, 8]: for each byte of a mask the upper bounds of its tokens' logits."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return np.where(bits, np.float32(np.inf), np.float32(-np.inf))
+def live_bytes() -> int:
+    """Return the bytes of all compiled grammars, cached or in use."""
+    return sum(one.size for one in list(_live.values()))
+
+
+class Cache(Generic[K, V]):
+    """A least-recently-used cache bounded in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._kept = limit, OrderedDict[K, tuple[V, int]]()
+        self._lock = Lock()
+
+    def get(self, key: K, make: Callable[[], tuple[V, int]]) -> V:
+        """Return the value of a key. `make` returns it and its bytes if it is not cached."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+        value, size = make()
+        with self._lock:
+            self._kept[key] = (value, size)
+            while sum(size for _, size in self._kept.values()) > self._limit:
+                self._kept.popitem(last=False)
+        return value
+
+
+_sources: Cache[Grammar, str] = Cache(_SOURCES)
+_compiled: Cache[Hashable, Compiled] = Cache(_COMPILED)
+
+
+@contextmanager
+def _named(kind: Kind) -> Iterator[None]:
+    """Turn llguidance's errors into `InvalidOption`."""
+    try:
+        yield
+    except ValueError as error:
+        raise refused(kind, f"{error}") from error
+
+
+def refused(kind: Kind, said: str) -> InvalidOption:
+    """Return the error for a grammar of this kind, with llguidance's message."""
+    return InvalidOption(
+        f"{NAMES[kind]} cannot be used: {one_line(said)}",
+        "Change it; Paceline's docs/how-to/structured-output.md says what is possible",
+    )
+
+
+@lru_cache(maxsize=4)
+def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
+    """Return llguidance's tokenizer for a model."""
+    tokens, special = spelled(tokenizer, size, ends)
+    return grammar_compile.TokenTable(tokens, special, sorted(ends), tokenizer.spell).tokenizer()
+
+
+def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
+    """Return the bytes that each token adds to a text, and the ids of tokens that no text spells."""
+    names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
+    texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}
+    # A model may have more rows than there are tokens.
+    return [texts.get(i, names.get(i, b"")) for i in range(size)], [
+        i for i in range(size) if i in names and i not in texts
+    ]
+
+
+def check_installed() -> None:
+    """Check that llguidance is installed. Raises `InvalidOption`."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise InvalidOption(
+            "grammars take llguidance, which is not installed", f"Install it: {install_line('grammar')}"
+        ) from error

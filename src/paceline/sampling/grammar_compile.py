@@ -50,6 +50,12 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
     return compiled
 
 
+def one_line(said: str) -> str:
+    """Return llguidance's message without its state dump."""
+    line = " ".join(said.partition("<state>")[0].split())
+    return line if len(line) <= 300 else line[:300] + "..."
+
+
 class TokenTable:
     """The tokenizer interface of llguidance. `tokens`: the bytes of each; `special`: ids that no text spells."""
 

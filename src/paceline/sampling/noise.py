@@ -11,14 +11,17 @@ Rules that keep only the distribution need the opposite, independent draws: they
 from __future__ import annotations
 
 import math
+from ctypes import c_float, c_int32, c_uint64, c_void_p
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.sampling.native_noise import candidates
+from paceline.kernels.cpu.build import library
 from paceline.sampling.truncation import Floats, Ids, finite, highest
 
 _MASK64 = (1 << 64) - 1
@@ -96,7 +99,7 @@ class Noise:
         bound = float(np.partition(sums, len(sums) - count)[len(sums) - count])
         # Below by more than float32 can have rounded away.
         bound -= 1e-4 + abs(bound) * 2.0**-20
-        if (found := candidates(scores, tokens, self._key(position), bound, HIGHEST)) is not None:
+        if (found := _native_candidates(scores, tokens, self._key(position), bound)) is not None:
             return found
         open_ = np.flatnonzero(scores >= scores.dtype.type(bound - HIGHEST))
         hashed = self._hash(position, open_ if tokens is None else tokens[open_])
@@ -137,3 +140,26 @@ def _gumbel(hashed: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     uniform = (hashed + 0.5) * 2.0**-32
     noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise.astype(np.float32)
+
+
+def _native_candidates(scores: Floats, tokens: Ids | None, key: int, bound: float) -> Ids | None:
+    """The columns of float32 `scores`, ascending, whose score and noise may reach `bound`; None where there is no
+    library."""
+    run = _native()
+    if run is None or scores.dtype != np.float32:
+        return None
+    scores = np.ascontiguousarray(scores)
+    ids = None if tokens is None else np.ascontiguousarray(tokens, dtype=np.int64)
+    found = np.empty(len(scores), dtype=np.int64)
+    at = None if ids is None else ids.ctypes.data
+    count = run(scores.ctypes.data, at, len(scores), key, bound, HIGHEST, found.ctypes.data)
+    return found[:count]
+
+
+@cache
+def _native() -> Any:
+    lib = library()
+    if lib is None:
+        return None
+    lib.paceline_candidates.argtypes = (c_void_p, c_void_p, c_int32, c_uint64, c_float, c_float, c_void_p)
+    return lib.paceline_candidates

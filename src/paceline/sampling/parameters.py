@@ -117,7 +117,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, (kind, low, high) in _RANGES.items():
             if (value := getattr(self, name)) is not None or name not in ("seed", "logprobs"):
-                (_whole if kind is int else _real)(name, value, low, high)
+                _check_number(name, value, kind, low, high)
         if self.seed is not None:
             object.__setattr__(self, "seed", self.seed % 2**63)
         if self.typical_p == 0.0:
@@ -223,7 +223,7 @@ class Sampling:
             raise InvalidOption(f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens")
 
 
-_RANGES: dict[str, tuple[type, float, float]] = {
+_RANGES: dict[str, tuple[type[float], float, float]] = {
     "max_new_tokens": (int, 1, 2**31),
     "temperature": (float, 0.0, 1000.0),
     "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
@@ -240,18 +240,13 @@ _RANGES: dict[str, tuple[type, float, float]] = {
 }
 
 
-def _whole(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidOption(f"{name} must be a whole number, got {value!r}", f"Give one from {low} to {high}")
+def _check_number(name: str, value: object, kind: type[float], low: float, high: float) -> None:
+    """Check a number. `kind`: int, or float, which takes both."""
+    noun, limits = ("whole number", f"{low} to {high}") if kind is int else ("number", f"{low:g} to {high:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Give one from {limits}")
     if not low <= value <= high:
-        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a whole number from {low} to {high}")
-
-
-def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidOption(f"{name} must be a number, got {value!r}", f"Give one from {low:g} to {high:g}")
-    if not low <= value <= high:
-        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a number from {low:g} to {high:g}")
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a {noun} from {limits}")
 
 
 def _strings(stop: Any) -> tuple[str, ...]:
@@ -264,7 +259,7 @@ def _strings(stop: Any) -> tuple[str, ...]:
 def _ids(name: str, tokens: Any) -> tuple[int, ...]:
     found = _listed(name, tokens)
     for token in found:
-        _whole(name, token, 0, 2**31)
+        _check_number(name, token, int, 0, 2**31)
     return found
 
 
@@ -286,8 +281,8 @@ def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidOption(f"logit_bias={bias!r} is no mapping", "Give {token id: what to add to its logit}")
     for token, by in bias.items():
-        _whole("logit_bias", token, 0, 2**31)
-        _real(f"logit_bias[{token}]", by, -math.inf, 1e6)
+        _check_number("logit_bias", token, int, 0, 2**31)
+        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6)
     return dict(bias)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft, PacelineError
+from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
 from paceline.sampling.noise import DRAFT, Noise
 from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors
 
@@ -123,6 +123,10 @@ class Sampler:
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
 
+    def __post_init__(self) -> None:
+        if self.greedy:
+            self.rule = "match"  # without chance all rules accept the same
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -133,7 +137,7 @@ class Sampler:
 
         The shape may depend on the text and the budget, never on the draws.
         """
-        return self.rule in ("rejection", "block") and not self.greedy
+        return self.rule in ("rejection", "block")
 
     def choose(self, prefix: Prefix, logits: Tensor) -> int:
         """Return the token after `prefix`, from its row of logits [V]; ties go to the lowest id.
@@ -142,8 +146,9 @@ class Sampler:
         """
         row = self.process(prefix, logits)
         if self.greedy:
-            value, token = _highest(row)
-            self._check(value, logits, len(prefix))
+            scores = row.detach().cpu().numpy()  # NumPy takes a tenth of torch's time
+            token = int(scores.argmax())
+            _check_finite(float(scores[token]), logits, len(prefix))
             return token
         tokens, scores = self._shaped(row, logits, len(prefix))
         return int(self.noise.best(len(prefix), scores, tokens)[0][0])
@@ -223,7 +228,7 @@ class Sampler:
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
         """Return the tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
         scores: Floats = row.detach().cpu().numpy()
-        self._check(float(scores.max()), raw, position)
+        _check_finite(float(scores.max()), raw, position)
         open_ = None
         if self.processors and np.count_nonzero(scores > -np.inf) * _SPARSE < len(scores):
             open_ = finite(scores)
@@ -233,21 +238,6 @@ class Sampler:
         cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
         tokens, scores = survivors(scores / self.temperature, *cuts)
         return tokens if open_ is None else open_ if tokens is None else open_[tokens], scores
-
-    def _check(self, best: float, raw: Tensor, position: int) -> None:
-        """Raise the fitting error if a row's highest logit is not finite. `raw`: the row before the processors."""
-        if not math.isfinite(best):
-            raise _unusable(float(raw.max()), best, position)
-
-
-def _highest(row: Tensor) -> tuple[float, int]:
-    """Return the highest logit of a row [V] and its lowest id. NumPy takes a tenth of torch's time on a CPU."""
-    if row.device.type == "cpu":
-        scores = row.detach().numpy()
-        at = int(scores.argmax())
-        return float(scores[at]), at
-    value, token = row.max(-1)
-    return float(value), int(token)
 
 
 def _best(scores: Floats, count: int) -> Ids:
@@ -281,14 +271,17 @@ def not_finite(position: int) -> NonFiniteLogits:
     )
 
 
-def _unusable(raw: float, best: float, position: int) -> PacelineError:
-    if not math.isfinite(raw):
-        return not_finite(position)
+def _check_finite(best: float, raw: Tensor, position: int) -> None:
+    """Raise the fitting error if `best`, a row's highest logit, is not finite. `raw`: the row before processors."""
+    if math.isfinite(best):
+        return
+    if not math.isfinite(float(raw.max())):
+        raise not_finite(position)
     if best == -math.inf:
-        return NoTokenLeft(
+        raise NoTokenLeft(
             f"every token is banned at position {position}",
             "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, grammar, processors of your own",
         )
-    return NonFiniteLogits(
+    raise NonFiniteLogits(
         f"a logits processor made the logits at position {position} infinite or NaN", "Let it return -inf or numbers"
     )

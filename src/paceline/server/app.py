@@ -1,26 +1,69 @@
-"""The application: routes, authentication, error handlers. Needs the extra "serve"."""
+"""The application: routes, authentication, the web page, the API's description. Needs the extra "serve"."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
 from paceline.llm import LLM
-from paceline.server import errors, openapi
+from paceline.server import errors, schema
 from paceline.server.limits import RequestLog, Settings, check_host, check_key
-from paceline.server.pages import add_page
 from paceline.server.serving import Service
 from paceline.server.worker import Worker
 
 PAGE = Path(__file__).parent / "page"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_BODIES = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
+_REF = "#/components/schemas/{model}"
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response."""
+
+    error: ErrorDetail
+
+
+_MEANINGS = {
+    400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
+    401: "The API key is missing or wrong.",
+    403: "The Host header is not allowed.",
+    404: "No such model or path.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The server is full. Retry-After gives the seconds to wait.",
+    500: "Internal error.",
+    503: "The server is stopping, or out of memory.",
+    504: "The request took longer than `timeout`.",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
+}
 
 
 def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
@@ -45,7 +88,6 @@ def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
     _add_health(app, service)
     add_page(app, PAGE)
     errors.install(app)
-    openapi.install(app)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -66,11 +108,11 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, request.headers.get("authorization", ""))
 
-    router = APIRouter(dependencies=[Depends(authorise), bearer], responses=openapi.ERRORS)
-    openapi.add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
-    openapi.add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
-    openapi.add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
-    openapi.add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
+    router = APIRouter(dependencies=[Depends(authorise), bearer], responses=_ERRORS)
+    _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
+    _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
+    _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
+    _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
     router.add_api_route("/v1/models", service.models)
     router.add_api_route("/v1/models/{name:path}", service.model)
 
@@ -81,7 +123,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
 
     @router.get("/openapi.json", include_in_schema=False)
     async def description() -> JSONResponse:
-        return JSONResponse(app.openapi())
+        return JSONResponse(describe(app))
 
     return router
 
@@ -93,3 +135,62 @@ def _add_health(app: FastAPI, service: Service) -> None:
         load, alive = service.worker.load, service.worker.alive
         status = {"status": "ok" if alive else "stopping", "running": load.running, "waiting": load.waiting}
         return JSONResponse(status, 200 if alive else 503)
+
+
+def _add_post(
+    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: bool = False
+) -> None:
+    """Add a route for bodies of a named model. `stream`: the response may be a stream of events."""
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if stream:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+    router.add_api_route(
+        path,
+        handler,
+        methods=["POST"],
+        responses={200: {"description": "The answer.", "content": answers}},
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document. FastAPI does not know the models of the bodies, because `BodyReader` reads them."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
+        document["components"]["schemas"] |= bodies["$defs"]
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # FastAPI's own, which this server never sends
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def add_page(app: FastAPI, folder: Path) -> None:
+    """Add a route for each file of a web page, `index.html` at /. They are read once, and may load nothing from other
+    origins."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            name = file.relative_to(folder).as_posix()
+            path = "/" if name == "index.html" else f"/{name}"
+            app.add_api_route(path, _file_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    data = file.read_bytes()
+    tag = f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
+    headers = {
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": tag,
+    }
+
+    async def send(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type=_PAGE_TYPES[file.suffix], headers=headers)
+
+    return send

@@ -42,47 +42,39 @@ class ForcedCallParser:
     def __init__(self, family: CallFormat, names: Collection[str]) -> None:
         self._family = family
         self._heads = {name: family.head(name) for name in names}
-        self._buffer, self._arguments = "", ""
+        self._held = ""
         self._name: str | None = None
-        self._in_arguments = False
+        self._arguments: str | None = None
         self.complete = False
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
         """Return (text to show, always empty, and the new pieces of the call)."""
-        self._buffer += text
-        return "", [*self._begin(), *self._continue()]
-
-    def _begin(self) -> Iterator[Piece]:
-        """The call, once its function is known; if there is only one function, at once."""
-        held = self._buffer.lstrip()
-        if self._name is None and self._buffer:
-            fitting = [name for name, head in self._heads.items() if head.startswith(held) or held.startswith(head)]
-            if len(fitting) == 1:
+        pieces: list[Piece] = []
+        self._held += text
+        head = self._held.lstrip()
+        if self._name is None and self._held:
+            fitting = [name for name, known in self._heads.items() if known.startswith(head) or head.startswith(known)]
+            if len(fitting) == 1:  # at once if there is only one function
                 self._name = fitting[0]
-                yield Call(self._name, "", self._family.new_id())
+                pieces.append(Call(self._name, "", self._family.new_id()))
+        if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
+            self._held, self._arguments = head.removeprefix(self._heads[self._name]), ""
+        if self._arguments is not None:  # shown without what may be the end of the call
+            pieces += self._show(len(self._held) - _overlap(self._held, self._family.tail))
+        return "", pieces
 
-    def _continue(self) -> Iterator[Piece]:
-        """Arguments, without what may be the end of the call."""
-        if self._name is None:
-            return
-        if not self._in_arguments:
-            held, head = self._buffer.lstrip(), self._heads[self._name]
-            if not held.startswith(head):
-                return
-            self._buffer, self._in_arguments = held[len(head) :], True
-        cut = len(self._buffer) - _overlap(self._buffer, self._family.tail)
-        yield from self._show(self._buffer[:cut])
-        self._buffer = self._buffer[cut:]
-
-    def _show(self, text: str) -> Iterator[Piece]:
-        self._arguments += text
-        if text:
-            yield text
+    def _show(self, length: int) -> list[str]:
+        """Return the held text of this length, in a list, if there is any."""
+        shown, self._held = self._held[:length], self._held[length:]
+        self._arguments = (self._arguments or "") + shown
+        return [shown] if shown else []
 
     def flush(self) -> tuple[str, list[Piece]]:
         """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
-        self.complete = _json(self._arguments, _INVALID) is not _INVALID
-        return "", [] if self.complete or not self._in_arguments else list(self._show(self._buffer))
+        self.complete = self._arguments is not None and _json(self._arguments, _INVALID) is not _INVALID
+        if self.complete or self._arguments is None:
+            return "", []
+        return "", [*self._show(len(self._held))]
 
 
 class CallParser:
@@ -203,12 +195,15 @@ def _llama(text: str, key: str) -> Found:
     """Objects separated by ";"."""
     found: Found = []
     while text:
-        value, text = _first(text)
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
         one = _objects(value, key) or _objects(value, "arguments")
         if len(one) != 1:
             return []
         found += one
-        text = text.lstrip().removeprefix(";").lstrip()
+        text = text[end:].lstrip().removeprefix(";").lstrip()
     return found
 
 
@@ -257,12 +252,3 @@ def _json(text: str, default: Any = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return default
-
-
-def _first(text: str) -> tuple[Any, str]:
-    """Return the JSON value that a text begins with, and the rest."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, ""
-    return value, text[end:]

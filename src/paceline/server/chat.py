@@ -11,13 +11,12 @@ from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
 from paceline.server.calls import Call, CallParser, ForcedCallParser, Piece
-from paceline.server.choices import Choice, PreparedRequest, ReplyRound, TokenTexts
+from paceline.server.choices import Choice, PreparedRequest, TokenTexts
 from paceline.server.errors import bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
-from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.schema import ChatRequest, Message, NamedTool, TokenizeRequest, Tool
 from paceline.server.tools import CallFormat
-from paceline.server.worker import Busy
+from paceline.server.worker import Busy, ReplyRound
 from paceline.text.chat_template import check_messages
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
@@ -67,7 +66,11 @@ class ChatChoice(Choice):
         events += [self._event(self._call_delta(piece)) for piece in pieces]
         if self.logprobs or self.trace:
             events = events or [self._event()]
-            events[0] |= self._logprobs(round_) | self._trace(round_)
+            events[0] |= self._trace(round_)
+        if self.logprobs:
+            new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
+            self.token_logprobs += new
+            events[0]["logprobs"] = {"content": new, "refusal": None}
         return events
 
     def _parse(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
@@ -89,13 +92,6 @@ class ChatChoice(Choice):
         if self.legacy:
             return {"function_call": new["function"]}
         return {"tool_calls": [{"index": len(self.calls) - 1, **new}]}
-
-    def _logprobs(self, round_: ReplyRound) -> dict[str, Any]:
-        if not self.logprobs:
-            return {}
-        new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
-        self.token_logprobs += new
-        return {"logprobs": {"content": new, "refusal": None}}
 
     def _finish(self, reason: str) -> str:
         incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete
@@ -125,11 +121,6 @@ class CallOptions:
         forced = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
         return CallOptions(offered, [tool for tool in offered if tool.function.name in names], forced)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the functions that may be called."""
-        return [tool.function.name for tool in self.callable]
-
     def grammar(self, family: CallFormat, marker: int | None, body: ChatRequest) -> str | None:
         """Return the grammar of a reply that must be a call, or is a call or constrained JSON; None for any other.
 
@@ -145,7 +136,7 @@ class CallOptions:
 
 
 def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: GrammarTrials, body: ChatRequest
+    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: ChatRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
@@ -155,20 +146,20 @@ def prepare(
     grammar = options.grammar(trials, body, calling.grammar(family, marker[0] if marker else None, body))
     thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
     values = {**thinking, **(body.chat_template_kwargs or {})}
-    text = chat_text(llm, body.messages, calling.shown, values, body.add_generation_prompt, body.continue_final_message)
-    options.check_text_length(llm, settings, text, "messages")
-    tokens = chat_ids(llm, text)
+    text = chat_text(llm, body, calling.shown, values)
+    options.check_length(llm, settings, text, "messages")
+    tokens = options.token_ids(llm, text, "messages", chat=True)
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
     legacy = bool(body.functions)
-
-    single = legacy or body.parallel_tool_calls is False
+    names = [tool.function.name for tool in calling.callable]
 
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
-            return ForcedCallParser(family, calling.names)
-        return CallParser(family, calling.names, single) if calling.callable else None
+            return ForcedCallParser(family, names)
+        single = legacy or body.parallel_tool_calls is False
+        return CallParser(family, names, single) if names else None
 
     def choice(index: int) -> ChatChoice:
         return ChatChoice(
@@ -181,7 +172,8 @@ def prepare(
             legacy=legacy,
         )
 
-    return PreparedRequest(options.jobs(llm, settings, body, [tokens], sampling), choice)
+    jobs = options.jobs(llm, settings, body, [tokens], sampling)
+    return PreparedRequest(jobs, choice, "chat.completion", "chat.completion.chunk")
 
 
 def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
@@ -190,17 +182,12 @@ def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
 
 
 def chat_text(
-    llm: LLM,
-    messages: Sequence[Message],
-    offered: Sequence[Tool] | None,
-    values: dict[str, Any],
-    generation_prompt: bool | None,
-    continued: bool | None,
+    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, values: dict[str, Any]
 ) -> str:
-    """Return a chat's prompt as text. `values`: further variables of the template. `continued`: it ends within the
-    last message. Raises `ApiError` 400 naming the messages.
+    """Return a chat's prompt as text. `values`: further variables of the template. Raises `ApiError` 400 naming the
+    messages.
     """
-    chat = [_as_template_message(message) for message in messages]
+    chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     reserved = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
@@ -209,19 +196,11 @@ def chat_text(
         if given and not tools.knows_tools(llm.tokenizer.chat_template):
             chat, given = tools.with_tools(check_messages(chat), given), []
         values = {"tools": given or None, **values}
-        if continued:
+        if body.continue_final_message:
             return _continued(llm, chat, values)
-        return llm.tokenizer.apply_chat_template(chat, generation_prompt is not False, **values)
+        return llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
-    except PacelineError as error:
-        raise bad_request(str(error), "messages") from error
-
-
-def chat_ids(llm: LLM, text: str) -> list[int]:
-    """Return the token ids of a chat's prompt. Raises `ApiError` 400 naming the messages."""
-    try:
-        return llm.encode(llm.tokenizer.encode(text, special=False))
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 

@@ -1,4 +1,4 @@
-"""Replies as clients see them: rounds, tokens with their log-probabilities and origins, choices that grow."""
+"""Replies as clients see them: tokens with their log-probabilities and origins, choices that grow."""
 
 from __future__ import annotations
 
@@ -10,34 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Logprobs
-from paceline.server.worker import ReplyJob
+from paceline.server.worker import ReplyJob, ReplyRound
 from paceline.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 """The engine's finish reasons -> OpenAI's."""
 _MIN_LOGPROB = -9999.0
 """OpenAI's value for a log-probability of minus infinity, which JSON cannot express."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyRound:
-    """One round of the reply with this index. `drafted`: tokens proposed in it. `ms`: milliseconds since its last."""
-
-    index: int
-    chunks: Sequence[Chunk]
-    drafted: int
-    drafter: str | None
-    ms: float
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens accepted."""
-        return sum(chunk.drafted for chunk in self.chunks)
-
-    @property
-    def text(self) -> str:
-        """The text of all its chunks."""
-        return "".join(chunk.text for chunk in self.chunks)
 
 
 class TokenTexts:
@@ -162,7 +141,12 @@ class Choice(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """The jobs of a request, and the choice that shows the reply of each."""
+    """The jobs of a request, and the choice that shows the reply of each.
+
+    `document`, `event`: object types of the answer, whole or in pieces.
+    """
 
     jobs: Sequence[ReplyJob]
     choice: Callable[[int], Choice]
+    document: str
+    event: str

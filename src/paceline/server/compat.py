@@ -7,44 +7,39 @@ accepted, at any value or at their neutral values; all others are rejected like 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+
+M = TypeVar("M", bound=BaseModel)
 
 DROPPED = BeforeValidator(lambda _: None)
 """Annotation of a value that is not kept: it may be megabytes of anything."""
 Ignored = Annotated[Any, DROPPED, Field(description="Accepted and ignored: it has no effect on a local server.")]
 
 
-class Only:
-    """Annotation of a parameter that may be null or one of a few neutral values."""
+def _only(values: tuple[Any, ...]) -> Any:
+    """Return the type of a parameter that may be null or one of a few neutral values."""
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        about = "Accepted at the value that changes nothing." if self._values else "Not supported: must be null."
-        return {"enum": [*self._values, None], "description": about}
-
-    def _check(self, value: Any) -> None:
-        same_kind = (other for other in self._values if isinstance(value, bool) == isinstance(other, bool))
+    def check(value: Any) -> None:
+        same_kind = (other for other in values if isinstance(value, bool) == isinstance(other, bool))
         if value is not None and value not in same_kind:
-            allowed = " or ".join(map(json.dumps, self._values))
+            allowed = " or ".join(map(json.dumps, values))
             raise ValueError(f"not supported by this server. Leave it out{f', or send {allowed}' if allowed else ''}")
+
+    about = "Accepted at the value that changes nothing." if values else "Not supported: must be null."
+    return Annotated[Any, PlainValidator(check), WithJsonSchema({"enum": [*values, None], "description": about})]
 
 
 class Strict(BaseModel):
@@ -61,35 +56,40 @@ class Strict(BaseModel):
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
 
 
-_IGNORED = """
+def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Callable[[type[M]], type[M]]:
+    """Add parameters that have no effect to a model of bodies: names that are `ignored` at any value, and those that
+    may have a `neutral` value, after these values."""
+
+    def extend(model: type[M]) -> type[M]:
+        fields: dict[str, Any] = dict.fromkeys(ignored.split(), (Ignored, None))
+        fields |= {name: (_only(values), None) for values, names in neutral for name in names.split()}
+        return create_model(
+            model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields
+        )
+
+    return extend
+
+
+@accepts(
+    """
     cache_prompt n_cache_reuse n_keep id_slot keep_alive ttl timings_per_token return_progress sse_ping_interval
     request_id guided_decoding_backend mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base
     dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-"""
-_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((0,), "mirostat dynatemp_range xtc_probability dry_multiplier n_probs n_indent priority"),
-    ((1,), "tfs_z length_penalty n_cmpl"),
-    ((0, 1), "min_keep"),
-    ((-1, 0), "top_n_sigma"),
-    ((0, -1), "t_max_predict_ms"),
-    ((-1,), "truncate_prompt_tokens"),
-    ((True,), "penalize_nl skip_special_tokens spaces_between_special_tokens"),
-    ((False,), "use_beam_search early_stopping include_stop_str_in_output return_token_ids return_tokens"),
-    ((False,), "return_tokens_as_token_ids post_sampling_probs"),
-    (([],), "allowed_token_ids bad_words logits_processors lora"),
-    (("",), "grammar"),
-    ((), "prompt_logprobs json_schema"),
+    """,
+    (
+        ((0,), "mirostat dynatemp_range xtc_probability dry_multiplier n_probs n_indent priority"),
+        ((1,), "tfs_z length_penalty n_cmpl"),
+        ((0, 1), "min_keep"),
+        ((-1, 0), "top_n_sigma"),
+        ((0, -1), "t_max_predict_ms"),
+        ((-1,), "truncate_prompt_tokens"),
+        ((True,), "penalize_nl skip_special_tokens spaces_between_special_tokens"),
+        ((False,), "use_beam_search early_stopping include_stop_str_in_output return_token_ids return_tokens"),
+        ((False,), "return_tokens_as_token_ids post_sampling_probs"),
+        (([],), "allowed_token_ids bad_words logits_processors lora"),
+        (("",), "grammar"),
+        ((), "prompt_logprobs json_schema"),
+    ),
 )
-
-if TYPE_CHECKING:
-
-    class OtherServers(Strict):
-        """Parameters of other servers that chats and completions accept without effect."""
-
-else:
-    OtherServers = create_model(
-        "OtherServers",
-        __base__=Strict,
-        **dict.fromkeys(_IGNORED.split(), (Ignored, None)),
-        **{name: (Annotated[Any, Only(*values)], None) for values, names in _NEUTRAL for name in names.split()},
-    )
+class OtherServers(Strict):
+    """Parameters of other servers that chats and completions accept without effect."""

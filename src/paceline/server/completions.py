@@ -10,14 +10,12 @@ from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
-from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.server import options
-from paceline.server.choices import Choice, PreparedRequest, ReplyRound, TokenTexts
-from paceline.server.errors import bad_request
-from paceline.server.grammar_trials import GrammarTrials
+from paceline.server.choices import Choice, PreparedRequest, TokenTexts
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
+from paceline.server.worker import ReplyRound
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
@@ -72,16 +70,17 @@ class TextChoice(Choice):
 
 
 def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: GrammarTrials, body: CompletionRequest
+    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: CompletionRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     options.check_model(settings, body.model)
-    given = _prompts(body)
+    prompt: Any = body.prompt
+    given: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]
     for prompt, param in zip(given, params, strict=True):
         if isinstance(prompt, str):
-            options.check_text_length(llm, settings, prompt, param)
-    prompts = [_encode(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
+            options.check_length(llm, settings, prompt, param)
+    prompts = [options.token_ids(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
     grammar = options.grammar(trials, body)
@@ -112,7 +111,7 @@ def prepare(
             prompt_only=length == 0,
         )
 
-    return PreparedRequest(jobs, choice)
+    return PreparedRequest(jobs, choice, "text_completion", "text_completion")
 
 
 def _scored_chunks(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:
@@ -133,19 +132,3 @@ def _pieces(llm: LLM, prompt: str | list[int], tokens: Sequence[int]) -> list[st
             raise Unfinished
         pieces.append(detokenizer.push(token))
     return [*pieces[:-1], pieces[-1] + detokenizer.flush()]
-
-
-def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return prompt
-
-
-def _encode(llm: LLM, prompt: str | list[int], param: str) -> list[int]:
-    try:
-        return llm.encode(prompt, raw=True)
-    except PacelineError as error:
-        raise bad_request(str(error), param) from error

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.server.choices import FINISH_REASONS, ReplyRound
-from paceline.server.worker import Load
+from paceline.server.choices import FINISH_REASONS
+from paceline.server.worker import Load, ReplyRound
 
 _LABEL = "model_name"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SPAN = 10.0
+"""Seconds of the throughput."""
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
@@ -50,14 +51,21 @@ class Metrics:
         )
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
         self._rounds = self._counter("paceline:rounds", "Rounds of replies, including those without a draft.")
-        self._throughput = _Throughput()
-        self._registry.register(_Gauges(model, load, self._throughput))
+        self._recent: deque[tuple[float, int]] = deque()
+        """Times and tokens of the rounds of the last `_SPAN` seconds."""
+        self._gauge("vllm:num_requests_running", "Replies being generated.", lambda: load().running)
+        self._gauge("vllm:num_requests_waiting", "Replies waiting for a slot.", lambda: load().waiting)
+        self._gauge("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.", lambda: load().cache)
+        self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.", self._tokens_per_second)
 
     def _counter(self, name: str, about: str) -> Any:
         return Counter(name, about, (_LABEL,), registry=self._registry).labels(self._model)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
         return Histogram(name, about, (_LABEL,), buckets=buckets, registry=self._registry).labels(self._model)
+
+    def _gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
+        Gauge(name, about, (_LABEL,), registry=self._registry).labels(self._model).set_function(value)
 
     def observe_first(self, queued: float, seconds: float, prompt: int, cached: int) -> None:
         """Count a reply's first token. `queued`, `seconds`: until admission and until now, from submission.
@@ -70,17 +78,15 @@ class Metrics:
         self._queries.inc(prompt)
         self._hits.inc(cached)
 
-    def observe_later(self, seconds: float, tokens: int) -> None:
-        """Count the tokens of a later round, which came `seconds` after the round before."""
-        for _ in range(tokens):
-            self._later.observe(seconds / tokens)
-
-    def observe_round(self, round_: ReplyRound) -> None:
-        """Count a reply's round."""
+    def observe_round(self, round_: ReplyRound, first: bool) -> None:
+        """Count a reply's round. `first`: it is the first, whose tokens have no time between them."""
         tokens, accepted = len(round_.chunks), round_.accepted
+        for _ in () if first else round_.chunks:
+            self._later.observe(round_.ms / 1000 / tokens)
         self._rounds.inc()
         self._generation.inc(tokens)
-        self._throughput.add(tokens)
+        self._recent.append((time.monotonic(), tokens))
+        self._forget()
         self._drafts.inc(round_.chunks[0].origin != "plain")
         self._drafted.inc(round_.drafted)
         self._accepted.inc(accepted)
@@ -96,42 +102,10 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _Throughput:
-    """Tokens per second of all replies over the last `SPAN` seconds."""
-
-    SPAN = 10.0
-
-    def __init__(self) -> None:
-        self._tokens: deque[tuple[float, int]] = deque()
-
-    def add(self, tokens: int) -> None:
-        self._tokens.append((time.monotonic(), tokens))
+    def _tokens_per_second(self) -> float:
         self._forget()
-
-    def value(self) -> float:
-        self._forget()
-        return sum(tokens for _, tokens in self._tokens) / self.SPAN
+        return sum(tokens for _, tokens in self._recent) / _SPAN
 
     def _forget(self) -> None:
-        while self._tokens and self._tokens[0][0] < time.monotonic() - self.SPAN:
-            self._tokens.popleft()
-
-
-class _Gauges:
-    """Gauges, computed when they are read."""
-
-    def __init__(self, model: str, load: Callable[[], Load], throughput: _Throughput) -> None:
-        self._model, self._load, self._throughput = model, load, throughput
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self._load()
-        for name, about, value in (
-            ("vllm:num_requests_running", "Replies being generated.", load.running),
-            ("vllm:num_requests_waiting", "Replies waiting for a slot.", load.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.", load.cache),
-            ("paceline:tokens_per_second", "Tokens per second over the last 10 s.", self._throughput.value()),
-        ):
-            gauge = GaugeMetricFamily(name, about, labels=(_LABEL,))
-            gauge.add_metric((self._model,), value)
-            yield gauge
+        while self._recent and self._recent[0][0] < time.monotonic() - _SPAN:
+            self._recent.popleft()

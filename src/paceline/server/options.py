@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.engine.draft_policy import OFF, Speculation
-from paceline.errors import PacelineError
+from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.grammar_cache import Kind
+from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import Settings
 from paceline.server.preprocessing import PoolName
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
 from paceline.server.worker import Busy, ReplyJob
+from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.types import DraftBudget
 
 _SAME_NAMES = (
@@ -28,6 +28,11 @@ _ATTRIBUTES = {name: name for name in _SAME_NAMES} | {"repetition_penalty": "pen
 """Field of `Sampling` -> attribute of `RequestBody`."""
 _MAX_BRANCHES = 512
 """Branches of a drafted tree: no limit of its own."""
+_SECONDS, _MEMORY = 2.0, 128 * 2**20
+"""Limits for compiling a grammar: processor time and bytes."""
+_MAX_LIVE = 2**30
+"""Bytes of all compiled grammars, including those that running replies use."""
+_MAX_RESULTS = 1024
 
 
 def check_model(settings: Settings, name: str | None) -> None:
@@ -66,6 +71,54 @@ def speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculati
         raise bad_request(str(error), "speculation.drafter") from error
     limit = options.max_draft
     return Speculation(drafter, None if limit is None else DraftBudget(limit, limit, _MAX_BRANCHES))
+
+
+class GrammarTrials:
+    """Trial compilation of clients' grammars in the sandbox, before they are compiled here. Results are cached.
+
+    A grammar of a few bytes may take minutes and gigabytes to compile, and a thread that compiles cannot be stopped. So
+    each new grammar is first compiled in a fork with limits, and by the server itself only if it stays within them.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._key = llm, llm.tokenizer.digest
+        self._results: Cache[bytes, int | PacelineError] = Cache(_MAX_RESULTS)
+
+    def size(self, kind: Kind, text: str) -> int:
+        """Return the bytes that the compiled grammar takes.
+
+        Blocks for some seconds at most. Raises `InvalidOption` for a grammar that is malformed or exceeds the limits,
+        and `Busy` if there is no time or memory for it now.
+        """
+        check_installed()
+        digest = hashlib.blake2b(f"{kind}\0{text}".encode()).digest()
+        result = self._results.get(digest, lambda: (self._compile(kind, text), 1))
+        if isinstance(result, PacelineError):
+            raise type(result)(result.cause, result.fix)
+        if live_bytes() + result > _MAX_LIVE:
+            raise Busy("grammars of other requests use all the memory for grammars")
+        return result
+
+    def _compile(self, kind: Kind, text: str) -> int | PacelineError:
+        model = self._llm.model
+        ends = frozenset(model.eos)
+        if not ends:
+            return InvalidOption("a grammar requires an end-of-sequence token, which the model does not have")
+        size = model.target.vocab_size
+        job = (self._key, kind, text, False)
+        try:
+            SANDBOX.prepare(
+                self._key,
+                "paceline.sampling.grammar_compile:prepare",
+                lambda: (self._key, *spelled(model.tokenizer, size, ends), sorted(ends)),
+            )
+            return int(SANDBOX.run("paceline.sampling.grammar_compile:measure", job, _SECONDS, _MEMORY, self._key))
+        except JobFailed as error:
+            return refused(kind, f"{error}")
+        except OverLimit:  # not cached: the fork may have been killed for another reason
+            raise refused(kind, f"compiling it takes more than {_SECONDS:g} s or {_MEMORY >> 20} MiB") from None
+        except Unfinished:
+            raise Busy("the machine is too busy to compile a new grammar") from None
 
 
 def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None = None) -> Grammar | None:
@@ -121,27 +174,27 @@ def pool(body: RequestBody, by_size: PoolName) -> PoolName:
     return "grammar" if forced or _constraints(body) else by_size
 
 
-def _max_prompt(llm: LLM, settings: Settings) -> int:
-    context = llm.model.target.context_length
-    return min(context - 1, settings.max_prompt or context)
+def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:
+    """Return the token ids of a text, or of a prompt that is token ids already. `chat`: the text of a chat, which has
+    its special tokens. Raises `ApiError` 400 naming the parameter."""
+    try:
+        return llm.encode(llm.tokenizer.encode(prompt, special=False) if chat else prompt, raw=True)
+    except PacelineError as error:
+        raise bad_request(str(error), param) from error
 
 
-def check_text_length(llm: LLM, settings: Settings, text: str, param: str) -> None:
-    """Raise `ApiError` 400 for a text that is too long whatever its tokens are, before it is tokenised."""
-    longest, limit = llm.tokenizer.max_token_chars, _max_prompt(llm, settings)
-    if longest is not None and len(text) > longest * limit:
-        raise _too_long(f"has {len(text)} characters, more than {limit} tokens can hold", param)
-
-
-def check_length(llm: LLM, settings: Settings, tokens: Sequence[int], param: str) -> None:
-    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply."""
-    limit = _max_prompt(llm, settings)
-    if len(tokens) > limit:
-        raise _too_long(f"has {len(tokens)} tokens, the limit is {limit}", param)
-
-
-def _too_long(message: str, param: str) -> ApiError:
-    return bad_request(f"the prompt {message}. Shorten it", param, "context_length_exceeded")
+def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
+    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply; for a text that is so whatever
+    its tokens are, before it is tokenised."""
+    context, longest = llm.model.target.context_length, llm.tokenizer.max_token_chars
+    limit = min(context - 1, settings.max_prompt or context)
+    if not isinstance(prompt, str):
+        too_long, size = len(prompt) > limit, f"{len(prompt)} tokens, the limit is {limit}"
+    else:
+        too_long = longest is not None and len(prompt) > longest * limit
+        size = f"{len(prompt)} characters, more than {limit} tokens can hold"
+    if too_long:
+        raise bad_request(f"the prompt has {size}. Shorten it", param, "context_length_exceeded")
 
 
 def length(llm: LLM, body: RequestBody, default: int = -1) -> int:

@@ -6,12 +6,12 @@ import asyncio
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -45,24 +45,25 @@ class Preprocessor:
     def close(self) -> None:
         """Drop work that has not begun."""
         for pool in self._pools.values():
-            pool.close()
+            pool.executor.shutdown(wait=False, cancel_futures=True)
 
 
 class _Pool:
     """Threads for one kind of work. Used from the event loop only."""
 
     def __init__(self, name: PoolName, count: int) -> None:
-        self._executor = ThreadPoolExecutor(count, f"paceline-{name}", None if name == "short" else _lower_priority)
-        self._free = count
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Waiting work by client; the first client is next."""
+        self.executor = ThreadPoolExecutor(count, f"paceline-{name}", None if name == "short" else _lower_priority)
+        self._free = asyncio.Semaphore(count)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By client: who holds its lock waits for a thread, in the order of arrival among the clients."""
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        await self._acquire(client)
+        async with self._turns.setdefault(client, asyncio.Lock()):
+            await self._free.acquire()
         abandoned = threading.Event()
         context = copy_context()
         context.run(ABANDONED.set, abandoned)
-        future = self._executor.submit(context.run, work)
+        future = self.executor.submit(context.run, work)
         loop = asyncio.get_running_loop()
         # Not when this coroutine ends: cancelled or not, the thread is busy until the work is done.
         future.add_done_callback(lambda _: self._release_from_thread(loop))
@@ -71,39 +72,9 @@ class _Pool:
         finally:
             abandoned.set()
 
-    async def _acquire(self, client: str) -> None:
-        """Wait for a free thread."""
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._release()  # the thread had just been given to this work
-            raise
-
-    def _release(self) -> None:
-        """Give a free thread to the next client."""
-        while self._waiting:
-            client, turns = self._waiting.popitem(last=False)
-            while turns:
-                turn = turns.popleft()
-                if not turn.done():
-                    if turns:
-                        self._waiting[client] = turns
-                    turn.set_result(None)
-                    return
-        self._free += 1
-
     def _release_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._release)
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            loop.call_soon_threadsafe(self._free.release)
 
 
 def _lower_priority() -> None:

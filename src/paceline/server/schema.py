@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import DROPPED, Ignored, Only, OtherServers, Strict
+from paceline.server.compat import DROPPED, Ignored, OtherServers, Strict, accepts
 
 MAX_STOPS, MAX_BIASES = 16, 4096
 
@@ -43,7 +43,6 @@ def _alias_value(body: Any, *names: str) -> Any:
     return next(iter(given.values()), None)
 
 
-Unsupported = Annotated[Any, Only()]
 Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
 Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
@@ -51,10 +50,9 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
 
 
+@accepts("include_obfuscation", (((False,), "continuous_usage_stats"),))
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
-    continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
 class SpeculationOptions(Strict):
@@ -165,6 +163,7 @@ class ToolCall(Strict):
     index: Ignored = None
 
 
+@accepts("parsed annotations", (((), "audio"),))
 class Message(Strict):
     """A message of a chat."""
 
@@ -175,9 +174,6 @@ class Message(Strict):
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
-    parsed: Ignored = None
-    annotations: Ignored = None
-    audio: Unsupported = None
     function_call: CalledFunction | None = None
 
     @property
@@ -252,6 +248,18 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_
 Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
+@accepts(
+    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
+    (
+        ((1,), "best_of"),
+        ((False,), "echo add_special_tokens"),
+        ((True,), "include_reasoning parse_tool_calls"),
+        (([],), "documents"),
+        (("medium",), "verbosity"),
+        (("none",), "reasoning_format"),
+        ((), "audio prediction web_search_options moderation"),
+    ),
+)
 class ChatRequest(RequestBody):
     """Body of /v1/chat/completions."""
 
@@ -271,29 +279,10 @@ class ChatRequest(RequestBody):
     functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's legacy `tools`.")] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: (
         Annotated[Literal["none"], Field(description="Sets the chat template's enable_thinking to false.")] | None
     ) = None
-    verbosity: Annotated[Any, Only("medium")] = None
-    best_of: Annotated[Any, Only(1)] = None
-    echo: Annotated[Any, Only(False)] = None
-    add_special_tokens: Annotated[Any, Only(False)] = None
-    documents: Annotated[Any, Only([])] = None
-    include_reasoning: Annotated[Any, Only(True)] = None
-    reasoning_format: Annotated[Any, Only("none")] = None
-    parse_tool_calls: Annotated[Any, Only(True)] = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    web_search_options: Unsupported = None
-    moderation: Unsupported = None
 
     @property
     def offered(self) -> list[Tool]:
@@ -342,6 +331,7 @@ class ChatRequest(RequestBody):
             raise ValueError("tool_choice 'required' requires tools")
 
 
+@accepts("", (((True,), "add_special_tokens"), (("",), "suffix")))
 class CompletionRequest(RequestBody):
     """Body of /v1/completions."""
 
@@ -354,8 +344,6 @@ class CompletionRequest(RequestBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
-    add_special_tokens: Annotated[Any, Only(True)] = None
-    suffix: Annotated[Any, Only("")] = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -17,21 +18,19 @@ from starlette.types import Receive
 from paceline.errors import TimedOut
 from paceline.llm import LLM
 from paceline.server import chat, completions, options, schema
-from paceline.server.answers import Endpoint, EventStream, GeneratedAnswer, dumps
+from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest, dumps
 from paceline.server.bodies import BodyReader
 from paceline.server.choices import PreparedRequest, TokenTexts
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
-from paceline.server.grammar_trials import GrammarTrials
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
-from paceline.server.running import RunningRequest
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import Worker
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=schema.RequestBody)
-Prepare = Callable[[LLM, Settings, TokenTexts, GrammarTrials, Body], PreparedRequest]
+Prepare = Callable[[LLM, Settings, TokenTexts, options.GrammarTrials, Body], PreparedRequest]
 
 
 class Service:
@@ -45,7 +44,7 @@ class Service:
         self.metrics = Metrics(settings.model, lambda: worker.load)
         self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
-        self.grammar_trials = GrammarTrials(llm)
+        self.grammar_trials = options.GrammarTrials(llm)
         self.preprocessor = Preprocessor()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
@@ -56,13 +55,11 @@ class Service:
 
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a chat."""
-        endpoint = Endpoint("chatcmpl-", "chat.completion", "chat.completion.chunk")
-        return await self._generate(request, schema.ChatRequest, chat.prepare, endpoint)
+        return await self._generate(request, schema.ChatRequest, chat.prepare, "chatcmpl-")
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
-        endpoint = Endpoint("cmpl-", "text_completion", "text_completion")
-        return await self._generate(request, schema.CompletionRequest, completions.prepare, endpoint)
+        return await self._generate(request, schema.CompletionRequest, completions.prepare, "cmpl-")
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
@@ -73,9 +70,8 @@ class Service:
                 if body.messages is None:
                     tokens = self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
                 else:
-                    generation, continued = body.add_generation_prompt, body.continue_final_message
-                    text = chat.chat_text(self.llm, body.messages, body.tools, {}, generation, continued)
-                    tokens = chat.chat_ids(self.llm, text)
+                    text = chat.chat_text(self.llm, body, body.tools, {})
+                    tokens = options.token_ids(self.llm, text, "messages", chat=True)
                 context_length = self.llm.model.target.context_length
                 return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
 
@@ -128,10 +124,8 @@ class Service:
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
-    async def _generate(
-        self, request: Request, kind: type[Body], prepare: Prepare[Body], endpoint: Endpoint
-    ) -> Response:
-        answer, events = await self._begin(request, kind, prepare, endpoint)
+    async def _generate(self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str) -> Response:
+        answer, events = await self._begin(request, kind, prepare, id_prefix)
         if events is not None:
             return EventStream(events, answer.close, self.settings.stall)
         try:
@@ -141,7 +135,7 @@ class Service:
         return Response(dumps(document), media_type="application/json")
 
     async def _begin(
-        self, request: Request, kind: type[Body], prepare: Prepare[Body], endpoint: Endpoint
+        self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str
     ) -> tuple[GeneratedAnswer, AsyncIterator[bytes] | None]:
         """Start the replies. Returns the answer, and its events if it is to be streamed.
 
@@ -156,14 +150,15 @@ class Service:
             def left() -> float | None:
                 return None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
 
-            running = RunningRequest(self.worker, self.limit, self.metrics, self.tracer.for_request(request.headers))
-            running.enter()
+            answer_id, trace = id_prefix + uuid.uuid4().hex, self.tracer.for_request(request.headers)
+            self.limit.acquire()
+            running = RunningRequest(answer_id, self.worker, self.limit, self.metrics, trace)
             try:
                 work = partial(prepare, self.llm, self.settings, self.token_texts, self.grammar_trials, body)
                 prepared = await self._preprocess(request, options.pool(body, pool), work, left())
                 remaining = left()
                 running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
-                answer = GeneratedAnswer(running, prepared, endpoint, self.settings.model)
+                answer = GeneratedAnswer(running, prepared, self.settings.model)
             except BaseException:
                 running.close()
                 raise

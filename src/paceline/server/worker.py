@@ -9,16 +9,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Begin, Event, Scheduler, Task
+from paceline.engine.scheduler import Event, Scheduler, Task
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.llm import LLM
@@ -92,24 +91,35 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundOutput:
-    """Output of one round of a reply. `index`: the reply's, from `submit`. `drafted`: tokens proposed in the round.
-
-    `over`: there will be no more; the last output may have no chunks.
+class ReplyRound:
+    """One round of the reply with this index, from `submit`. `drafted`: tokens proposed in it. `ms`: milliseconds since
+    the round before, or since submission. `over`: there will be no more; the last round may have no chunks.
     """
 
     index: int
     chunks: Sequence[Chunk]
     drafted: int
-    over: bool
+    drafter: str | None
+    ms: float
+    over: bool = False
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(chunk.drafted for chunk in self.chunks)
+
+    @property
+    def text(self) -> str:
+        """The text of all its chunks."""
+        return "".join(chunk.text for chunk in self.chunks)
 
 
 class ReplyHandle:
     """A submitted job. For the event loop that submitted it."""
 
-    def __init__(self, task: Task, outputs: asyncio.Queue[RoundOutput], index: int) -> None:
+    def __init__(self, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
         self._task, self._outputs, self._index = task, outputs, index
-        self._drafted = 0
+        self._drafted, self._last = 0, time.perf_counter()
         self._no_stats = Stats(0, "rounding")
 
     @property
@@ -138,9 +148,11 @@ class ReplyHandle:
         self._task.cancelled = True
 
     def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
-        """Add a round's output. `drafted`: tokens proposed in all rounds up to this one."""
-        self._outputs.put_nowait(RoundOutput(self._index, chunks, drafted - self._drafted, over))
-        self._drafted = drafted
+        """Add a round. `drafted`: tokens proposed in all rounds up to this one."""
+        now = time.perf_counter()
+        ms = 1000 * (now - self._last)
+        self._outputs.put_nowait(ReplyRound(self._index, chunks, drafted - self._drafted, self.drafter, ms, over))
+        self._drafted, self._last = drafted, now
 
 
 class Worker:
@@ -187,7 +199,7 @@ class Worker:
         waiting = max(0, len(self._replies) - len(active))
         return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
-    def submit(self, job: ReplyJob, outputs: asyncio.Queue[RoundOutput], index: int = 0) -> ReplyHandle:
+    def submit(self, job: ReplyJob, outputs: asyncio.Queue[ReplyRound], index: int = 0) -> ReplyHandle:
         """Queue a job, whose outputs will have this index.
 
         Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded.
@@ -198,7 +210,11 @@ class Worker:
             raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
         speculation = job.speculation or self.default
         _ = self.llm.engine.policies[speculation.drafter]
-        task = Task(self._begin(job, speculation), len(job.tokens), job.group, job.client)
+
+        def begin(like: Request | None) -> Request:
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores)
+
+        task = Task(begin, len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
         reply = ReplyHandle(task, outputs, index)
@@ -218,12 +234,6 @@ class Worker:
         """`drain`, and wait until the thread has ended."""
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-
-    def _begin(self, job: ReplyJob, speculation: Speculation) -> Begin:
-        def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores)
-
-        return begin
 
     def _deliver(self, events: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
         for task, chunks, drafted, over in events:
@@ -295,12 +305,5 @@ def _positions(count: int, longest: int) -> int:
 
 def trim_memory() -> None:
     """Return the C library's free memory to the system, where it can be asked to (glibc). Takes milliseconds."""
-    if trim := _malloc_trim():
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # not in musl
         trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none

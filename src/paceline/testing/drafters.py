@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.wrapper import DrafterWrapper
-from paceline.engine.detokenizer import TextStream
+from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.stats import Stats
 from paceline.protocols import Saved, Target
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing.tiny import run, run_together, tiny_target
+from paceline.testing.probe import fill
+from paceline.testing.tiny import run, run_together, start, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 
@@ -41,23 +41,10 @@ class Oracle(Drafter):
     def release(self, slot: int) -> None: ...
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [self._tree(ask) for ask in asks]
+        return [fill(ask.budget, partial(self._children, ask)) for ask in asks]
 
-    def _tree(self, ask: Ask) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        level = [0]
-        for depth in range(ask.budget.depth):
-            level, parent_level = [], level
-            for parent in parent_level:
-                children = self._children(ask.position + 1 + depth, ask.budget.branch)
-                for token in children[: ask.budget.nodes - len(tokens)]:
-                    tokens.append(token)
-                    parents.append(parent)
-                    level.append(len(tokens))
-        return Draft(tuple(tokens), tuple(parents))
-
-    def _children(self, position: int, branch: int) -> list[int]:
+    def _children(self, ask: Ask, row: int, depth: int) -> list[int]:
+        position, branch = ask.position + 1 + depth, ask.budget.branch
         true = self._text[position] if position < len(self._text) else 0
         wrong = [t for t in self._random.sample(range(self._vocab), min(branch + 1, self._vocab)) if t != true]
         if self._random.random() < self._accuracy:
@@ -172,8 +159,7 @@ def _begin(
     saved: tuple[Saved, Saved | None, int] | None = None,
 ) -> Request:
     """Return a prefilled request. `saved`: what target and drafter saved, and how many tokens of it to load."""
-    stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
-    request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"), source)
+    request = start(engine, prompt, sampling, (), source)
     if saved and request.policy:
         text, states, length = saved
         engine.cache.load(request.slot, text, length)
@@ -184,7 +170,7 @@ def _begin(
 
 
 def _ask(engine: Engine, request: Request, budget: DraftBudget | None = None) -> Ask:
-    return Ask.of(request.slot, request.prefix, budget or DraftBudget.chain(4), request.sampler)
+    return Ask(request.slot, request.prefix, budget or DraftBudget.chain(4), request.sampler)
 
 
 class _Checked(DrafterWrapper):

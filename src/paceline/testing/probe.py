@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from paceline.protocols import KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Want
-from paceline.verify.tree import pack
+from paceline.verify.tree import pack, paths_of
 
 SHAPES = (DraftBudget.chain(0), DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(8, 3, 2))
 BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
@@ -21,10 +21,15 @@ class Probe:
     def __init__(self, target: Target, tolerance: float, taps: tuple[Tap, ...]) -> None:
         self.target, self.tolerance, self.taps = target, tolerance, taps
         self.cache: KVCache = target.new_cache()
-        self._plain: dict[tuple[int, ...], tuple[Tensor, dict[Tap, Tensor]]] = {}
+        self._plain: dict[tuple[int, ...], Forward] = {}
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         return [(i * i + 5 * i + 3 * seed + 1) % self.target.vocab_size for i in range(count)]
+
+    def fill(self, budget: DraftBudget, seed: int = 0) -> Draft:
+        """Return a tree that uses this budget, with different siblings."""
+        firsts, vocab = range(seed + 2, seed + 2 + budget.branch), self.target.vocab_size
+        return fill(budget, lambda row, depth: [(3 * row + depth + first) % vocab for first in firsts])
 
     def text(self, count: int, seed: int = 0, cache: KVCache | None = None) -> Text:
         """Return a slot with `count` tokens, the last one pending, fed one by one."""
@@ -40,25 +45,24 @@ class Probe:
         assert [cache.lengths[slot] for slot in rows.slots] == before, "a pass advanced a slot; only commit may"
         return out
 
-    def plain(self, tokens: Sequence[int]) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """Return logits [V] after the tokens, and taps {tap: [H]} of the last, from a cache used for nothing else."""
+    def plain(self, tokens: Sequence[int]) -> Forward:
+        """Return the pass whose row 0 is the last of these tokens, from a cache used for nothing else."""
         if tuple(tokens) not in self._plain:
             cache = self.target.new_cache()
             slot = cache.acquire()
             for i, token in enumerate(tokens):
                 rows = pack([token], [Draft()], [slot], [i], self.target.device)
-                out = self.forward(rows, cache, Want(taps=self.taps))
+                self._plain[tuple(tokens[: i + 1])] = self.forward(rows, cache, Want(taps=self.taps))
                 cache.commit(rows, [()])
-                taps = {tap: x[0, 0] for tap, x in out.taps.items()}
-                self._plain[tuple(tokens[: i + 1])] = out.logits[0, 0], taps
         return self._plain[tuple(tokens)]
 
-    def compare(self, said: str, tokens: Sequence[int], logits: Tensor, taps: dict[Tap, Tensor]) -> None:
-        """Compare one row [V] and its taps [H] with plain feeding."""
-        plain, states = self.plain(tokens)
-        self.close(f"{said}: not the logits of plain feeding", logits, plain)
+    def compare(self, said: str, tokens: Sequence[int], out: Forward, line: int, row: int) -> None:
+        """Compare one row of a pass with plain feeding of these tokens."""
+        plain = self.plain(tokens)
+        self.close(f"{said}: not the logits of plain feeding", out.logits[line, row], plain.logits[0, 0])
         for tap in self.taps:
-            self.close(f"{said}: not the tap {tap!r} of plain feeding", taps[tap], states[tap])
+            ours, theirs = out.taps[tap][line, row], plain.taps[tap][0, 0]
+            self.close(f"{said}: not the tap {tap!r} of plain feeding", ours, theirs)
 
     def close(self, said: str, ours: Tensor, theirs: Tensor) -> None:
         off = float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0
@@ -105,7 +109,7 @@ class Text:
         assert budget.nodes <= shape.nodes, "fit gave more nodes than the budget"
         assert budget.depth <= shape.depth, "fit gave more depth than the budget"
         assert budget.branch <= shape.branch, "fit gave more branches than the budget"
-        return fill(budget, self.probe.target.vocab_size, seed)
+        return self.probe.fill(budget, seed)
 
     def expect(self, said: str, draft: Draft | None = None, out: Forward | None = None, line: int = 0) -> None:
         """Check that every row of the draft gives what plain feeding of its path gives."""
@@ -114,35 +118,25 @@ class Text:
         # The longest first: plain feeding then gives its prefixes too.
         for row, path in sorted(paths_of(draft).items(), key=lambda item: -len(item[1])):
             tokens = [*self.tokens, *(draft.tokens[r - 1] for r in path)]
-            self.probe.compare(said, tokens, out.logits[line, row], {tap: x[line, row] for tap, x in out.taps.items()})
+            self.probe.compare(said, tokens, out, line, row)
 
 
-def fill(budget: DraftBudget, vocab: int, seed: int = 0) -> Draft:
-    """Return a tree that uses this budget, level by level, with different siblings; the last row may lack children."""
+def fill(budget: DraftBudget, children: Callable[[int, int], Iterable[int]]) -> Draft:
+    """Return a tree that uses this budget, level by level; the last row may lack children. `children`: the tokens
+    below a row at a depth."""
     tokens: list[int] = []
     parents: list[int] = []
-    level = [0]
+    level = range(1)
     for depth in range(budget.depth):
-        edges = [(row, branch) for row in level for branch in range(budget.branch)][: budget.nodes - len(tokens)]
-        level = []
-        for row, branch in edges:
-            tokens.append((3 * row + depth + branch + seed + 2) % vocab)
-            parents.append(row)
-            level.append(len(tokens))
+        edges = [(row, token) for row in level for token in children(row, depth)][: budget.nodes - len(tokens)]
+        parents += [row for row, _ in edges]
+        tokens += [token for _, token in edges]
+        level = range(level.stop, len(tokens) + 1)
     return Draft(tuple(tokens), tuple(parents))
 
 
 def depth_first(draft: Draft) -> Draft:
     """Return the same tree with its nodes numbered depth first."""
-    paths = sorted(paths_of(draft).values())
-    row = {path[-1] if path else 0: i for i, path in enumerate(paths)}
-    nodes = [path[-1] for path in paths if path]
+    nodes = [path[-1] for path in sorted(paths_of(draft).values()) if path]
+    row = {node: i for i, node in enumerate((0, *nodes))}
     return Draft(tuple(draft.tokens[n - 1] for n in nodes), tuple(row[draft.parents[n - 1]] for n in nodes))
-
-
-def paths_of(draft: Draft) -> dict[int, list[int]]:
-    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
-    paths: dict[int, list[int]] = {0: []}
-    for row, parent in enumerate(draft.parents, 1):
-        paths[row] = [*paths[parent], row]
-    return paths

@@ -10,10 +10,10 @@ from paceline.cache.layout import NONE
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing.drafters import Oracle
-from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first, fill, paths_of
+from paceline.testing.probe import BUSHY, SHAPES, Probe, Text, depth_first
 from paceline.testing.tiny import run
 from paceline.types import Draft, DraftBudget, Rows, Tap, Want
-from paceline.verify.tree import depths, pack, pack_prefix
+from paceline.verify.tree import depths, pack, pack_prefix, paths_of
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
@@ -25,16 +25,13 @@ def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: S
     checked too.
     """
     for clause in CLAUSES:
-        _hold(clause, Probe(make(), tolerance, tuple(taps)))
-
-
-def _hold(clause: Callable[[Probe], None], probe: Probe) -> None:
-    try:
-        clause(probe)
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"{clause.__doc__} It raised {error!r}") from error
+        probe = Probe(make(), tolerance, tuple(taps))
+        try:
+            clause(probe)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{clause.__doc__} It raised {error!r}") from error
 
 
 def _drafts(probe: Probe) -> None:
@@ -77,8 +74,7 @@ def _chunks(probe: Probe) -> None:
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         probe.cache.commit(rows, [range(1, end - first)])
         for i in range(end - first):
-            states = {tap: x[0, i] for tap, x in out.taps.items()}
-            probe.compare("a prefill chunk", tokens[: first + i + 1], out.logits[0, i], states)
+            probe.compare("a prefill chunk", tokens[: first + i + 1], out, 0, i)
     text.expect("after prefill chunks")
 
 
@@ -224,7 +220,7 @@ def _growing(probe: Probe) -> None:
     text.verify(Draft())
     text.commit(Draft(), ())
     budget = probe.cache.fit(text.slot, BUSHY)
-    draft = fill(budget, probe.target.vocab_size)
+    draft = probe.fill(budget)
     deep, first = depths(draft.parents)[1:], 0
     for depth in range(1, budget.depth + 1):
         level = [i for i, d in enumerate(deep) if d == depth]
@@ -240,8 +236,7 @@ def _growing(probe: Probe) -> None:
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         for line, i in enumerate(level):
             tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths_of(draft)[i + 1])]
-            states = {tap: x[0, line] for tap, x in out.taps.items()}
-            probe.compare(f"level {depth} of a tree that grows", tokens, out.logits[0, line], states)
+            probe.compare(f"level {depth} of a tree that grows", tokens, out, 0, line)
         first = end
 
 

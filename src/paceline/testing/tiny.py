@@ -13,7 +13,8 @@ from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduler, Task
+from paceline.engine.results import Batch
+from paceline.engine.scheduler import Task
 from paceline.engine.stats import Stats
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -88,28 +89,19 @@ def run_together(
     engine: Engine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, eos: Sequence[int] = ()
 ) -> list[tuple[list[int], FinishReason | None, Stats]]:
     """Decode several prompts in shared passes. Returns for each what `run` returns."""
-    scheduler = Scheduler(engine, len(prompts))
     tasks = [
-        Task(partial(_start, engine, prompt, sampling, eos))
-        for prompt, sampling in zip(prompts, samplings, strict=True)
+        Task(partial(start, engine, prompt, sampling, eos)) for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    for task in tasks:
-        scheduler.add(task)
-    try:
-        while scheduler.busy:
-            scheduler.turn()
-            for task in tasks:
-                if task.error:
-                    raise task.error
-    finally:
-        scheduler.close()
+    for _ in Batch(engine, tasks, len(tasks)):
+        pass
     requests = [task.request for task in tasks if task.request]
     return [(r.token_ids[r.num_prompt_tokens :], r.finish, r.stats) for r in requests]
 
 
-def _start(
+def start(
     engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int], source: Request | None
 ) -> Request:
+    """Start a request, or a fork of `source`."""
     sampler = sampling.sampler(vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)

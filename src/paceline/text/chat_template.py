@@ -1,15 +1,23 @@
 """Chat messages rendered by the model's own jinja template.
 
-A template is untrusted code: it runs in jinja's sandbox (`paceline.text.template`), sees the messages and a few
-helpers, cannot change anything, and has limits on time and memory.
+A template is untrusted code: it runs in jinja's sandbox, in a fork of the helper process (`paceline.text.sandbox`),
+sees the messages and a few helpers, cannot change anything, and has limits on time and memory. Helpers and flags are
+those that templates on the hub expect (transformers' chat templating).
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import marshal
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
@@ -26,8 +34,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPrompt(
-            "chat messages must be a list with at least one message",
-            'As in [{"role": "user", "content": "Hi"}]',
+            "chat messages must be a list with at least one message", 'As in [{"role": "user", "content": "Hi"}]'
         )
     return [_check_message(index, message) for index, message in enumerate(messages)]
 
@@ -88,7 +95,7 @@ def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
     try:
         code = _compiled(template)
         given = {"tools": None, "documents": None, **values, "messages": checked}
-        return str(SANDBOX.run("paceline.text.template:render", (code, given), _SECONDS, _MEMORY))
+        return str(SANDBOX.run("paceline.text.chat_template:render_compiled", (code, given), _SECONDS, _MEMORY))
     except JobFailed as error:
         raise InvalidPrompt(
             f"the model's chat template refuses these messages ({error})",
@@ -105,4 +112,49 @@ def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> str:
-    return str(SANDBOX.run("paceline.text.template:compile_template", template, _SECONDS, _MEMORY))
+    return str(SANDBOX.run("paceline.text.chat_template:compile_template", template, _SECONDS, _MEMORY))
+
+
+def compile_template(template: str) -> str:
+    """Return a template's code for `render_compiled`. Runs in a fork, since folding constants needs limits too."""
+    code: Any = _ENVIRONMENT.compile(template, filename="<chat template>")
+    return base64.b64encode(marshal.dumps(code)).decode()
+
+
+def render_compiled(argument: tuple[str, Mapping[str, Any]]) -> str:
+    """Return the text that `argument`, (code, values), renders to. Runs in a fork."""
+    code, values = argument
+    loaded = marshal.loads(base64.b64decode(code))
+    template = Template.from_code(_ENVIRONMENT, loaded, _ENVIRONMENT.make_globals(None))
+    try:
+        return str(template.render(**values))
+    except RecursionError:
+        raise TemplateError("it recurses without end") from None
+
+
+class _Generation(Extension):
+    """{% generation %} marks the model's own turns for training; here its content stays unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write JSON; unlike jinja's own filter without HTML escapes, and not marked safe."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+# Made on import, before the forks.
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+)
+_ENVIRONMENT.filters["tojson"] = _tojson
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

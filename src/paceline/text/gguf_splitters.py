@@ -7,10 +7,9 @@ The patterns are those of the models' own tokenizer.json files, or llama.cpp's f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,6 @@ class Splitter:
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """Return the pre-tokenizer."""
-        from tokenizers import Regex, pre_tokenizers
-
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         if self.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -77,38 +74,18 @@ _CASED = (
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 
-_llama3 = Splitter((_LLAMA3,), whole=True, bos=True)
-_gpt2 = Splitter(gpt2=True)
-_neox = Splitter(gpt2=True, nfc=True)
-_single_digits = Splitter(digits=True, gpt2=True)
-_gpt4o = Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))
-
-SPLITTERS: dict[str, Splitter] = {
-    "smollm": _single_digits,
-    "starcoder": _single_digits,
-    "refact": _single_digits,
-    "minerva-7b": _single_digits,
+_SPLITTERS: dict[str, Splitter] = {
+    "smollm starcoder refact minerva-7b": Splitter(digits=True, gpt2=True),
     "command-r": Splitter(digits=True, gpt2=True, nfc=True),
-    "gpt-2": _gpt2,
-    "phi-2": _gpt2,
-    "trillion": _gpt2,
-    "olmo": _neox,
-    "mpt": _neox,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "falcon3": _llama3,
-    "pixtral": _llama3,
-    "midm-2.0": _llama3,
-    "smaug-bpe": Splitter((_LLAMA3,)),
-    "dbrx": Splitter((_LLAMA3,)),
+    "gpt-2 phi-2 trillion": Splitter(gpt2=True),
+    "olmo mpt": Splitter(gpt2=True, nfc=True),
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": Splitter((_LLAMA3,), whole=True, bos=True),
+    "smaug-bpe dbrx": Splitter((_LLAMA3,)),
     "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez": Splitter((_QWEN2,)),
-    "deepseek-r1-qwen": Splitter((_QWEN2,)),
+    "megrez deepseek-r1-qwen": Splitter((_QWEN2,)),
     "seed-coder": Splitter((_SEED,)),
     "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
-    "gpt-4o": _gpt4o,
-    "llama4": _gpt4o,
+    "gpt-4o llama4": Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
     "deepseek-llm": Splitter(
         ("[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK), digits=True
     ),
@@ -119,3 +96,5 @@ SPLITTERS: dict[str, Splitter] = {
     # llama.cpp's choice for files from before the field existed.
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
+
+SPLITTERS = {name: splitter for names, splitter in _SPLITTERS.items() for name in names.split()}

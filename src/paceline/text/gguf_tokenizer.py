@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import library_errors
 from paceline.text.gguf_splitters import SPLITTERS, Splitter
-
-if TYPE_CHECKING:
-    import tokenizers
 
 Fields = Mapping[str, Any]
 
@@ -23,7 +22,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
+def backend_from_gguf(fields: Fields) -> Tokenizer:
     """Return the tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
 
     Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
@@ -36,16 +35,25 @@ def backend_from_gguf(fields: Fields) -> tokenizers.Tokenizer:
             "Supported: gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
         )
     tokens, kinds = _vocabulary(fields)
-    splitter = _splitter_of(fields) if model == "gpt2" else None
-    if splitter:
-        backend = _byte_level(fields, tokens, splitter)
+    if model == "gpt2":
+        splitter = _splitter_of(fields)
+        backend, bos = _byte_level(fields, tokens, splitter), splitter.bos
     else:
         tokens = _sentencepiece_spelling(tokens, kinds)
-        backend = _sentencepiece(fields, tokens, kinds)
+        backend, bos = _sentencepiece(fields, tokens, kinds), True
     _add_tokens(backend, fields, tokens, kinds)
-    defaults = (splitter.bos if splitter else True, False)
-    _set_bos_eos(backend, fields, tokens, defaults)
+    defaults = {"bos_token": bos, "eos_token": False}
+    added = {role: fields.get(f"tokenizer.ggml.add_{role}", default) for role, default in defaults.items()}
+    frame(backend, special_tokens(backend, fields), added)
     return backend
+
+
+def special_tokens(backend: Tokenizer, fields: Fields) -> dict[str, str]:
+    """Return role -> text of the special tokens that the metadata names."""
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
+    texts = {role: backend.id_to_token(index) for role, index in ids.items() if index is not None}
+    return {role: text for role, text in texts.items() if text is not None}
 
 
 def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
@@ -86,9 +94,7 @@ def _splitter_of(fields: Fields) -> Splitter:
     return SPLITTERS[name]
 
 
-def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
     model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
     backend = Tokenizer(model)
@@ -99,9 +105,7 @@ def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> tokeni
     return backend
 
 
-def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> Tokenizer:
     scores = fields.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
@@ -146,10 +150,8 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     ]
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(backend: Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
     """Add control tokens, which `decode` leaves out, and user-defined ones, which it keeps."""
-    from tokenizers import AddedToken
-
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
     # The metadata does not say so; llama.cpp goes by the model's name.
     strips = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
@@ -162,24 +164,18 @@ def _add_tokens(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str]
     backend.add_special_tokens([token for token in found if token.special])
 
 
-def _set_bos_eos(backend: tokenizers.Tokenizer, fields: Fields, tokens: list[str], defaults: tuple[bool, bool]) -> None:
-    """Add BOS and EOS to texts as the metadata says."""
-    parts: list[tuple[str, int] | None] = []
-    for name, default in zip(("bos", "eos"), defaults, strict=True):
-        wanted = fields.get(f"tokenizer.ggml.add_{name}_token", default)
-        index = fields.get(f"tokenizer.ggml.{name}_token_id")
-        parts.append((tokens[index], index) if wanted and index is not None and index < len(tokens) else None)
-    frame(backend, *parts)
+def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
+    """Make `backend` put BOS and EOS around each text as `added` says of "bos_token" and "eos_token"; None: as now.
 
-
-def frame(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
-    """Make `backend` put these tokens (text, id) before and after each text, or nothing for None."""
-    from tokenizers import processors
-
-    special = [token for token in (bos, eos) if token]
-    if not special:
-        # A post-processor cannot be removed; a template of the text alone has the same effect.
-        backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
-        return
-    single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(special)))
+    `special`: role -> text.
+    """
+    found: dict[str, list[tuple[str, int]]] = {}
+    for role, wanted in added.items():
+        text = special.get(role, "")
+        index = backend.token_to_id(text)
+        keep = index in backend.encode("").ids if wanted is None else wanted
+        found[role] = [(text, index)] if keep and index is not None else []
+    bos, eos = found["bos_token"], found["eos_token"]
+    # A post-processor cannot be removed; a template of the text alone has the same effect.
+    single = [*(text for text, _ in bos), "$A", *(text for text, _ in eos)]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(bos + eos)))

@@ -1,8 +1,9 @@
 """Jobs on untrusted input, in separate processes with limits on time and memory.
 
 A chat template is code from the model's author, and a grammar may take minutes and gigabytes to compile; neither can be
-stopped inside a thread. So a small helper process, without torch and weights, forks once per job; the kernel ends a
-fork that exceeds its limits or whose connection is closed. A fork takes about a millisecond.
+stopped inside a thread. So a small helper process (`main`) forks once per job; the kernel ends a fork that exceeds its
+limits or whose connection is closed. A fork takes about a millisecond, as the helper imports neither torch nor numpy;
+a job's module is imported when it is first used.
 
 Where processes cannot fork (Windows), jobs run in this process without limits.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +22,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
-
-from paceline.text.sandboxed import STARTED, find
 
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
 """Set by another thread once the result of this context is no longer wanted."""
@@ -33,6 +36,10 @@ _FACTOR, _LEAST = 10.0, 5.0
 """A job must answer within this many times its processor time, at least within this many seconds."""
 _ANSWER = 64 * 2**20
 """Maximum size of an answer in bytes."""
+_STARTED = b"!"
+"""Sent before a job runs: one that ends without an answer after this has exceeded its limits."""
+_FIRST = "paceline.text.chat_template:render_compiled"
+"""Imported by the helper before the first job, so that no fork has to."""
 
 
 class JobFailed(Exception):
@@ -69,8 +76,6 @@ class Sandbox:
         allocate. `prepared`: the key of a `prepare` call that the job relies on. Raises `JobFailed` for an error in the
         job, `OverLimit`, `Unfinished`.
         """
-        if not can_fork():
-            return _run_inline(job, argument)
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
@@ -84,17 +89,19 @@ class Sandbox:
                 before = self._started() if can_fork() else None
                 if key in self._prepared:
                     return
-            if can_fork():
-                # Others may wait for it even if this caller's client has disconnected.
-                Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
-            else:
-                _run_inline(job, argument())
+            # Others may wait for it even if this caller's client has disconnected.
+            Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
             with self._lock:
                 if self._control is before:
                     self._prepared.add(key)
 
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
-        """Hand a job to the helper and return its result."""
+        """Hand a job to the helper and return its result; run it here where processes cannot fork."""
+        if not can_fork():
+            try:
+                return _find(message[0])(message[1])
+            except Exception as error:
+                raise JobFailed(f"{error}" or type(error).__name__) from error
         data = pickle.dumps(message)
         with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
             ours, theirs = socket.socketpair()
@@ -104,10 +111,10 @@ class Sandbox:
                 ours.settimeout(max(0.01, deadline - time.monotonic()))
                 ours.sendall(data)
                 answer = _read(ours, deadline)
-        if not answer.startswith(STARTED):
+        if not answer.startswith(_STARTED):
             self._forget(control)
             raise Unfinished
-        return _result(answer[len(STARTED) :])
+        return _result(answer[len(_STARTED) :])
 
     def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> socket.socket:
         """Send the helper a connection, restarting it once if it has died. Return the socket to the helper."""
@@ -134,8 +141,8 @@ class Sandbox:
         if self._control is None:
             self._prepared.clear()
             ours, theirs = socket.socketpair()
-            code = f"import sys; sys.path[:] = {sys.path!r}; from paceline.text import sandboxed; "
-            code += f"sandboxed.main({theirs.fileno()})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; from paceline.text import sandbox; "
+            code += f"sandbox.main({theirs.fileno()})"
             with theirs, _os_errors_as_unfinished():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
@@ -196,8 +203,78 @@ def _result(answer: bytes) -> Any:
     return reply["result"]
 
 
-def _run_inline(job: str, argument: Any) -> Any:
+# --- The helper process
+
+
+def main(descriptor: int) -> None:
+    """Take jobs from a Unix socket until its other end closes, which happens when the parent process ends.
+
+    Each message is one byte and a socket of its own: "p" runs a function in this process, so that later forks
+    find its result; "j" runs one in a fork.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave no zombies
+    control = socket.socket(fileno=descriptor)
+    _find(_FIRST)
+    while True:
+        kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not kind or not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if kind == b"p":
+                _answer(connection)
+            elif os.fork() == 0:
+                try:
+                    _answer(connection, limited=True)
+                finally:
+                    os._exit(0)
+
+
+def _answer(connection: socket.socket, limited: bool = False) -> None:
+    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}."""
     try:
-        return find(job)(argument)
+        with connection.makefile("rb") as sent:
+            name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
+        if limited:
+            _end_on_close(connection)
+            _limit(seconds, memory)
+        connection.sendall(_STARTED)
+        reply = json.dumps({"result": _find(name)(argument)})
+    except MemoryError:
+        return  # the parent reports a job without an answer as over its limits
     except Exception as error:
-        raise JobFailed(f"{error}" or type(error).__name__) from error
+        reply = json.dumps({"failed": f"{error}" or type(error).__name__})
+    _end_on_close(connection, False)
+    with suppress(OSError):
+        connection.sendall(reply.encode())
+
+
+def _end_on_close(connection: socket.socket, armed: bool = True) -> None:
+    """Let the kernel end this process when the parent closes its end of the connection.
+
+    It sends SIGIO, which ends a process that does not handle it, whatever code it runs.
+    """
+    import fcntl  # Unix alone has it
+
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
+
+
+def _limit(seconds: float, memory: int) -> None:
+    """Let the kernel end this process after `seconds` of processor time; fail allocations past `memory` more bytes."""
+    import resource  # Unix alone has it
+
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        now = int(pages.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@lru_cache
+def _find(name: str) -> Any:
+    """Return the function called "module:name"."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)

@@ -7,10 +7,9 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import tokenizers
+import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -27,14 +26,17 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
     tokens = {i: token for token, i in vocabulary if i not in special}
-    decoder = backend.decoder
-    if decoder and decoder.decode(["Ġ", "Ċ"]) == " \n":
+    if _decodes(backend, ["Ġ", "Ċ"], " \n"):
         return {i: _from_letters(token) for i, token in tokens.items()}
     found = _decoded_in_pairs(backend, tokens)
-    if decoder and decoder.decode(["<0x41>"]) == "A":
+    if _decodes(backend, ["<0x41>"], "A"):
         single = {i: bytes.fromhex(hit[1]) for i, token in tokens.items() if (hit := _BYTE.fullmatch(token))}
         found = {i: data for i, data in found.items() if i not in single} | single
     return found
+
+
+def _decodes(backend: tokenizers.Tokenizer, tokens: list[str], text: str) -> bool:
+    return bool(backend.decoder) and backend.decoder.decode(tokens) == text
 
 
 def _from_letters(token: str) -> bytes:
@@ -61,10 +63,9 @@ def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) 
     return {i: text[start:].encode(errors="replace") for i, text in zip(tokens, pairs, strict=True)}
 
 
-_COMPOSE = 4
-"""Characters of a text that Unicode normalisation merges into one, at most."""
-_SHRINK = {"NFC": _COMPOSE, "NFKC": _COMPOSE, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters."""
+_SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
+"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters: Unicode composition merges at
+most four."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
 """Pre-tokenizers that drop nothing (`Split` unless told to)."""
 
@@ -75,17 +76,16 @@ def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, byt
     `token_bytes`: bytes of each token. A text is never longer than this times its number of tokens.
     """
     special = backend.get_added_tokens_decoder().values()
-    byte_level = bool(backend.decoder) and backend.decoder.decode(["Ġ", "Ċ"]) == " \n"
-    whole = byte_level or getattr(backend.model, "byte_fallback", False)
+    whole = _decodes(backend, ["Ġ", "Ċ"], " \n") or getattr(backend.model, "byte_fallback", False)
     if not whole or any(token.lstrip or token.rstrip for token in special):
         return None
     shrink = 1
     for kind, state in _steps(backend.normalizer):
-        if kind == "Replace" and len(state["pattern"].get("String", "")) > len(state["content"]):
-            return None
-        if kind == "Replace" and "String" not in state["pattern"]:
-            return None
-        if kind != "Replace" and kind not in _SHRINK:
+        if kind == "Replace":
+            replaced = state["pattern"].get("String")
+            if replaced is None or len(replaced) > len(state["content"]):
+                return None
+        elif kind not in _SHRINK:
             return None
         shrink *= _SHRINK.get(kind, 1)
     for kind, state in _steps(backend.pre_tokenizer):
@@ -106,19 +106,19 @@ def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
 class Speller:
     """Spells bytes with the tokens of a vocabulary, always the longest that fits."""
 
-    def __init__(self, ids: dict[bytes, int]) -> None:
-        """`ids`: bytes of each token -> its id."""
-        self._ids = ids
-        self._longest = max(map(len, ids), default=0)
+    def __init__(self, token_bytes: dict[int, bytes]) -> None:
+        """`token_bytes`: id -> bytes; of two tokens with the same bytes the first is used (`ids`: bytes -> id)."""
+        self.ids = {data: i for i, data in reversed(token_bytes.items())}
+        self._longest = max(map(len, self.ids), default=0)
 
     def spell(self, data: bytes) -> list[int]:
         """Return token ids that spell `data`, up to the first byte that no token has."""
         tokens: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)
-            size = next((n for n in sizes if data[:n] in self._ids), 0)
+            size = next((n for n in sizes if data[:n] in self.ids), 0)
             if not size:
                 break
-            tokens.append(self._ids[data[:size]])
+            tokens.append(self.ids[data[:size]])
             data = data[size:]
         return tokens

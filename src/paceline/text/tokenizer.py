@@ -7,16 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
 
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
-from paceline.files.schema import TOKENIZER, check
-
-if TYPE_CHECKING:
-    import tokenizers
-
-    from paceline.text.token_bytes import Speller
+from paceline.files.schema import TOKENIZER
+from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
+from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 _LIMIT = 128 * MIB
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -41,34 +40,25 @@ class Tokenizer:
         """Load tokenizer.json and its companions. Raises `UnsupportedModel` without one, `CorruptModel`."""
         config: dict[str, Any] = {}
         for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
-            found = read_json_if_exists(file)
-            check(file, found, TOKENIZER)
-            config |= found
+            config |= read_json_if_exists(file, TOKENIZER)
         backend = _backend_from_folder(path)
         special = {key: text for key in _ROLES if (text := _text(config.get(key))) is not None}
         with library_errors(f"{path / 'tokenizer_config.json'} does not fit its tokenizer"):
             _add_tokens(backend, config.get("added_tokens_decoder"))
-            _set_bos_eos(backend, config, special)
+            added = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
+            if added != {"bos_token": None, "eos_token": None}:  # else tokenizer.json decides
+                frame(backend, special, added)
         return Tokenizer(backend, special, _template(path, config))
 
     @staticmethod
     def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         """Build a tokenizer from a GGUF's metadata. Raises `UnsupportedModel` and `CorruptModel`."""
-        from paceline.text.gguf_tokenizer import backend_from_gguf
-
         backend = backend_from_gguf(fields)
-        tokens = fields["tokenizer.ggml.tokens"]
-        special = {}
-        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            index = fields.get(f"tokenizer.ggml.{key}_token_id")
-            if index is not None and index < len(tokens):
-                special[f"{role}_token"] = tokens[index]
-        return Tokenizer(backend, special, fields.get("tokenizer.chat_template"))
+        return Tokenizer(backend, special_tokens(backend, fields), fields.get("tokenizer.chat_template"))
 
     @staticmethod
     def from_transformers(tokenizer: Any) -> Tokenizer:
         """Copy a fast tokenizer of transformers. Raises `InvalidOption` for anything else."""
-        from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -76,7 +66,7 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is not a fast tokenizer of transformers",
                 "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...), or a paceline Tokenizer",
             )
-        backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
         special = {key: text for key in _ROLES if (text := _text(getattr(tokenizer, key))) is not None}
@@ -121,15 +111,11 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:
         """Token id -> the bytes that it adds to a text; without special tokens."""
-        from paceline.text.token_bytes import token_bytes
-
         return token_bytes(self._backend)
 
     @cached_property
     def max_token_chars(self) -> int | None:
         """Upper bound of the characters of a text that one token can stand for, or None."""
-        from paceline.text.token_bytes import max_token_chars
-
         return max_token_chars(self._backend, self.token_bytes)
 
     def token_id(self, token: str | None) -> int | None:
@@ -181,9 +167,7 @@ class Tokenizer:
 
     @cached_property
     def _speller(self) -> Speller:
-        from paceline.text.token_bytes import Speller
-
-        return Speller({data: i for i, data in reversed(self.token_bytes.items())})
+        return Speller(self.token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD. Raises `InvalidPrompt` for invalid ids."""
@@ -210,8 +194,6 @@ class Tokenizer:
 
 
 def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
     file = path / "tokenizer.json"
     if not file.exists():
         raise UnsupportedModel(
@@ -220,7 +202,7 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
         )
     text = read_text(file, _LIMIT)
     with library_errors(f"{file} is not a tokenizer"):
-        backend = Backend.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     # Settings left over from training: prompts are never cut or padded here.
     backend.no_truncation()
     backend.no_padding()
@@ -229,31 +211,12 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
 
 def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
     """Add the tokens that only tokenizer_config.json lists, in the order of their ids."""
-    from tokenizers import AddedToken
-
     for _, entry in sorted((listed or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is not None:
             continue
         flags = {key: entry[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
-        token = AddedToken(entry["content"], special=entry.get("special", False), **flags)
+        token = tokenizers.AddedToken(entry["content"], special=entry.get("special", False), **flags)
         (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
-
-
-def _set_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Follow `add_bos_token` and `add_eos_token` where tokenizer_config.json has them; else tokenizer.json decides."""
-    from paceline.text.gguf_tokenizer import frame
-
-    settings = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
-    if all(wanted is None for wanted in settings.values()):
-        return
-    current = backend.encode("").ids
-    tokens: list[tuple[str, int] | None] = []
-    for role, wanted in settings.items():
-        text = special.get(role, "")
-        index = backend.token_to_id(text)
-        keep = index in current if wanted is None else wanted
-        tokens.append((text, index) if keep and index is not None else None)
-    frame(backend, *tokens)
 
 
 def _text(value: Any) -> str | None:
@@ -263,18 +226,15 @@ def _text(value: Any) -> str | None:
 
 
 def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return chat_template.jinja, else tokenizer_config's template: a string, or a list that has a "default"."""
+    """Return chat_template.jinja, else tokenizer_config's template."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        return read_text(file)
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    return _one_template(found)
+    return read_text(file) if file.exists() else _one_template(config.get("chat_template"))
 
 
 def _one_template(found: Any) -> str | None:
-    """Return a template; of several by name the "default", else the first."""
+    """Return a template; of several by name, or listed with their names, the "default", else the first."""
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, Mapping):
         found = found.get("default", next(iter(found.values()), None))
     return found if isinstance(found, str) else None

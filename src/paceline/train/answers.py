@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.errors import InvalidOption
@@ -28,10 +28,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row; unknown fields are left out."""
-        known = {"ended": self.ended, "token_ids": self.token_ids}
-        return {"id": self.id, "temperature": self.temperature, "answer": self.answer} | {
-            name: value for name, value in known.items() if value is not None
-        }
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class BlockRecipe(Recipe):
     module: Network
 
     def __init__(self, config: BlockConfig, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
-        super().__init__(config, Network(config), target, vocabulary, config.taps, config.depth)
+        super().__init__(config, Network(config), target, vocabulary, config.depth)
         self.start_at_unit_logits(self.module.norm)
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:

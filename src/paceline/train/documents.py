@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Subset
 
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
@@ -37,30 +37,12 @@ class Document:
         return len(self.prompt) + len(self.answer)
 
 
-class Selection:
-    """A sequence of documents, each tokenized when it is accessed."""
-
-    def __init__(self, rows: Tensor, make: Callable[[int], Document]) -> None:
-        """`rows`: row numbers, int64 [n]; `make` returns the document of a row."""
-        self._rows, self._make = rows, make
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def first(self, count: int | None) -> Selection:
-        """Return the first `count` documents; all for None."""
-        return Selection(self._rows[:count], self._make)
-
-    def __getitem__(self, index: int) -> Document:
-        return self._make(int(self._rows[range(len(self))[index]]))
-
-
-class Documents:
-    """All answers of a file, each with its prompt, split and shuffled.
+class Documents(Dataset[Document]):
+    """All answers of a file, each with its prompt and tokenized at each access, split and shuffled.
 
     `train`, `held`: answers to prompts that are trained on and to those that are held out (`prompts.is_held`), each
-    shuffled by `seed`. `digest`: the same for the same documents in the same order, to name caches by. Keeps 16 bytes
-    per answer in memory, and what `Prompts` keeps.
+    shuffled by `seed`. `digest`: the same for the same documents in the same order, to name caches by. Keeps a few
+    numbers per answer in memory, and what `Prompts` keeps.
     """
 
     def __init__(
@@ -93,8 +75,8 @@ class Documents:
             )
         prompt_rows = torch.frombuffer(self._prompt_rows, dtype=torch.int64)
         held = torch.from_numpy(prompts.held.copy())[prompt_rows]
-        self.train, self.held = (self._select(part, seed) for part in (~held, held))
-        self.train = self.train.first(limit)
+        self.train: Subset[Document] = Subset(self, _shuffled(~held, seed)[:limit])
+        self.held: Subset[Document] = Subset(self, _shuffled(held, seed))
         options = [answer_tokens, max_length, seed, *llm.model.eos]
         parts = [prompts.digest, self._answers.digest, llm.tokenizer.digest, options]
         self.digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -109,12 +91,8 @@ class Documents:
             raise ValueError(f"'token_ids' must be below the vocabulary size {size}, got {max(answer.token_ids)}")
         self._prompt_rows.append(row)
 
-    def _select(self, part: Tensor, seed: int) -> Selection:
-        rows = part.nonzero()[:, 0]
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        return Selection(rows[order], self._document)
-
-    def _document(self, row: int) -> Document:
+    def __getitem__(self, row: int) -> Document:
+        """Return the document of an answer, by its row in the file."""
         prompt = self._llm.encode(self._prompts[self._prompt_rows[row]].prompt)
         return cut(Document(tuple(prompt), self._ids(parse_answer(self._answers[row]))), self._max_length)
 
@@ -131,6 +109,13 @@ class Documents:
         """The token that ends an answer: of several, the tokenizer's own."""
         preferred, all_eos = self._llm.tokenizer.eos_token_id, self._llm.model.eos
         return (preferred,) if preferred in all_eos else all_eos[:1]
+
+
+def _shuffled(part: Tensor, seed: int) -> list[int]:
+    """Return the rows where `part` is true, shuffled."""
+    rows = part.nonzero()[:, 0]
+    order: list[int] = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))].tolist()
+    return order
 
 
 def cut(document: Document, length: int) -> Document:

@@ -123,7 +123,7 @@ class Eagle3(Recipe):
 
     def __init__(self, config: EagleConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int) -> None:
         """`vocabulary` [draft_vocab]: ascending token ids of the target."""
-        super().__init__(config, Head(config), target, vocabulary, config.taps, steps)
+        super().__init__(config, Head(config), target, vocabulary, steps)
         self.start_at_unit_logits(self.module.norm)
         with torch.no_grad():
             self.module.lm_head.weight.copy_(self.teacher.rows)

@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from paceline.errors import InvalidData
 from paceline.protocols import Closable
@@ -30,20 +29,25 @@ class JsonlFile:
         names file and line. Raises `OSError`."""
         self.path = path
         self._offsets = array("q")
-        self._blank = array("q")
-        """Per blank line, the number of lines before it that are not blank."""
         digest = hashlib.blake2b(digest_size=16)
-        for number, (offset, line) in enumerate(_scan(path), 1):
-            digest.update(line)
-            if not line.strip():
-                self._blank.append(len(self))
-                continue
-            self._offsets.append(offset)
-            try:
-                visit(line, number)
-            except ValueError as error:
-                raise InvalidData(f"{path}, line {number}: {error}", "Correct or remove the line") from None
+        with path.open("rb") as file:
+            offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+            file.seek(offset)
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._check(visit, line, number)
+                offset += len(line)
         self.digest = digest.hexdigest()
+
+    def _check(self, visit: Callable[[bytes, int], None], line: bytes, number: int) -> None:
+        try:
+            visit(line, number)
+        except InvalidData:
+            raise
+        except ValueError as error:
+            raise InvalidData(f"{self.path}, line {number}: {error}", "Correct or remove the line") from None
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -53,20 +57,6 @@ class JsonlFile:
         with self.path.open("rb") as file:
             file.seek(self._offsets[index])
             return file.readline()
-
-    def number(self, index: int) -> int:
-        """Return the line number in the file, from 1."""
-        return index + 1 + int(np.searchsorted(np.asarray(self._blank), index, "right"))
-
-
-def _scan(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of every line, without a byte order mark."""
-    at = 0
-    with path.open("rb") as file:
-        for line in file:
-            skip = len(_BOM) if not at and line.startswith(_BOM) else 0
-            yield at + skip, line[skip:]
-            at += len(line)
 
 
 class Journal(Closable):
@@ -78,7 +68,10 @@ class Journal(Closable):
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
-        self._file.truncate(_complete_length(self._file))
+        if size := path.stat().st_size:
+            with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
+                size = content.rfind(b"\n") + 1
+            self._file.truncate(size)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, and hand it to the operating system at once."""
@@ -88,19 +81,6 @@ class Journal(Closable):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _complete_length(file: Any, block: int = 1 << 16) -> int:
-    """Return the length in bytes of the file's complete lines."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - block)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return int(start + found + 1)
-        end = start
-    return 0
 
 
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:

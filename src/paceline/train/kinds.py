@@ -1,9 +1,10 @@
-"""Kinds of drafters that can be trained, and their recipes for a target."""
+"""Training jobs, and the recipe for a target of each kind of drafter that can be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,66 +13,91 @@ from paceline.llm import LLM
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
+from paceline.train.answers import AnswerPlan
 from paceline.train.block import BlockRecipe
 from paceline.train.block import default_taps as spread_taps
 from paceline.train.eagle3 import Eagle3, default_taps
-from paceline.train.early_exit import EarlyExitRecipe
-from paceline.train.medusa import MedusaRecipe
+from paceline.train.loop import TrainPlan
+from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
 from paceline.train.recipe import Recipe
 from paceline.types import Tap
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterOptions:
-    """Choices about a drafter's size; None means the kind's default.
+class TrainJob:
+    """Settings of a run: what to train, on what, and where to write it.
 
-    `vocabulary` [K]: token ids that it knows, ascending. `steps`: length of the drafts that it is trained for. `taps`:
-    layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target before an
-    early exit, of a block drafter, or of each Medusa head. `rank`: of the adapter at an early exit.
+    `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
+    its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
+    many at most. `cache`: GiB of hidden states to keep on disk between epochs. `start`: begin with the weights of this
+    trained drafter, of the same kind and shape. `command`: for the model card.
+
+    `vocabulary`: how many tokens the drafter knows, all for None. `steps`: length of the drafts that it is trained for.
+    `taps`: layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target
+    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the adapter at an early exit. Of these,
+    None means the kind's default.
     """
 
-    vocabulary: Tensor
-    steps: int
-    taps: tuple[Tap, ...] | None = None
+    target: str
+    kind: str
+    out: Path
+    prompts: Path | None = None
+    answers: Path | None = None
+    own_prompts: int = 5000
+    documents: int | None = None
+    max_length: int = 2048
+    vocabulary: int | None = None
     ffn: int | None = None
+    taps: tuple[Tap, ...] | None = None
     layers: int | None = None
     rank: int = 256
+    steps: int = 5
+    cache: float = 8.0
+    start: Path | None = None
+    command: str = "paceline.train.run.train(llm, job)"
+    mix: AnswerPlan = field(default_factory=AnswerPlan)
+    plan: TrainPlan = field(default_factory=TrainPlan)
+
+    @property
+    def work(self) -> Path:
+        """Folder for answers, hidden states and checkpoints, beside `out`."""
+        return self.out.with_name(self.out.name + ".work")
 
 
-def _eagle3(llm: LLM, options: DrafterOptions) -> Recipe:
+def _eagle3(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     target = native(llm)
     c = target.config
-    layer = one_layer(c, options.ffn or c.ffn)
-    taps = options.taps or default_taps(c.layers)
-    config = EagleConfig(layer, taps, c.hidden, len(options.vocabulary), fc_norm=True)
-    return Eagle3(config, target, options.vocabulary, options.steps)
+    layer = one_layer(c, job.ffn or c.ffn)
+    taps = job.taps or default_taps(c.layers)
+    config = EagleConfig(layer, taps, c.hidden, len(vocabulary), fc_norm=True)
+    return Eagle3(config, target, vocabulary, job.steps)
 
 
-def _medusa(llm: LLM, options: DrafterOptions) -> Recipe:
+def _medusa(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     target = native(llm)
     c = target.config
-    config = MedusaConfig(c.hidden, c.vocab_size, options.steps, options.layers or 1, shared=True)
-    return MedusaRecipe(config, target, options.vocabulary)
+    config = MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
+    return MedusaRecipe(config, target, vocabulary)
 
 
-def _early_exit(llm: LLM, options: DrafterOptions) -> Recipe:
+def _early_exit(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     target = native(llm)
     c = target.config
-    layers = options.layers or max(1, c.layers // 4)
+    layers = job.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
         raise InvalidOption(f"an early exit must be after 1 to {c.layers - 1} layers, got {layers}", "Correct --layers")
-    config = ExitConfig(c.hidden, layers, min(options.rank, c.hidden))
-    return EarlyExitRecipe(config, target, options.vocabulary, options.steps, c.norm_eps)
+    config = ExitConfig(c.hidden, layers, min(job.rank, c.hidden))
+    return EarlyExitRecipe(config, target, vocabulary, job.steps, c.norm_eps)
 
 
-def _block(llm: LLM, options: DrafterOptions) -> Recipe:
+def _block(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     target = native(llm)
     c = target.config
-    layer = replace(one_layer(c, options.ffn or c.ffn, options.layers or 2), family="qwen3", qk_norm=True)
-    taps = options.taps or spread_taps(c.layers)
+    layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", qk_norm=True)
+    taps = job.taps or spread_taps(c.layers)
     # The mask may be any token that never stands inside a block, such as the end of a sequence.
-    config = BlockConfig(layer, taps, options.steps + 1, mask_token=llm.model.eos[0])
-    return BlockRecipe(config, target, options.vocabulary)
+    config = BlockConfig(layer, taps, job.steps + 1, mask_token=llm.model.eos[0])
+    return BlockRecipe(config, target, vocabulary)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
@@ -110,7 +136,7 @@ def native(llm: LLM) -> Decoder:
     return llm.model.target
 
 
-KINDS: dict[str, Callable[[LLM, DrafterOptions], Recipe]] = {
+KINDS: dict[str, Callable[[LLM, TrainJob, Tensor], Recipe]] = {
     "eagle3": _eagle3,
     "medusa": _medusa,
     "early-exit": _early_exit,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from array import array
@@ -39,25 +38,32 @@ class Prompts:
 
     The id is the row's "id", else its line number. The prompt is the first turn, or the messages up to the user's last.
     `held`: bool per row, whether it is held out (`is_held`). `digest`: hash of the file's content. Every row is checked
-    once, when the file is opened; 25 bytes per row stay in memory.
+    once, when the file is opened; its id and its place in the file stay in memory.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises `InvalidData` naming file and line, `OSError`."""
-        keys, held = array("Q"), bytearray()
+        held = bytearray()
+        self._rows: dict[str | int, int] = {}
+        """Id -> row number."""
+        self._numbers = array("q")
+        """Line number of each row."""
 
         def visit(line: bytes, number: int) -> None:
             row = parse_prompt(line, number)
-            keys.append(_key(row.id))
+            if (first := self._rows.setdefault(row.id, len(self._rows))) < len(held):
+                raise InvalidData(
+                    f"{path}, line {number}: the id {row.id!r} was used on line {self._numbers[first]} already",
+                    "Give each prompt its own id, or leave all ids out",
+                )
             held.append(is_held(row.prompt))
+            self._numbers.append(number)
 
         self._jsonl = JsonlFile(path, visit)
+        if not len(self):
+            raise InvalidData(f"{path} holds no prompts", 'Write one JSON object per line, such as {"prompt": "Hi"}')
         self.digest = self._jsonl.digest
         self.held: NDArray[np.bool_] = np.frombuffer(held, dtype=np.bool_)
-        known = np.frombuffer(keys, dtype=np.uint64)
-        self._by_key = known.argsort(kind="stable")
-        self._keys = known[self._by_key]
-        self._check(path)
 
     def __len__(self) -> int:
         return len(self._jsonl)
@@ -65,7 +71,7 @@ class Prompts:
     def __getitem__(self, index: int) -> Prompt:
         """Return a row by its number, in the file's order."""
         index = range(len(self))[index]
-        return parse_prompt(self._jsonl[index], self._jsonl.number(index))
+        return parse_prompt(self._jsonl[index], self._numbers[index])
 
     def order(self, seed: int) -> NDArray[np.int64]:
         """Return all row numbers, shuffled."""
@@ -74,20 +80,7 @@ class Prompts:
 
     def find(self, name: str | int) -> int | None:
         """Return the number of the row with this id, or None."""
-        key = np.uint64(_key(name))
-        at = int(self._keys.searchsorted(key))
-        return int(self._by_key[at]) if at < len(self) and self._keys[at] == key else None
-
-    def _check(self, path: Path) -> None:
-        if not len(self):
-            raise InvalidData(f"{path} holds no prompts", 'Write one JSON object per line, such as {"prompt": "Hi"}')
-        if len(same := np.flatnonzero(self._keys[1:] == self._keys[:-1])):
-            first, again = (int(self._by_key[same[0] + i]) for i in (0, 1))
-            raise InvalidData(
-                f"{path}, line {self._jsonl.number(again)}: the id {self[again].id!r} was used on line "
-                f"{self._jsonl.number(first)} already",
-                "Give each prompt its own id, or leave all ids out",
-            )
+        return self._rows.get(name)
 
 
 def is_held(prompt: Text) -> bool:
@@ -111,8 +104,3 @@ def _up_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise ValueError("all messages are the assistant's")
     return messages
-
-
-def _key(name: str | int) -> int:
-    """Return a 64-bit hash of an id: among ten million ids, two collide in 3 of a million files."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little")

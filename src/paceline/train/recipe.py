@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidOption
-from paceline.models.heads import HeadConfig, HeadFile
+from paceline.models.heads import HeadConfig, HeadFile, taps_of
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.states import DocumentBatch
-from paceline.types import Tap
 
 UNKNOWN = 1 << 30
 """Rank of a token that is not in the drafter's vocabulary."""
@@ -82,19 +81,6 @@ def gather(states: Tensor, places: Tensor) -> Tensor:
     return states[rows, places.clamp(0, states.shape[1] - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherScores:
-    """The target's view of the tokens after each pending one, in columns counted from the document's first place; a
-    place's steps share columns with the places after it.
-
-    `scores` float32 [B, C, K]: its logits over the K tokens that the drafter knows. `choice` int64 [B, C]: the token
-    it would choose, of all tokens in evaluation, of the known ones in training, where that is cheaper.
-    """
-
-    scores: Tensor
-    choice: Tensor
-
-
 class Teacher:
     """The target's output head, over the tokens that a drafter knows."""
 
@@ -105,16 +91,21 @@ class Teacher:
         self.vocabulary = vocabulary.to(self.rows.device)
 
     @torch.no_grad()
-    def score(self, batch: DocumentBatch, places: DraftPlaces, *, exact: bool) -> TeacherScores:
-        """Return the target's scores at these places. `exact`: choose among all tokens."""
+    def score(self, batch: DocumentBatch, places: DraftPlaces, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """Return the target's view of the tokens after each pending one, in C columns counted from the document's first
+        place; a place's steps share columns with the places after it.
+
+        First its logits over the tokens that the drafter knows, float32 [B, C, K]; then the token it would choose,
+        int64 [B, C]: `exact`: of all tokens; else of the known ones, which is cheaper.
+        """
         steps, columns = len(places.real), places.columns
         reach = torch.arange(int(columns[-1]) + steps, device=columns.device)
         states = gather(batch.states["final"], places.pending[:, :1] - columns[0] + reach)
         scores = F.linear(states.float(), self.rows).float()
         if not exact:
-            return TeacherScores(scores, self.vocabulary[scores.argmax(-1)])
+            return scores, self.vocabulary[scores.argmax(-1)]
         with torch.autocast(states.device.type, enabled=False):  # in the target's own precision
-            return TeacherScores(scores, torch.stack([self._target.logits(row).argmax(-1) for row in states]))
+            return scores, torch.stack([self._target.logits(row).argmax(-1) for row in states])
 
     def rank(self, scores: Tensor, choice: Tensor) -> Tensor:
         """Return how many tokens of scores [N, K] rank above the chosen id, int64 [N]; `UNKNOWN` for unknown ids."""
@@ -139,9 +130,12 @@ def simulate_rounds(guesses: Guesses) -> tuple[int, int]:
 class GuessTally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
 
-    def __init__(self, teacher: Teacher, taught: TeacherScores, places: DraftPlaces, decay: float) -> None:
-        """`decay`: the weight of a step's loss relative to the step before."""
-        self._teacher, self._taught, self._places, self._decay = teacher, taught, places, decay
+    def __init__(
+        self, teacher: Teacher, batch: DocumentBatch, places: DraftPlaces, decay: float, *, exact: bool
+    ) -> None:
+        """`decay`: the weight of a step's loss relative to the step before. `exact`: see `Teacher.score`."""
+        self._teacher, self._places, self._decay = teacher, places, decay
+        self._scores, self._choice = teacher.score(batch, places, exact=exact)
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
         self._ranks: list[Tensor] = []
@@ -150,10 +144,10 @@ class GuessTally:
         """Add the next step: `logits` [N, K] at its real places in order."""
         step = len(self._losses)
         real, columns = self._places.real[step], self._places.columns + step
-        wanted = self._taught.scores[:, columns][real]
+        wanted = self._scores[:, columns][real]
         scores = logits.float().log_softmax(-1)
         self._losses.append(-(wanted.softmax(-1) * scores).sum() * self._decay**step)
-        choice = self._taught.choice[:, columns][real]
+        choice = self._choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
         self._right[-1][real] = self._teacher.vocabulary[scores.detach().argmax(-1)] == choice
         if not torch.is_grad_enabled():
@@ -184,25 +178,18 @@ class Recipe(ABC):
     """Weight of a step's loss relative to the step before."""
 
     def __init__(
-        self,
-        config: HeadConfig,
-        module: nn.Module,
-        target: EmbeddingAndHead,
-        vocabulary: Tensor,
-        taps: Sequence[Tap],
-        steps: int,
+        self, config: HeadConfig, module: nn.Module, target: EmbeddingAndHead, vocabulary: Tensor, steps: int
     ) -> None:
-        """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `taps`: states of the target
-        that `draft` needs besides "final". `steps`: tokens of the drafts that it is trained for."""
+        """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `steps`: tokens of the drafts
+        that it is trained for."""
         self.config, self.module, self.target = config, module, target
-        self.taps, self.steps = tuple(taps), steps
+        self.taps, self.steps = taps_of(config), steps
         self.teacher = Teacher(target, vocabulary)
 
     def guess(self, batch: DocumentBatch) -> Guesses:
         """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
         places = self.places(batch)
-        taught = self.teacher.score(batch, places, exact=not self.module.training)
-        tally = GuessTally(self.teacher, taught, places, self.decay)
+        tally = GuessTally(self.teacher, batch, places, self.decay, exact=not self.module.training)
         self.draft(batch, places, tally)
         return tally.guesses()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,59 +18,21 @@ from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile
 from paceline.train import loop
-from paceline.train.answers import AnswerPlan
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, DrafterOptions, check_taps, native
-from paceline.train.progress import Progress
+from paceline.train.kinds import KINDS, TrainJob, check_taps, native
 from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
 from paceline.train.vocabulary import choose, count, coverage
-from paceline.train.writing import write_answers
-from paceline.types import Tap, Want
+from paceline.train.writing import Progress, write_answers
+from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 COUNTED = 20_000
 """Documents that the draft vocabulary is chosen from, at most."""
 
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class TrainJob:
-    """Settings of a run: what to train, on what, and where to write it.
-
-    `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
-    its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
-    many at most. `cache`: GiB of hidden states to keep on disk between epochs. `start`: begin with the weights of this
-    trained drafter, of the same kind and shape. `command`: for the model card. Others: see `DrafterOptions`.
-    """
-
-    target: str
-    kind: str
-    out: Path
-    prompts: Path | None = None
-    answers: Path | None = None
-    own_prompts: int = 5000
-    documents: int | None = None
-    max_length: int = 2048
-    vocabulary: int | None = None
-    ffn: int | None = None
-    taps: tuple[Tap, ...] | None = None
-    layers: int | None = None
-    rank: int = 256
-    steps: int = 5
-    cache: float = 8.0
-    start: Path | None = None
-    command: str = "paceline.train.run.train(llm, job)"
-    mix: AnswerPlan = field(default_factory=AnswerPlan)
-    plan: loop.TrainPlan = field(default_factory=loop.TrainPlan)
-
-    @property
-    def work(self) -> Path:
-        """Folder for answers, hidden states and checkpoints, beside `out`."""
-        return self.out.with_name(self.out.name + ".work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +59,7 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     torch.manual_seed(job.plan.seed)
     documents = _documents(llm, job, listener)
     vocabulary, covered = _vocabulary(llm, job, documents, listener)
-    options = DrafterOptions(vocabulary, job.steps, job.taps, job.ffn, job.layers, job.rank)
-    recipe = KINDS[job.kind](llm, options)
+    recipe = KINDS[job.kind](llm, job, vocabulary)
     if start is not None:
         recipe.begin_from(start)
     listener.stage(f"training {job.kind}")
@@ -184,8 +144,8 @@ def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listene
     """Return the tokens to draft from (all, unless a size was given), and their share of the answers' tokens."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size
-    counted = documents.train.first(COUNTED)
-    counts = count((counted[i].answer for i in range(len(counted))), size)
+    counted = range(min(COUNTED, len(documents.train)))
+    counts = count((documents.train[i].answer for i in counted), size)
     chosen = choose(counts, job.vocabulary or size, llm.model.eos)
     return chosen, coverage(counts, chosen)
 

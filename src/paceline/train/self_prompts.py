@@ -18,9 +18,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import derive_seed
 from paceline.train.jsonl import Journal, JsonlFile, check_settings
-from paceline.train.progress import OnProgress, Progress, ignore
 from paceline.train.prompts import parse_prompt
-from paceline.train.writing import chunks_of
+from paceline.train.writing import OnProgress, Progress, chunks_of
 
 SHORTEST, LONGEST = 4, 384
 """Tokens of a prompt without its end. A longer one counts as unfinished."""
@@ -59,7 +58,13 @@ _PLACEHOLDER = "these are the words of the user"
 
 
 def write_prompts(
-    llm: LLM, path: Path, count: int, *, seed: int = 0, width: int = 24, on_progress: OnProgress = ignore
+    llm: LLM,
+    path: Path,
+    count: int,
+    *,
+    seed: int = 0,
+    width: int = 24,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Progress:
     """Let the target write `count` different prompts, as rows {"id", "prompt"} of `path`; return the final progress.
 

@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import Subset
 
 from paceline.errors import is_out_of_memory
 from paceline.protocols import Target
-from paceline.train.documents import Document, Selection
+from paceline.train.documents import Document
 from paceline.train.jsonl import replace_with
 from paceline.types import Rows, Tap, Want
 
@@ -83,7 +84,7 @@ class States:
     def __init__(
         self,
         target: Target,
-        documents: Selection,
+        documents: Subset[Document],
         taps: Sequence[Tap],
         folder: Path | None = None,
         limit: int = 0,

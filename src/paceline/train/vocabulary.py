@@ -6,8 +6,9 @@ nearly all text (FR-Spec, arXiv 2502.14856; EAGLE-3's `d2t`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,16 +21,12 @@ def count(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
 
     Raises `InvalidOption` for a token that is not below `vocab_size`.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    tokens = chain.from_iterable(texts)
-    while some := list(islice(tokens, 1 << 16)):
-        part = torch.bincount(torch.tensor(some), minlength=vocab_size)
-        if len(part) > vocab_size:
-            raise InvalidOption(
-                f"token ids must be below the vocabulary size {vocab_size}, got {max(some)}", "Use the target's tokens"
-            )
-        counts += part
-    return counts
+    found = Counter(chain.from_iterable(texts))
+    if (highest := max(found, default=0)) >= vocab_size:
+        raise InvalidOption(
+            f"token ids must be below the vocabulary size {vocab_size}, got {highest}", "Use the target's tokens"
+        )
+    return torch.tensor([found[token] for token in range(vocab_size)])
 
 
 def choose(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

@@ -30,11 +30,9 @@ class Chance(Protocol):
 
     def accept(self, probability: float) -> bool:
         """Return True with this probability: never at 0, always at 1."""
-        ...
 
     def token(self, p: Tensor) -> int:
         """Return a draw from p [V]: once a round, for the token that the target adds."""
-        ...
 
 
 @dataclass(slots=True)

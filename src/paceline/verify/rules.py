@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.sampling.sampler import Prefix, RuleName, Sampler, not_finite
 from paceline.types import Draft, Guarantee, Verdict
-from paceline.verify.rejection import RoundChance, block_walk, rejection_walk
+from paceline.verify.rejection import Chance, RoundChance, Shaped, block_walk, rejection_walk
 
 Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
 """(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
@@ -32,31 +32,21 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Ver
     return walk(draft, lambda row, path: sampler.choose(prefix.after(path), logits[row]))
 
 
-def rejection(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """Keep the target's distribution, not its text: see `rejection_walk`. At temperature 0 the same as `match`.
+def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
+    """Return the rule that keeps the target's distribution, not its text, by this walk.
 
     Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
-    drafter must not use that noise itself, except as `Sampler.rank` does. Raises `NonFiniteLogits`, `InvalidOption`.
+    drafter must not use that noise itself, except as `Sampler.rank` does. The rule raises `NonFiniteLogits`, and
+    `InvalidOption` for an invalid q.
     """
-    if sampler.greedy:
-        return match(draft, logits, sampler, prefix)
-    return rejection_walk(draft, *_round(logits, sampler, prefix))
 
+    def rule(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
+        def shaped(row: int, path: Sequence[int]) -> Tensor:
+            return sampler.distribution(prefix.after(path), logits[row])
 
-def block(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """As `rejection`, but chains are accepted as a whole, which keeps more tokens: see `block_walk`."""
-    if sampler.greedy:
-        return match(draft, logits, sampler, prefix)
-    return block_walk(draft, *_round(logits, sampler, prefix))
+        return walk(draft, shaped, RoundChance(sampler.noise, len(prefix)))
 
-
-def _round(
-    logits: Tensor, sampler: Sampler, prefix: Prefix
-) -> tuple[Callable[[int, Sequence[int]], Tensor], RoundChance]:
-    """Return the target's distributions and the draws of this round."""
-    return lambda row, path: sampler.distribution(prefix.after(path), logits[row]), RoundChance(
-        sampler.noise, len(prefix)
-    )
+    return rule
 
 
 def typical(
@@ -65,11 +55,9 @@ def typical(
     """Keep the longest drafted path of plausible tokens: p > min(epsilon, delta * exp(-entropy)). Lossy.
 
     p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
-    likeliest token follows, so that a round always yields one. At temperature 0 the same as `match`. The defaults are
-    the authors'. Source: typical acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
+    likeliest token follows, so that a round always yields one. The defaults are the authors'. Source: typical
+    acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
     """
-    if sampler.greedy:
-        return match(draft, logits, sampler, prefix)
     kept = {0: _TypicalRow((), (), 0.0, sampler.distribution(prefix, logits[0]))}
     for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
         above = kept.get(parent)
@@ -96,14 +84,20 @@ class _TypicalRow:
         return float(self.p[token]) > min(epsilon, delta * math.exp(-entropy))
 
 
-RULES: dict[RuleName, Rule] = {"match": match, "rejection": rejection, "block": block, "typical": typical}
+RULES: dict[RuleName, Rule] = {
+    "match": match,
+    "rejection": _distributed(rejection_walk),
+    "block": _distributed(block_walk),
+    "typical": typical,
+}
+"""Acceptance rules. A greedy sampler has the rule match."""
 
 
 def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
     """Return the guarantee of a reply's text. `guarantee`: the machine's (`self_check.guarantee`)."""
-    if sampler.greedy or sampler.rule == "match":
-        return guarantee
-    return "lossy" if sampler.rule == "typical" else "distribution"
+    if sampler.draws:
+        return "distribution"
+    return "lossy" if sampler.rule == "typical" else guarantee
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:

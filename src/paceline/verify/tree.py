@@ -51,6 +51,14 @@ def check(draft: Draft) -> None:
         seen.add(edge)
 
 
+def paths_of(draft: Draft) -> dict[int, list[int]]:
+    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
+    paths: dict[int, list[int]] = {0: []}
+    for row, parent in enumerate(draft.parents, 1):
+        paths[row] = [*paths[parent], row]
+    return paths
+
+
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
     """Return the tree of these paths of token ids, shared prefixes once (as Medusa's trees are written)."""
     rows: dict[tuple[int, ...], int] = {(): 0}
@@ -85,7 +93,7 @@ def shape(budget: DraftBudget) -> Mapping[Place, int]:
 def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
     """Return the places of a fixed tree: as many of `order` as the budget allows, each after the places above it.
 
-    `order`: the most useful first (`drafters/shapes.py` finds it). Without one, the most probable places if a first
+    `order`: the most useful first (`independent.best` finds it). Without one, the most probable places if a first
     child is accepted with .7 and each further one with a quarter of the one before it.
     """
     kept: dict[Place, None] = {}

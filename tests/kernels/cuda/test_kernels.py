@@ -14,10 +14,9 @@ import torch
 
 from paceline.cache.attention import LayerAttention
 from paceline.engine.self_check import guarantee
-from paceline.kernels.cuda.attention import reference
-from paceline.kernels.cuda.cache import DeviceCache
-from paceline.kernels.cuda.product import FixedTile
+from paceline.kernels.cuda.cache import DeviceCache, reference
 from paceline.kernels.cuda.table import SPLIT, RowTable
+from paceline.kernels.linear import FixedTile
 from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.testing import TINY, random_tensors
 from paceline.types import Draft

@@ -19,8 +19,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from paceline.server.app import PAGE
-from paceline.server.pages import add_page
+from paceline.server.app import PAGE, add_page
 
 # (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
 SKY = [

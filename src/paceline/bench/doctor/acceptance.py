@@ -1,19 +1,25 @@
-"""Tokens per round by drafter, draft size and kind of text, stored or observed here."""
+"""Tokens per round by drafter, draft size and kind of text: stored, or observed here by shadow drafting.
+
+Shadow drafts are scored and timed but never verified, while plain decoding writes the text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.doctor.shadow import Gain, RoundCounts, ShadowDrafter
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.stack import DrafterWrapper
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.types import DraftBudget
+from paceline.types import Draft, DraftBudget
+from paceline.verify.tree import MIN_ROWS
 
 STORED = Path(__file__).with_name("acceptance.json")
 """Made by benchmarks/acceptance.py."""
@@ -31,6 +37,15 @@ PROMPTS = {
     "explanation": "Explain to a curious teenager how a refrigerator keeps food cold.",
 }
 """Prompts for drafters without stored acceptance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Means per round at one draft size: `tokens`, the target's own token included, and `rows` of the verify pass, at
+    least `MIN_ROWS`."""
+
+    tokens: float
+    rows: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,89 @@ def name_of(size: DraftBudget) -> str:
     return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
 
 
+class ShadowDrafter(DrafterWrapper):
+    """Asks the inner drafter for drafts of every size, records them and proposes none.
+
+    So one reply shows what every size would have given. Only the first draft of a round is timed, since only that one
+    includes catching up; the sizes take turns at being first. Requests come one at a time.
+    """
+
+    def __init__(
+        self, inner: Drafter, sizes: Sequence[DraftBudget], timer: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`sizes`: draft sizes, smallest first, none of them empty."""
+        super().__init__(inner)
+        self.draft, self._sizes, self._timer = sizes[-1], list(sizes), timer
+        self.seconds: list[list[float]] = [[] for _ in sizes]
+        """Drafting times by size."""
+        self._drafts: dict[int, list[Draft]] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        (ask,) = asks
+        first = len(self._drafts) % len(self._sizes)
+        drafts = [Draft()] * len(self._sizes)
+        for i in (first, *(i for i in range(len(self._sizes)) if i != first)):
+            # A chain is a prefix of any longer one.
+            if i != first and self._sizes[i].branch == 1 and i < len(self._sizes) - 1:
+                continue
+            size = self._sizes[i].within(ask.budget.depth)
+            began = self._timer()
+            (drafts[i],) = self.inner.propose([replace(ask, budget=size)])
+            if i == first:
+                self.seconds[i].append(self._timer() - began)
+        self._drafts[ask.position + 1] = drafts
+        return [Draft()]
+
+    def count(self, token_ids: Sequence[int], totals: Sequence[RoundCounts]) -> None:
+        """Add, per size, the rounds in which its drafts would have written a reply, and forget the drafts.
+
+        `token_ids`: a prompt and its reply.
+        """
+        recorded, self._drafts = self._drafts, {}
+        for i, (size, total) in enumerate(zip(self._sizes, totals, strict=True)):
+            which, limit = (-1, size.nodes) if size.branch == 1 else (i, None)
+            total.add({length: each[which] for length, each in recorded.items()}, token_ids, limit)
+
+
+@dataclass(slots=True)
+class RoundCounts:
+    """Sums over rounds."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    rows: int = 0
+
+    @property
+    def gain(self) -> Gain:
+        return Gain(self.tokens / self.rounds, self.rows / self.rounds) if self.rounds else Gain(1.0, MIN_ROWS)
+
+    def add(self, drafts: Mapping[int, Draft], token_ids: Sequence[int], limit: int | None = None) -> None:
+        """Add the rounds in which these drafts, each cut to `limit` tokens, would have written a reply.
+
+        `drafts`: by the number of tokens before them.
+        """
+        at = start = min(drafts, default=len(token_ids))
+        while at < len(token_ids):
+            accepted, drafted = _score(drafts.get(at, Draft()), token_ids[at:], limit)
+            self.rounds += 1
+            self.drafted += drafted
+            self.rows += max(MIN_ROWS, 1 + drafted)
+            at = min(at + accepted + 1, len(token_ids))  # the target's own token may lie beyond the end
+        self.tokens += at - start
+
+
+def _score(draft: Draft, following: Sequence[int], limit: int | None) -> tuple[int, int]:
+    """(tokens accepted, tokens drafted) of a draft, cut to `limit` tokens, where the text goes on with `following`."""
+    tokens = draft.tokens[:limit]
+    row = accepted = 0
+    children = {edge: node for node, edge in enumerate(zip(draft.parents, tokens, strict=False), 1)}
+    while accepted < len(following) and (row, following[accepted]) in children:
+        row = children[row, following[accepted]]
+        accepted += 1
+    return accepted, len(tokens)
+
+
 def observe(
     model: Loaded,
     shadow: ShadowDrafter,
@@ -93,8 +191,7 @@ def observe(
             prompt = llm.prompt_ids(text)
             reply = llm.generate(prompt, Sampling(max_new_tokens=tokens))
             lengths.append(len(prompt))
-            for count, replay in zip(counts, shadow.replays([*prompt, *reply.token_ids]), strict=True):
-                replay.count(count)
+            shadow.count([*prompt, *reply.token_ids], counts)
         gains = {size: count.gain for size, count in zip(sizes, counts, strict=True)}
         kinds[kind] = TextKind(sum(lengths) / len(lengths), gains)
     return Acceptance(kinds, f"observed here, over {sum(map(len, prompts.values()))} short replies")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.bench.doctor.acceptance import name_of
 from paceline.bench.doctor.machine import Machine
-from paceline.bench.doctor.predict import Drafting, Forecast, overall
+from paceline.bench.doctor.predict import Forecast
 from paceline.verify.tree import MIN_ROWS
 
 PAYS = 1.02
@@ -50,22 +50,20 @@ def limits(machine: Machine) -> list[str]:
     return lines
 
 
-def settings(
-    machine: Machine, found: Mapping[str, tuple[Drafting, Sequence[Forecast]]], sizes: Mapping[str, int], threads: int
-) -> list[str]:
-    """Recommend drafter, threads and weights, a line each. `sizes`: bytes read per pass by mode of
-    `--quantize`, empty where nothing can be quantised. `threads`: in use now."""
-    return [_drafter(found), _threads(machine, threads), _weights(machine, sizes)]
+def settings(machine: Machine, ratios: Mapping[str, float], sizes: Mapping[str, int], threads: int) -> list[str]:
+    """Recommend drafter, threads and weights, a line each. `ratios`: overall speed over plain decoding's by drafter.
+    `sizes`: bytes read per pass by mode of `--quantize`, empty where nothing can be quantised. `threads`: in use
+    now."""
+    return [_drafter(ratios), _threads(machine, threads), _weights(machine, sizes)]
 
 
-def _drafter(found: Mapping[str, tuple[Drafting, Sequence[Forecast]]]) -> str:
-    best = max(found, key=lambda name: overall(found[name][1]), default=None)
-    if best is None:
+def _drafter(ratios: Mapping[str, float]) -> str:
+    if not ratios:
         return "--drafter none: no drafter was examined"
-    ratio = overall(found[best][1])
-    if ratio < PAYS:
-        return f"--drafter none: {' and '.join(found)} would not be faster here"
-    return f"--drafter {best}: {ratio:.2f} times the speed of plain decoding, over all kinds of text"
+    best = max(ratios, key=ratios.__getitem__)
+    if ratios[best] < PAYS:
+        return f"--drafter none: {' and '.join(ratios)} would not be faster here"
+    return f"--drafter {best}: {ratios[best]:.2f} times the speed of plain decoding, over all kinds of text"
 
 
 def _threads(machine: Machine, threads: int) -> str:

@@ -11,7 +11,6 @@ from statistics import median
 import torch
 
 from paceline.bench.doctor.acceptance import PROMPTS
-from paceline.bench.doctor.shadow import Timer
 from paceline.bench.doctor.weights import weight_bytes
 from paceline.checkpoints.loader import Loaded
 from paceline.engine.cost_model import Curve
@@ -69,7 +68,7 @@ class Machine:
 class PassTimer:
     """One slot of a target, and timed passes over it."""
 
-    def __init__(self, target: Target, timer: Timer = time.perf_counter) -> None:
+    def __init__(self, target: Target, timer: Callable[[], float] = time.perf_counter) -> None:
         self._target, self._timer = target, timer
         self._cache: KVCache = target.new_cache()
         self._slot = self._cache.acquire(PREFIX)
@@ -149,7 +148,7 @@ def by_threads(probe: PassTimer, counts: Sequence[int]) -> dict[int, float]:
         torch.set_num_threads(now)
 
 
-def bandwidth(device: torch.device, timer: Timer = time.perf_counter, size: int | None = None) -> float:
+def bandwidth(device: torch.device, timer: Callable[[], float] = time.perf_counter, size: int | None = None) -> float:
     """Return the bytes of memory read per second, the best of a few readings of a large buffer."""
     size = size or _BUFFER
     buffer = torch.ones(size // 4, device=device)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.doctor.acceptance import Acceptance, TextKind
+from paceline.bench.doctor.acceptance import Acceptance, Gain, TextKind
 from paceline.bench.doctor.machine import Machine
-from paceline.bench.doctor.shadow import Gain
 from paceline.types import DraftBudget
 
 TOKENS = 96

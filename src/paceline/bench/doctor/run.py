@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from paceline.bench.doctor import advice
-from paceline.bench.doctor.acceptance import PROMPTS, name_of, observe, stored, stored_drafters
+from paceline.bench.doctor.acceptance import PROMPTS, ShadowDrafter, name_of, observe, stored, stored_drafters
 from paceline.bench.doctor.machine import Machine, measure_machine
 from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall
-from paceline.bench.doctor.shadow import ShadowDrafter
 from paceline.bench.doctor.weights import quantised_bytes
 from paceline.bench.provenance import cpu_name
 from paceline.checkpoints.loader import Loaded
@@ -47,18 +46,19 @@ def examine(
     opened = {name: open_drafter(name, model, draft_quantize) for name in drafters}
     on_progress("timing passes")
     machine, threads = measure_machine(model), torch.get_num_threads()
-    found: dict[str, tuple[Drafting, list[Forecast]]] = {}
+    parts = []
     for name, drafter in opened.items():
         if drafter is not None:
             on_progress(f"observing {name}")
             drafting = examine_drafter(model, name, drafter, machine)
-            found[name] = drafting, forecast(machine, drafting)
+            parts.append(_drafter(name, drafting, forecast(machine, drafting)))
+    ratios = {part["drafter"]: part["ratio"] for part in parts}
     return {
         "model": str(model.path),
         "machine": {"cpu": cpu_name(), "device": str(model.target.device), "threads": threads, **_timings(machine)},
-        "drafters": [_drafter(name, *both) for name, both in found.items()],
+        "drafters": parts,
         "limits": advice.limits(machine),
-        "settings": advice.settings(machine, found, quantised_bytes(model), threads),
+        "settings": advice.settings(machine, ratios, quantised_bytes(model), threads),
         "warnings": advice.warnings(machine, threads),
     }
 

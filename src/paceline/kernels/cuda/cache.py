@@ -1,7 +1,9 @@
-"""The slab cache of a CUDA device: rows lie in order of their numbers, and a pass is described by device tensors."""
+"""The slab cache of a CUDA device: rows lie in order of their numbers, and a pass is described by device tensors, which
+attention over it reads."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -11,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention
-from paceline.cache.slab import Slab, SlabCache
-from paceline.kernels.cuda.attention import attend
+from paceline.cache.slab import SlabCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
@@ -70,7 +71,7 @@ class DeviceCache(SlabCache):
     def over(self, table: RowTable, prompt: tuple[int, int] | None = None) -> DevicePass:
         """A pass over whatever is in the table when it runs. It is valid until a slab moves. `prompt`: place and length
         of the slot whose prompt these rows continue; any kernel may serve them."""
-        return DevicePass(self.slabs, self._layers, self._indices, table, prompt)
+        return DevicePass(self, table, prompt)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
         return range(len(rows.parents[index]))
@@ -79,19 +80,13 @@ class DeviceCache(SlabCache):
 class DevicePass:
     """One forward pass over a `DeviceCache` (`protocols.Pass`), of the contents of a table when it runs."""
 
-    def __init__(
-        self,
-        slabs: Sequence[Slab],
-        layers: Sequence[LayerAttention],
-        indices: Sequence[tuple[int, int]],
-        table: RowTable,
-        prompt: tuple[int, int] | None,
-    ) -> None:
+    def __init__(self, cache: DeviceCache, table: RowTable, prompt: tuple[int, int] | None) -> None:
+        """See `DeviceCache.over`."""
         self._table, self._prompt = table, prompt
-        targets = [_targets(slab.tensors[0], table) for slab in slabs]
+        slabs = [(*slab.tensors, _targets(slab.tensors[0], table)) for slab in cache.slabs]
         self._layers = [
-            (slabs[slab].tensors[0][index], slabs[slab].tensors[1][index], targets[slab], layer)
-            for layer, (slab, index) in zip(layers, indices, strict=True)
+            (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
+            for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -117,6 +112,50 @@ def _targets(slab: Tensor, table: RowTable) -> Tensor:
     column = ((table.lengths + table.starts)[:, None] + row) % capacity
     head = (table.places.long()[:, None] * kv + torch.arange(kv, device=slab.device)) * capacity
     return (column[:, :, None] + head[:, None]).flatten()
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
+    """Attention of each row over its slot's committed prefix, its ancestors and itself, already written.
+
+    q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
+    p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
+    """
+    if q.device.type != "cuda":
+        return reference(q, keys, values, table, spec)
+    from paceline.kernels.cuda.kernels import tree_attention
+
+    return tree_attention(q, keys, values, table, spec)
+
+
+def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
+    """The same by masked products over the whole slab. No shape depends on a length, so a graph can record it."""
+    b, t, heads, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = heads // keys.shape[1]
+    k, v = (x[table.places.long()].to(wide).repeat_interleave(group, 1) for x in (keys, values))
+    scores = q.to(wide).transpose(1, 2) @ k.transpose(2, 3) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    unseen = ~visible(table, keys.shape[2], spec.window)[:, None]
+    mixed = scores.masked_fill(unseen, -math.inf).softmax(-1) @ v
+    return mixed.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
+
+
+def visible(table: RowTable, capacity: int, window: int | None) -> Tensor:
+    """Bool [B, T, capacity]: the columns that each row sees."""
+    lengths, deep, paths = table.lengths.long(), table.depths.long(), table.paths.long()
+    here = (lengths[:, None] + deep)[..., None]
+    nearest = here - window if window else torch.full_like(here, -1)
+    last = lengths[:, None] - 1
+    # The prefix position held by a column: the last one before `length` that falls on it.
+    prefix = (last - (last - torch.arange(capacity, device=lengths.device)) % capacity)[:, None]
+    seen = (prefix >= 0) & (prefix > nearest)
+    depth = torch.arange(table.reach, device=lengths.device)
+    there = lengths[:, None, None] + depth
+    kept = (depth <= deep[..., None]) & (there > nearest)
+    columns = torch.where(kept, (lengths[:, None, None] + paths) % capacity, capacity)
+    # A column that the rows have overwritten holds no prefix, but a ring is long enough that none of these is seen.
+    return torch.cat([seen, seen[..., :1]], -1).scatter(2, columns, True)[..., :capacity]
 
 
 def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: int, spec: LayerAttention) -> Tensor:

@@ -21,7 +21,7 @@ LOW = tl.constexpr(-1.0e30)
 
 
 def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """See `attention.attend`. Flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
+    """See `cache.attend`. Flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
 
     Splits that end before the first row are the same for all rows, which share what is read. After them each row reads
     its own ancestors in the order of their positions, so that its sums are those of plain decoding: bits depend neither

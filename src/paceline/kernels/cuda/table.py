@@ -37,12 +37,10 @@ class RowTable:
         self.depths = self._all[:, 3 : 3 + rows]
         self.paths = self._all[:, 3 + rows :].view(slots, rows, reach)
 
-    def fill(self, rows: Rows, places: Sequence[int], spare: int = 0) -> None:
-        """Write the rows of a pass of at most this table's size. Padding rows are roots; padding slots lie in the place
-        `spare`."""
+    def fill(self, rows: Rows, places: Sequence[int]) -> None:
+        """Write the rows of a pass of at most this size. Padding rows are roots; padding slots lie in place 0."""
         b, t = rows.tokens.shape
         entries = np.zeros(self._all.shape, dtype=np.int32)
-        entries[:, 1] = spare
         entries[:, 3:] = _depths_and_paths((), 0, self.rows, self.reach)
         slots = zip(rows.lengths, places, rows.starts, rows.parents, strict=True)
         for entry, (length, place, start, parents) in zip(entries, slots, strict=False):

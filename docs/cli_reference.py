@@ -1,4 +1,4 @@
-"""Reference pages of the command line, generated from the commands themselves: `python -m paceline.cli.reference`."""
+"""Reference pages of the command line, generated from the commands themselves: `python docs/cli_reference.py`."""
 
 from __future__ import annotations
 
