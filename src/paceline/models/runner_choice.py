@@ -37,8 +37,6 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
         assert reason is not None
         return Runner(f"torch, since {reason.cause}", reason.fix)
     name = f"the CPU kernels ({built_for(kernels)})"
-    if not quantize and "BF16" not in built_for(kernels):
-        return Runner(f"torch, since the CPU kernels ({built_for(kernels)}) have no product of bfloat16 here", _CODES)
     if dtype != torch.bfloat16:
         return Runner(f"torch in {kind}, with products by {name}")
     if any(layer.sparse for layer in config.plan):
