@@ -38,6 +38,14 @@ def test_every_environment_variable_that_the_code_names_is_in_the_reference() ->
     pattern = r"""(?:environ(?:\.get|\.setdefault)?[(\[]|envvar=|getenv\()\s*"([A-Z_]+)"|"([A-Z]+_[A-Z_]*CAPACITY)\""""
     files = Path(paceline.__file__).parent.rglob("*.py")
     found = {name for file in files for names in re.findall(pattern, file.read_text("utf-8")) for name in names if name}
-    assert {"PACELINE_CACHE", "PACELINE_NATIVE", "PACELINE_API_KEY", "HF_TOKEN", "CXX", "NO_COLOR"} <= found
+    assert {
+        "PACELINE_CACHE",
+        "PACELINE_ISA",
+        "PACELINE_NATIVE",
+        "PACELINE_API_KEY",
+        "HF_TOKEN",
+        "CXX",
+        "NO_COLOR",
+    } <= found
     assert found == set(ENVIRONMENT)
     assert all(f"| `{name}` |" in environment() for name in found)

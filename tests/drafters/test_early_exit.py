@@ -16,7 +16,7 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
-from paceline.kernels.linear import fast_bfloat16
+from paceline.kernels.linear import packs_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer
@@ -144,7 +144,7 @@ def check_committed(target: Decoder, cache: KVCache, slot: int) -> None:
     same(ours, theirs)
 
 
-BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not fast_bfloat16(), reason="no products that keep bits"))
+BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(), reason="no products that keep bits"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])

@@ -30,7 +30,6 @@ from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.self_check import guarantee, seamless
 from paceline.engine.stats import Stats
 from paceline.errors import NonFiniteLogits
-from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
@@ -308,8 +307,7 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", "heads of 80"])
-def test_native_kernels_leave_the_same_in_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: True)
+def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
     assert seamless(native(replace(BASE, **MODELS[name])), "bits")
 
 
@@ -317,7 +315,6 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
     """Beyond a block's end, in prompts or in rounds, in the last layer."""
     if library() is None:
         pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: True)
     target = native(BASE)
     honest = target.forward
 

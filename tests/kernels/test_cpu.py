@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,39 +18,24 @@ from torch import Tensor
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import compiled, cpu_flags, library
+from paceline.kernels.cpu.build import SETS, available, compiled, instruction_set, library
 from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
-from paceline.models import cpu_layers as layers
 from paceline.models.layers import RMSNorm
+from tests.kernels.sets import using
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 FOLDER = Path(build.__file__).parent
-WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")
-BUILDS: dict[str, tuple[str, ...] | None] = {
-    "this processor's": None,
-    "generic, one thread": ("-march=x86-64-v2",) if platform.machine() == "x86_64" else (),
-}
-if "avx2" in cpu_flags():
-    BUILDS["AVX2"] = ("-march=x86-64-v3", "-fopenmp")
+WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas")
+OTHERS = available()[:-1]
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
-    """The library, and the same without the instructions that most processors lack."""
-    chosen = BUILDS[request.param]
-    with pytest.MonkeyPatch.context() as patch:
-        lib = library()
-        if chosen is not None:
-            place = tmp_path_factory.mktemp("kernels") / "generic.so"
-            flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", *WARNINGS, *chosen]
-            subprocess.run([*build._compiler(), *flags, str(FOLDER / "layers.cpp"), "-o", str(place)], check=True)
-            lib = ctypes.CDLL(str(place))
-            for module in (build, layers):
-                patch.setattr(module, "library", lambda: lib)
-        assert lib is not None
-        yield lib
+@pytest.fixture(scope="module", params=[available()[-1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every instruction set of this processor, the best first."""
+    with using(SETS[request.param]):
+        yield
 
 
 def with_floors(weight: Tensor) -> Codes:
@@ -100,7 +83,7 @@ def expected(weight: Tensor | Codes, bias: Tensor | None, x: Tensor) -> tuple[Te
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_float64(kernels: ctypes.CDLL, kind: str) -> None:
+def test_products_are_those_of_float64(kernels: None, kind: str) -> None:
     for out, width in SHAPES:
         for bias in (True, False):
             ours, weight, b = make(kind, out, width, bias)
@@ -121,7 +104,7 @@ def test_the_weights_come_back_as_they_were_given(kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_form_of_a_product_is_the_precise_one_rounded_once(kernels: ctypes.CDLL, kind: str) -> None:
+def test_every_form_of_a_product_is_the_precise_one_rounded_once(kernels: None, kind: str) -> None:
     ours, _, _ = make(kind, 37, 80)
     x, residual = random(2, 11, 80).bfloat16(), random(2, 11, 37, seed=5).bfloat16()
     precise = ours.precise(x)
@@ -157,9 +140,7 @@ def test_rows_of_another_width_are_refused_and_not_read() -> None:
 @needs_kernels
 @settings(max_examples=40)
 @given(kind=st.sampled_from(sorted(KINDS)), count=st.integers(1, 20), data=st.data())
-def test_a_row_has_the_same_bits_alone_and_anywhere(
-    kernels: ctypes.CDLL, kind: str, count: int, data: st.DataObject
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_anywhere(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
     seed, at = data.draw(st.integers(0, 9)), data.draw(st.integers(0, count - 1))
     ours, _, _ = make(kind, 21, 48)
     x = random(count, 48, seed=seed) * 10.0 ** data.draw(st.integers(-3, 3))
@@ -171,7 +152,7 @@ def test_a_row_has_the_same_bits_alone_and_anywhere(
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_change_no_bit_even_where_there_are_more_than_outputs(kernels: ctypes.CDLL, kind: str) -> None:
+def test_threads_change_no_bit_even_where_there_are_more_than_outputs(kernels: None, kind: str) -> None:
     ours, _, _ = make(kind, 40, 48)
     x = random(9, 48)
     alone = ours.precise(x)
@@ -186,7 +167,7 @@ def test_threads_change_no_bit_even_where_there_are_more_than_outputs(kernels: c
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(kernels: ctypes.CDLL, kind: str, bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(kernels: None, kind: str, bad: float) -> None:
     ours, _, _ = make(kind, 33, 64)
     x = random(10, 64).bfloat16()
     before = ours.precise(x)
@@ -198,7 +179,7 @@ def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(kernels: ctypes.CD
 
 
 @needs_kernels
-def test_activations_of_any_size_are_rounded_as_in_python(kernels: ctypes.CDLL) -> None:
+def test_activations_of_any_size_are_rounded_as_in_python(kernels: None) -> None:
     weight = quantize(random(16, 64), 8)
     ours = NativeLinear(weight, None)
     for size in (0.0, 1e-44, 1e-38, 1e-31, 1e-20, 1e20, 1e30):
@@ -234,9 +215,7 @@ def test_what_memory_cannot_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 @needs_kernels
 @settings(max_examples=20)
 @given(count=st.integers(1, 9), width=st.sampled_from([16, 48, 576]), seed=st.integers(0, 9))
-def test_norms_are_those_of_float64_and_of_one_row_alone(
-    kernels: ctypes.CDLL, count: int, width: int, seed: int
-) -> None:
+def test_norms_are_those_of_float64_and_of_one_row_alone(kernels: None, count: int, width: int, seed: int) -> None:
     weight, x = random(width, seed=seed + 1), random(count, width, seed=seed).bfloat16() * 3
     ours = NativeNorm(weight, 1e-5)
     y = ours(x)
@@ -300,14 +279,34 @@ def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monk
     assert isinstance(build._found.__wrapped__(), InvalidOption)
 
 
-@pytest.mark.parametrize("refused", ["-march=native", "-fopenmp"])
-def test_a_compiler_may_lack_a_flag(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    """-march=native of some for ARM, OpenMP of Apple's."""
-    text = f'case "$*" in *{refused}*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
+def test_a_compiler_may_lack_openmp(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's does."""
+    text = 'case "$*" in *-fopenmp*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "picky", text) + " -pipe")
-    said = compiled().read_text()
-    assert refused not in said
-    assert {"-march=native": "-mcpu=native", "-fopenmp": "-march=native"}[refused] in said
+    assert "-fopenmp" not in compiled().read_text()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_compiles_without_warnings(name: str) -> None:
+    command = [*build._compiler(), *WARNINGS, *SETS[name].flags, "-fsyntax-only", str(FOLDER / "layers.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+@needs_kernels
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from paceline.kernels.cpu.build import built_for, library; print(built_for(library()))"
+    env = {**os.environ, "PACELINE_ISA": "portable"}
+    assert "generic" in subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert instruction_set().name == available()[-1]
+    monkeypatch.setattr(build, "processor_features", lambda: frozenset({"avx2", "fma", "f16c"}))
+    for name, cause in {"avx513": "no such instruction set", list(SETS)[-1]: "processor does not have it"}.items():
+        monkeypatch.setenv("PACELINE_ISA", name)
+        with pytest.raises(
+            InvalidOption, match=rf"PACELINE_ISA is {name}, .*{cause}.* one of {', '.join(available())}"
+        ):
+            build._found.__wrapped__()
 
 
 def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

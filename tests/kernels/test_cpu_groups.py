@@ -17,12 +17,11 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Draft, Forward, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
-from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, kernels_for_every_product, native, plan, text
+from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, native, plan, text
 from tests.kernels.test_cpu_ragged import DRAFTS, filled, packed, verify
 from tests.verify.test_tree import path_to
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-_ = kernels_for_every_product
 
 THREADS = (2, 3, 5)
 LENGTHS = (20, 7, 41, 300, 33, 1, 90, 64)

@@ -78,12 +78,6 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
-@pytest.fixture(autouse=True)
-def kernels_for_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16 too, on processors where another product is faster."""
-    monkeypatch.setattr(runner, "multiplies_bfloat16", lambda: runner.library() is not None)
-
-
 def native(c: ModelConfig, mode: Mode | None = None) -> Decoder:
     tensors = tensors_of(c)
     target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), torch.bfloat16, CPU)

@@ -15,10 +15,9 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Carried, Draft, Forward, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
-from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, kernels_for_every_product, native, plan, text
+from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, native, plan, text
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-_ = kernels_for_every_product
 
 LENGTHS = (20, 7, 41, 300, 33)
 DRAFTS = (

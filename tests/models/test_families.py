@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from paceline.drafters.model import DraftModel
 from paceline.engine.self_check import guarantee
-from paceline.kernels.linear import fast_bfloat16, gated, linear
+from paceline.kernels.linear import gated, linear, packs_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.layers import Dense, Mixture
@@ -275,7 +275,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(case: str) -> None:
     assert (mine - truth).norm() < 1.05 * (expected(theirs, tokens) - truth).norm()
 
 
-@pytest.mark.skipif(not fast_bfloat16(), reason="no bfloat16 products that keep bits")
+@pytest.mark.skipif(not packs_bfloat16(), reason="no bfloat16 products that keep bits")
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
     assert guarantee(models(case, torch.bfloat16)[1]) == "bits"

@@ -24,7 +24,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
 from paceline.models.lazy import LazyTensors, Outlines, Quantised
-from paceline.models.runner_choice import runs_whole
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
 
@@ -61,7 +60,7 @@ def load_model(
     """See `paceline.load`. Raises `PacelineError`."""
     check_precision(quantize)
     where = pick_device(device)
-    pick_dtype(dtype, where)  # before anything is fetched
+    kind = pick_dtype(dtype, where)
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
@@ -71,7 +70,7 @@ def load_model(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
-    mode, kind = weights_held(config, checkpoint.tensors, quantize, dtype, where)
+    mode = weights_held(config, checkpoint.tensors, quantize, dtype, where)
     tensors = Quantised(checkpoint.tensors, mode) if mode else checkpoint.tensors
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, _progress_bar(f"loading {reference}", progress) as advance:
@@ -89,19 +88,16 @@ def weights_held(
     quantize: Precision,
     dtype: DType,
     device: torch.device,
-) -> tuple[Mode | None, torch.dtype]:
-    """Whether matrices are held as codes, and the dtype of everything else. `config`: None where transformers runs it.
+) -> Mode | None:
+    """Whether matrices are held as codes. `config`: None where transformers runs the model.
 
     By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster.
     """
-    mode: Mode | None = None
     if quantize in ("int8", "int4"):
-        mode = quantize
-    elif quantize == dtype == "auto" and config and device.type == "cpu" and isinstance(tensors, LazyTensors):
-        mode = "int8" if tensors.mostly_codes() and library() else None
-    if mode and config and dtype == "auto" and runs_whole(config, device):
-        return mode, torch.bfloat16
-    return mode, pick_dtype(dtype, device)
+        return quantize
+    if quantize == dtype == "auto" and config and device.type == "cpu" and isinstance(tensors, LazyTensors):
+        return "int8" if tensors.mostly_codes() and library() else None
+    return None
 
 
 def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:

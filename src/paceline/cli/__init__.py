@@ -57,9 +57,9 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
     If they cannot be compiled, the error says why.
     """
-    from paceline.kernels.cpu.build import built_for, compiled, library_path, loaded
+    from paceline.kernels.cpu.build import built_for, compiled, instruction_set, library_path, loaded
 
-    begin, existed = time.perf_counter(), library_path().is_file()
+    begin, existed = time.perf_counter(), library_path(instruction_set()).is_file()
     path = compiled()
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:

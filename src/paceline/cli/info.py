@@ -124,12 +124,12 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
     """Return what runs the layers with default options, and how to get a faster runner."""
-    from paceline.checkpoints.loader import pick_device, weights_held
+    from paceline.checkpoints.loader import pick_device, pick_dtype, weights_held
     from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
-    mode, dtype = weights_held(config, checkpoint.tensors, "auto", "auto", device)
-    runner = runner_of(config, device, dtype, mode)
+    mode = weights_held(config, checkpoint.tensors, "auto", "auto", device)
+    runner = runner_of(config, device, pick_dtype("auto", device), mode)
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS, Activation
-from paceline.kernels.cpu.build import library, multiplies_bfloat16
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import LANES, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
 
@@ -67,7 +67,7 @@ def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
         return NativeLinear(weight, bias)
     if isinstance(weight, Codes):
         return _Coded(weight, bias)
-    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and fast_bfloat16()
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bfloat16()
     return _Packed(weight, bias) if packs else _Plain(weight, bias)
 
 
@@ -172,15 +172,12 @@ class FixedTile(Linear):
 
 
 def _native(weight: Tensor | Codes) -> bool:
-    """Whether the kernels of `kernels/cpu/` are the fastest: for codes always, for bfloat16 where the processor
-    multiplies it by an instruction of its own."""
+    """Whether the kernels of `kernels/cpu/` take it: codes and bfloat16, if they are available."""
     values = weight.codes if isinstance(weight, Codes) else weight
     if weight.shape[1] % LANES or values.device.type != "cpu":
         return False
     # The library comes last: the first request for it compiles it.
-    if isinstance(weight, Codes):
-        return library() is not None
-    return weight.dtype == torch.bfloat16 and multiplies_bfloat16()
+    return (isinstance(weight, Codes) or weight.dtype == torch.bfloat16) and library() is not None
 
 
 def free_rows(device: torch.device) -> int:
@@ -191,8 +188,13 @@ def free_rows(device: torch.device) -> int:
     return 8 if device.type == "cpu" else 128
 
 
-@cache
 def fast_bfloat16() -> bool:
+    """Whether products of bfloat16 are fast on this CPU."""
+    return library() is not None or packs_bfloat16()
+
+
+@cache
+def packs_bfloat16() -> bool:
     """Whether this CPU and torch have oneDNN's packed bfloat16 product. Tried once on a small one."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False

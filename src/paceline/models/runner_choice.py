@@ -33,31 +33,18 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     kind = str(dtype).removeprefix("torch.")
     if not quantize and dtype != torch.bfloat16:
         return Runner(f"torch, in {kind}", "" if fast_bfloat16() else f"This processor is slow in bfloat16. {_CODES}")
-    kernels, missing = library(), obstacle()
+    kernels, reason = library(), obstacle()
     if kernels is None:
-        assert missing is not None
-        return Runner(f"torch, since {missing.cause}", missing.fix)
+        assert reason is not None
+        return Runner(f"torch, since {reason.cause}", reason.fix)
     name = f"the CPU kernels ({built_for(kernels)})"
-    if not quantize and "BF16" not in built_for(kernels):
-        return Runner(f"torch, since the CPU kernels ({built_for(kernels)}) have no product of bfloat16 here", _CODES)
     if dtype != torch.bfloat16:
         return Runner(f"torch in {kind}, with products by {name}")
-    reason = _unsuited(config)
-    return Runner(f"torch, since {reason}" if reason else name)
-
-
-def _unsuited(config: ModelConfig) -> str:
-    """Why the CPU kernels do not run whole layers of such a model, "" if they do."""
     if any(layer.sparse for layer in config.plan):
-        return "it is a mixture of experts"
+        return Runner("torch, since it is a mixture of experts")
     if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
-        return f"its sizes are not multiples of {LANES}"
-    return ""
-
-
-def runs_whole(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the CPU kernels run whole layers of codes, in bfloat16 on any processor."""
-    return device.type == "cpu" and library() is not None and not _unsuited(config)
+        return Runner(f"torch, since its sizes are not multiples of {LANES}")
+    return Runner(name)
 
 
 @cache

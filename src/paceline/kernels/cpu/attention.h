@@ -78,7 +78,7 @@ class Attention {
         int64_t columns = 0;
         for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, view.max_columns(*s));
         const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
-        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size / 2 * TILE);
+        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size * TILE);
         if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
     }
 
@@ -87,22 +87,25 @@ class Attention {
              const bf16* q, int64_t stride, float* mixed) {
         count_ = count;
         plan(view, h, slot, first);
-        queries_.resize(h.size / 2 * count);
+        queries_.resize(h.size * count);
         for (int i = 0; i < count; i++) {
             const int query = first + i, row = query / h.group(), head = kv_head * h.group() + query % h.group();
-            for (int d = 0; d < h.size / 2; d++)
-                queries_[d * count + i] = load<int32_t>(q + row * stride + head * h.size + 2 * d);
+            const int from = i / SCORED * SCORED, width = std::min(SCORED, count - from);
+            for (int d = 0; d < h.size; d++)
+                queries_[from * h.size + (d / 2 * width + i - from) * 2 + d % 2] = operand(q[row * stride + head * h.size + d]);
             seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
             mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
         }
         const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
-        score<TILE>(view.keys + base, h);
+        for (int from = 0; from < count; from += SCORED) score<SCORED>(view.keys + base, h, from, std::min(SCORED, count - from));
         for (int i = 0; i < count; i++) softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
         mix(view.values + base, h.size);
     }
 
    private:
     static constexpr int COLUMNS_AHEAD = 32;  // prefetched, beyond the last ones too
+    // Queries scored at a time; queries and vectors of values mixed at a time: as many sums as there are registers for.
+    static constexpr int SCORED = PARTS == 1 ? TILE : 4, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
 
     int count_ = 0;
     // Columns begin at line `line_` and number `columns_`, in blocks of 16, rows of which lie `width_` apart.
@@ -110,9 +113,9 @@ class Attention {
     int64_t masked_;             // the first block that some row does not see all of
     std::vector<uint8_t> seen_;  // [rows, columns from `masked_` on]
     std::vector<float> scores_;  // [queries, width]
-    std::vector<bf16> weights_;  // [queries, width]
+    std::vector<Operand> weights_;  // [queries, width]
     std::vector<bf16> gathered_; // [16, D]
-    std::vector<int32_t> queries_; // [D / 2, queries]: pairs of dimensions
+    std::vector<Operand> queries_; // for every SCORED queries [D / 2, queries, 2]: pairs of dimensions
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
     Floats top_[TILE];
@@ -165,35 +168,35 @@ class Attention {
         return gathered_.data();
     }
 
+    // `count` queries from `from` on.
     template <int N>
-    void score(const bf16* keys, const Heads& h) {
+    void score(const bf16* keys, const Heads& h, int from, int count) {
         if constexpr (N > 1)
-            if (count_ < N) return score<N - 1>(keys, h);
-        for (int i = 0; i < N; i++) top_[i] = all(-INFINITY);
+            if (count < N) return score<N - 1>(keys, h, from, count);
+        for (int i = from; i < from + N; i++) top_[i] = all(-INFINITY);
         for (int64_t block = 0; block < blocks_; block++) {
             const bf16* k = together(keys, block, h.size);
             prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
             Floats dots[N] = {};
-            const int32_t* query = queries_.data();
+            const Operand* query = &queries_[from * h.size];
             for (int d = 0; d < h.size; d += 8) {
-                Ints pairs[4];
+                Pairs pairs[4];
                 transpose(pairs, k + d, h.size);
-                for (int j = 0; j < 4; j++, query += N)
-                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query[i]);
+                for (int j = 0; j < 4; j++, query += 2 * N)
+                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
             }
             for (int i = 0; i < N; i++) {
-                Floats s = dots[i];
+                Floats s = dots[i], &top = top_[from + i];
                 if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
-                if (block >= masked_) s = sees(i, block) ? s : all(-INFINITY);
-                top_[i] = s > top_[i] ? s : top_[i];
-                store(&scores_[i * width_ + block * LANES], s);
+                if (block >= masked_) s = select(sees(from + i, block), s, all(-INFINITY));
+                top = select(s > top, s, top);
+                store(&scores_[(from + i) * width_ + block * LANES], s);
             }
         }
     }
 
     Ints sees(int query, int64_t block) const {
-        using Flags = uint8_t __attribute__((vector_size(16)));
-        return __builtin_convertvector(load<Flags>(seen_by_[query] + (block - masked_) * LANES), Ints) != 0;
+        return convert<Ints>(load<Lanes<uint8_t>>(seen_by_[query] + (block - masked_) * LANES)) != 0;
     }
 
     // Softmax weights. They are summed as multiples of 2^-23, so that the total does not depend on where gaps lie.
@@ -201,13 +204,13 @@ class Attention {
         constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
         const float top = largest(top_[query]) * factor;
         const float* scores = &scores_[query * width_];
-        bf16* weights = &weights_[query * width_];
+        Operand* weights = &weights_[query * width_];
         int64_t total = 0;
         for (int64_t block = 0; block < blocks_;) {
             Ints part{};
             for (const int64_t end = std::min(blocks_, block + EXACT); block < end; block++) {
                 Floats w = power_of_two(fma(load<Floats>(scores + block * LANES), all(factor), all(-top)));
-                part += (Ints)(w + 1.0f) - 0x3f800000;
+                part += as<Ints>(w + 1.0f) - 0x3f800000;
                 narrow(weights + block * LANES, w);
             }
             total += (int64_t(sum(part >> 16)) << 16) + sum(part & 0xffff);
@@ -216,22 +219,14 @@ class Attention {
     }
 
     void mix(const bf16* values, int size) const {
-        constexpr int QUERIES = 6, WIDTH = 4;  // 24 of 32 registers hold sums
-        const int parts = (count_ + QUERIES - 1) / QUERIES;
+        const int parts = (count_ + MIXED - 1) / MIXED;
         for (int part = 0; part < parts; part++) {
             const int from = count_ * part / parts, to = count_ * (part + 1) / parts;
             int d = 0;
-            for (; d + WIDTH * LANES <= size; d += WIDTH * LANES) gather<QUERIES, WIDTH>(values + d, size, from, to, d);
-            for (; d < size; d += LANES) gather<QUERIES, 1>(values + d, size, from, to, d);
+            for (; d + MIXED_WIDTH * LANES <= size; d += MIXED_WIDTH * LANES)
+                gather<MIXED, MIXED_WIDTH>(values + d, size, from, to, d);
+            for (; d < size; d += LANES) gather<MIXED, 1>(values + d, size, from, to, d);
         }
-    }
-
-    template <int N>
-    static bool finite(const Ints* pairs) {
-        Ints endless{};
-        for (int j = 0; j < N; j++)
-            endless |= ((pairs[j] & 0x7f80) == 0x7f80) | ((pairs[j] & 0x7f800000) == 0x7f800000);
-        return !any(endless);
     }
 
     template <int Q, int N>
@@ -239,19 +234,22 @@ class Attention {
         if constexpr (Q > 1)
             if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
         Floats sums[Q][N] = {};
-        const bf16* weights = &weights_[from * width_];
+        const Operand* weights = &weights_[from * width_];
         const int64_t open = std::min(columns_, masked_ * LANES);
         for (int64_t c = 0; c < columns_; c += 2) {
-            Ints pairs[N];
+            Pairs pairs[N];
             const bf16 *even = values + line(c) * size, *odd = values + line(c + 1) * size;
             prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
             interleave<N>(pairs, even, odd);
             const bool non_finite = c >= open && !finite<N>(pairs);
+#pragma GCC unroll 8  // early enough for registers
             for (int i = 0; i < Q; i++) {
-                const int32_t pair = load<int32_t>(weights + i * width_ + c);
+                const Operand* pair = weights + i * width_ + c;
                 // A weight of 0 is not enough: 0 times a non-finite value is NaN.
-                const int32_t kept = non_finite ? (pair & 0xffff ? 0xffff : 0) | (pair >> 16 ? 0xffff0000 : 0) : -1;
-                for (int j = 0; j < N; j++) sums[i][j] = dot2(sums[i][j], non_finite ? pairs[j] & kept : pairs[j], pair);
+#pragma GCC unroll 4
+                for (int j = 0; j < N && non_finite; j++) sums[i][j] = dot2(sums[i][j], kept(pairs[j], pair), pair);
+#pragma GCC unroll 4
+                for (int j = 0; j < N && !non_finite; j++) sums[i][j] = dot2(sums[i][j], pairs[j], pair);
             }
         }
         for (int i = 0; i < Q; i++)

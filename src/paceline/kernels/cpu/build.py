@@ -1,4 +1,4 @@
-"""Compile the C++ of this folder for this machine, once, into a library on disk."""
+"""Compile the C++ of this folder for an instruction set of this machine, once, into a library on disk."""
 
 from __future__ import annotations
 
@@ -10,21 +10,59 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.errors import InvalidOption
 from paceline.files.wheels import cache_folder
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("simd.h", "barrier.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h", "layers.cpp")
+_SOURCES = (
+    *("vectors.h", "simd.h", "barrier.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h"),
+    "layers.cpp",
+)
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-# The first that the compiler accepts: some for ARM know only -mcpu, and Apple's has no OpenMP, so it runs one thread.
-_ALTERNATIVES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
+# The first that the compiler accepts: Apple's has no OpenMP, so it runs one thread.
+_ALTERNATIVES = (("-fopenmp",), ())
 _COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """`flags`: of the compiler. `needs`: features of the processor, as `processor_features` names them."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    def plus(self, name: str, *features: str) -> InstructionSet:
+        """A larger set."""
+        return InstructionSet(name, (*self.flags, *(f"-m{x}" for x in features)), self.needs | {*features})
+
+
+def _sets() -> tuple[InstructionSet, ...]:
+    """Those of this machine's architecture, the best last."""
+    portable = InstructionSet("portable")
+    if platform.machine() in ("x86_64", "AMD64"):
+        avx2 = portable.plus("avx2", "avx2", "fma", "f16c")
+        avx512 = avx2.plus("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+        vnni = avx512.plus("avx512vnni", "avx512vnni")
+        return portable, avx2, avx2.plus("avxvnni", "avxvnni"), avx512, vnni, vnni.plus("avx512bf16", "avx512bf16")
+    if platform.machine() in ("aarch64", "arm64"):
+        neon = InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))
+        i8mm = InstructionSet("neon-i8mm", ("-march=armv8.2-a+dotprod+i8mm",), frozenset({"dot", "i8mm"}))
+        return portable, neon, i8mm
+    return (portable,)
+
+
+SETS = {one.name: one for one in _sets()}
+"""Instruction sets of this machine's architecture by name, the best last."""
 
 
 def library() -> ctypes.CDLL | None:
@@ -49,8 +87,9 @@ def _found() -> ctypes.CDLL | InvalidOption:
     """The library, or why there is none. Tried once: a compiler that fails takes its time."""
     if os.environ.get("PACELINE_NATIVE") == "0":
         return InvalidOption("PACELINE_NATIVE is 0")
+    chosen = instruction_set()
     try:
-        return loaded(compiled())
+        return loaded(compiled(chosen))
     except InvalidOption as error:
         return error
 
@@ -63,9 +102,11 @@ def loaded(path: Path) -> ctypes.CDLL:
         raise InvalidOption(f"the CPU kernels cannot be loaded: {error}", f"Delete {path}") from error
 
 
-def compiled() -> Path:
-    """Path of the library, compiled if it is missing. Raises `InvalidOption` if that fails."""
-    compiler, place = _compiler(), library_path()
+def compiled(instructions: InstructionSet | None = None) -> Path:
+    """Path of the library for these instructions, by default `instruction_set()`; compiled if it is missing. Raises
+    `InvalidOption` if that fails."""
+    instructions = instructions or instruction_set()
+    compiler, place = _compiler(), library_path(instructions)
     if place.is_file():
         return place
     if not compiler:
@@ -77,7 +118,7 @@ def compiled() -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             built = Path(folder) / place.name
-            _compile([*compiler, *_FLAGS, str(_FOLDER / "layers.cpp"), "-o", str(built)])
+            _compile([*compiler, *_FLAGS, *instructions.flags, str(_FOLDER / "layers.cpp"), "-o", str(built)])
             built.replace(place)
     except OSError as error:
         raise InvalidOption(
@@ -87,9 +128,24 @@ def compiled() -> Path:
     return place
 
 
-def library_path() -> Path:
-    """Path of the library for this machine, whether it exists or not."""
-    return cache_folder() / f"native-{_fingerprint()}.so"
+def library_path(instructions: InstructionSet) -> Path:
+    """Path of the library for these instructions, whether it exists or not."""
+    return cache_folder() / f"native-{instructions.name}-{_fingerprint(instructions)}.so"
+
+
+def instruction_set() -> InstructionSet:
+    """The set that PACELINE_ISA names, else the best that this processor has. Raises `InvalidOption` if it has not."""
+    has = available()
+    name = os.environ.get("PACELINE_ISA") or has[-1]
+    if name not in has:
+        state = "this processor does not have it" if name in SETS else "there is no such instruction set"
+        raise InvalidOption(f"PACELINE_ISA is {name}, but {state}", f"Name one of {', '.join(has)}, or none")
+    return SETS[name]
+
+
+def available() -> list[str]:
+    """Names of the instruction sets that this processor has, the best last."""
+    return [name for name, one in SETS.items() if one.needs <= processor_features()]
 
 
 def built_for(library: ctypes.CDLL) -> str:
@@ -97,13 +153,6 @@ def built_for(library: ctypes.CDLL) -> str:
     name = library.paceline_built_for
     name.restype = ctypes.c_char_p
     return str(name().decode())
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the library multiplies bfloat16 by an instruction of its own; otherwise torch is faster."""
-    found = library()
-    return found is not None and "BF16" in built_for(found)
 
 
 def _compiler() -> list[str]:
@@ -140,18 +189,25 @@ def _failure(command: Sequence[str]) -> str | None:
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
 
-def _fingerprint() -> str:
-    """Hash of sources, compiler and processor: a home folder may be shared by several machines."""
+def _fingerprint(instructions: InstructionSet) -> str:
+    """Hash of sources, flags and compiler: a home folder may be shared by several machines."""
     parts = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    parts += [repr((_FLAGS, _ALTERNATIVES, _compiler(), platform.machine(), sorted(cpu_flags()))).encode()]
+    parts += [repr((_FLAGS, instructions.flags, _ALTERNATIVES, _compiler(), platform.machine())).encode()]
     return sha256(b"".join(parts)).hexdigest()[:16]
 
 
 @cache
-def cpu_flags() -> frozenset[str]:
-    """Features of the processor, as Linux names them; empty on other systems."""
+def processor_features() -> frozenset[str]:
+    """Features of the processor that the operating system has switched on, named as by GCC's flags."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = {
+            name.replace("_", "").replace("fma3", "fma") for name, has in torch.cpu.get_capabilities().items() if has
+        }
+        return frozenset(found)
+    # Older ones do not tell.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+    names = next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(names.replace("_", "").replace("asimddp", "dot").split())

@@ -30,11 +30,12 @@ struct Pass {
     const Rotation* rotations;
 };
 
-inline Floats activate(int kind, Floats x) {
+inline Floats activate(int kind, const Floats& x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
-    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
-    return x;
+    float y[LANES];
+    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+    return load<Floats>(y);
 }
 
 inline void normed(float* to, const float* x, const float* weight, int size, float eps) {

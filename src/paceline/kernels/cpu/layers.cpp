@@ -77,8 +77,14 @@ const char* paceline_built_for() {
 #define PACELINE_PROCESSOR "AVX-512 VNNI"
 #elif defined(__AVX512F__)
 #define PACELINE_PROCESSOR "AVX-512"
+#elif defined(__AVXVNNI__)
+#define PACELINE_PROCESSOR "AVX-VNNI"
 #elif defined(__AVX2__)
 #define PACELINE_PROCESSOR "AVX2"
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define PACELINE_PROCESSOR "NEON i8mm"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define PACELINE_PROCESSOR "NEON"
 #else
 #define PACELINE_PROCESSOR "generic instructions"
 #endif

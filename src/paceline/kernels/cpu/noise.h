@@ -21,21 +21,20 @@ inline int candidates(const float* scores, const int64_t* tokens, int n, uint64_
                       int64_t* found) {
     int count = 0;
     for (int first = 0; first < n; first += LANES) {
-        Floats s = all(-INFINITY);
         const int here = std::min(LANES, n - first);
-        if (here == LANES)
-            s = load<Floats>(scores + first);
-        else
-            for (int i = 0; i < here; i++) s[i] = scores[first + i];
+        float last[LANES];
+        if (here < LANES) std::copy_n(scores + first, here, std::fill_n(last, LANES, -INFINITY) - LANES);
+        const Floats s = load<Floats>(here < LANES ? last : scores + first);
         Ints open = s >= bound - highest;
         if (!any(open)) continue;
-        Unsigned id = Unsigned{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + uint32_t(first);
-        for (int i = 0; tokens && i < here; i++) id[i] = uint32_t(tokens[first + i]);
-        Unsigned hashed = triple32(triple32(id ^ uint32_t(key)) ^ uint32_t(key >> 32)) ^ 0x80000000u;
+        uint32_t ids[LANES];
+        for (int i = 0; i < LANES; i++) ids[i] = uint32_t(tokens && i < here ? tokens[first + i] : first + i);
+        const Unsigned id = load<Unsigned>(ids);
+        const Unsigned hashed = triple32(triple32(id ^ uint32_t(key)) ^ uint32_t(key >> 32)) ^ 0x80000000u;
         // 1 - u, minus the rounding error of float32.
-        Floats missing = (1.0f - 0x1p-22f) - __builtin_convertvector(hashed, Floats) * 0x1p-32f;
-        Floats reach = s - bound;
-        open &= missing <= exponential(reach < 0 ? reach : Floats{}) * 1.00001f;
+        const Floats missing = (1.0f - 0x1p-22f) - convert<Floats>(hashed) * 0x1p-32f;
+        const Floats reach = s - bound;
+        open &= missing <= exponential(select(reach < 0.0f, reach, Floats{})) * 1.00001f;
         if (!any(open)) continue;
         for (int i = 0; i < here; i++)
             if (open[i]) found[count++] = first + i;

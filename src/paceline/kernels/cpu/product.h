@@ -32,10 +32,10 @@ inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
 // Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 struct Inputs {
-    std::vector<bf16> wide;
+    std::vector<Operand> wide;  // in bfloat16's numbers
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
-    std::vector<int32_t> shift;       // correction of a group's sum for weight codes, which are 128 too high
+    std::vector<int32_t> shift;       // correction of a group's sum for the excess of weight codes
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
@@ -50,7 +50,7 @@ struct Inputs {
     void set(int row, const Matrix& m, const float* x, int size, int from, int to) {
         size_t first = size_t(row) * m.in;
         for (int k = from; k < to; k += GROUP) {
-            auto a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
+            const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
             if (m.kind != WIDE)
                 encode((first + k) / GROUP, a, b);
             else
@@ -60,56 +60,57 @@ struct Inputs {
 
    private:
     void encode(size_t group, Floats a, Floats b) {
-        Floats x = a < 0 ? -a : a, y = b < 0 ? -b : b;
+        const Floats x = select(a < 0.0f, -a, a), y = select(b < 0.0f, -b, b);
         // A non-finite element makes its whole group non-finite, instead of being rounded to something finite.
         const float broken = sum(a * 0.0f + b * 0.0f);
         // The bound keeps the inverse finite, as in `round_activations`.
-        const float top = std::max(largest(x > y ? x : y), 1e-30f);
+        const float top = std::max(largest(select(x > y, x, y)), 1e-30f);
         const Floats inverse = all(127.0f / top);
         Ints p{}, q{};
         if (broken == 0) p = nearest(a * inverse), q = nearest(b * inverse);
-        const Ints both = p + q;
         int8_t* to = &codes[group * GROUP];
-        using Small = int8_t __attribute__((vector_size(16)));
-        store(to, __builtin_convertvector(p, Small));
-        store(to + LANES, __builtin_convertvector(q, Small));
-        const int32_t steps = sum(both);
+        store(to, convert<Lanes<int8_t>>(p));
+        store(to + LANES, convert<Lanes<int8_t>>(q));
+        const int32_t steps = sum(p + q);
         scale[group] = top / 127.0f + broken;
         total[group] = scale[group] * float(steps);
-        shift[group] = -128 * steps;
+        shift[group] = -EXCESS * steps;
     }
 
-    static Ints nearest(Floats x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, Ints); }
+    static Ints nearest(const Floats& x) { return convert<Ints>(x + 12582912.0f - 12582912.0f); }
 };
 
 template <int KIND, int ROWS>
 inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    constexpr bool SMALL = KIND == FOUR_AND_FLOOR;
     const int groups = m.in / GROUP;
     const uint8_t* p = m.weights + size_t(block) * groups * bytes_of_group(KIND);
     const int8_t* codes = &x.codes[size_t(row) * m.in];
     const size_t at = size_t(row) * groups;
-    auto quad = [&](int r, int g, int q) { return load<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
+    auto quad = [&](int r, int g, int q) { return read<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
     Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
     for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
         for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
-        Ints dots[ROWS];
-        for (int r = 0; r < ROWS; r++) dots[r] = KIND == FOUR_AND_FLOOR ? Ints{} : all(x.shift[at + r * groups + g]);
-        for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
-            Bytes w = load<Bytes>(p + 64 * q);
-            if (KIND != FOUR_AND_FLOOR) {
-                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], w, quad(r, g, q));
-            } else {
-                Bytes low = w & 15, high = (Bytes)(((Ints)w >> 4) & 0x0f0f0f0f);
-                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], low, quad(r, g, q));
-                for (int r = 0; r < ROWS; r++) dots[r] = dot4(dots[r], high, quad(r, g, q + 4));
-            }
-        }
         const half* scales = reinterpret_cast<const half*>(p + bytes_of_codes(KIND));
-        Floats scale = from_half(scales), floor = has_floor(KIND) ? from_half(scales + LANES) : Floats{};
-        for (int r = 0; r < ROWS; r++) {
-            Floats dot = __builtin_convertvector(dots[r], Floats) * x.scale[at + r * groups + g];
-            sums[r] = fma(dot, scale, sums[r]);
-            if (has_floor(KIND)) sums[r] = fma(all(x.total[at + r * groups + g]), floor, sums[r]);
+        const Floats scale = from_half(scales), floor = has_floor(KIND) ? from_half(scales + LANES) : Floats{};
+        // A part of the outputs at a time, so that the sums of 8 rows fit into 16 registers.
+        for (int part = 0; part < PARTS; part++) {
+            Dots<SMALL> dots[ROWS];
+            for (int r = 0; r < ROWS; r++) dots[r].start(SMALL || !EXCESS ? 0 : x.shift[at + r * groups + g]);
+            for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
+                const BytePart own = read<BytePart>(p + 64 * q + part * REGISTER);
+                const Weights<SMALL> w(SMALL ? own & 15 : own);
+                for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, g, q));
+                if (!SMALL) continue;
+                const Weights<SMALL> high((BytePart)((ShortPart)own >> 4) & 15);
+                for (int r = 0; r < ROWS; r++) dots[r].add(high, quad(r, g, q + 4));
+            }
+            for (int r = 0; r < ROWS; r++) {
+                FloatPart& sum = sums[r].part[part];
+                const FloatPart dot = __builtin_convertvector(dots[r].total(), FloatPart) * x.scale[at + r * groups + g];
+                sum = fma(dot, scale.part[part], sum);
+                if (has_floor(KIND)) sum = fma(FloatPart{} + x.total[at + r * groups + g], floor.part[part], sum);
+            }
         }
     }
     std::copy(sums, sums + ROWS, out);
@@ -118,19 +119,25 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
 template <int ROWS>
 inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
     const uint8_t* p = m.weights + size_t(block) * m.in * LANES * 2;
-    const bf16* left = &x.wide[size_t(row) * m.in];
+    const Operand* left = &x.wide[size_t(row) * m.in];
     Floats sums[ROWS] = {};
     for (int k = 0; k < m.in; k += 2, p += 64) {
         __builtin_prefetch(p + AHEAD, 0, 0);
-        Ints w = load<Ints>(p);
-        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, load<int32_t>(left + size_t(r) * m.in + k));
+        const Pairs w(load<Ints>(p));
+        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
     }
     std::copy(sums, sums + ROWS, out);
 }
 
 template <int ROWS>
 inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    if (m.kind == WIDE) return wide_block<ROWS>(m, block, x, row, out);
+    if (m.kind == WIDE) {
+        // As many rows at a time as there are registers for.
+        constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
+        wide_block<FIRST>(m, block, x, row, out);
+        if constexpr (ROWS > FIRST) wide_block<ROWS - FIRST>(m, block, x, row + FIRST, out + FIRST);
+        return;
+    }
     if (m.kind == EIGHT) return coded_block<EIGHT, ROWS>(m, block, x, row, out);
     if (m.kind == EIGHT_AND_FLOOR) return coded_block<EIGHT_AND_FLOOR, ROWS>(m, block, x, row, out);
     coded_block<FOUR_AND_FLOOR, ROWS>(m, block, x, row, out);

@@ -1,205 +1,317 @@
-// Sixteen lanes at a time. GCC's and Clang's vector types compile to the machine's instructions; only the operations that
-// matter most use intrinsics.
+// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets but the
+// portable one on x86-64, which has no fused multiply-add, give the same bits; `dot2` says where AVX-512 BF16 may not.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include <array>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace paceline {
 
-constexpr int LANES = 16;
-
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Unsigned = uint32_t __attribute__((vector_size(64)));
-using Bytes = uint8_t __attribute__((vector_size(64)));
-using Shorts = uint16_t __attribute__((vector_size(32)));
 using bf16 = uint16_t;
 using half = uint16_t;
-
-template <class V, class T>
-inline V load(const T* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-template <class V, class T>
-inline void store(T* to, V v) {
-    std::memcpy(to, &v, sizeof v);
-}
-
-inline Floats all(float x) { return Floats{} + x; }
-inline Ints all(int32_t x) { return Ints{} + x; }
-
-inline bool any(Ints mask) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
-#else
-    int32_t some = 0;
-    for (int i = 0; i < LANES; i++) some |= mask[i];
-    return some;
-#endif
-}
+using Shorts = Lanes<uint16_t>;
 
 // a * b + c, rounded once; twice on processors without such an instruction, where it would be a function call.
-inline Floats fma(Floats a, Floats b, Floats c) {
+inline FloatPart fma(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
-#elif !defined(__FMA__) && !defined(__aarch64__) && !defined(__FP_FAST_FMAF)
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return (FloatPart)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
     return a * b + c;
-#else
-    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+#endif
+}
+
+inline Floats fma(const Floats& a, const Floats& b, Floats c) {
+    for (int i = 0; i < PARTS; i++) c.part[i] = fma(a.part[i], b.part[i], c.part[i]);
     return c;
-#endif
 }
 
-#if defined(__AVX512F__)
-inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
-inline int32_t sum(Ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
-inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
-#else
-template <class V>
-inline auto sum(V v) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) v[i] += v[i + width];
-    return v[0];
-}
-
-inline float largest(Floats v) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
-    return v[0];
-}
-#endif
+// --- bfloat16 and float16 -------------------------------------------------------------------------------------------
 
 // 16 numbers of two bytes.
-inline Floats widen(const bf16* from) {
-    return (Floats)(__builtin_convertvector(load<Shorts>(from), Ints) << 16);
-}
+inline Floats widen(const bf16* from) { return as<Floats>(convert<Ints>(load<Shorts>(from)) << 16); }
 
-inline float widened(bf16 x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return y;
-}
+inline float widened(bf16 x) { return read<float>(std::array<bf16, 2>{0, x}.data()); }
 
 // To the nearest, ties to even; a NaN stays one.
 inline bf16 narrowed(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
+    const uint32_t bits = read<uint32_t>(&x);
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16(bits >> 16 | 0x40);
     return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline void narrow(bf16* to, Floats v) {
+// As `narrowed`, in the high halves of the lanes, but numbers below 2^-126 become 0, as by AVX-512's instruction.
+inline Ints rounded(const Floats& v) {
+    const Ints bits = as<Ints>(v), size = bits & 0x7fffffff;
+    const Ints near = select(size > 0x7f800000, bits | 0x400000, bits + 0x7fff + (as<Ints>(as<Unsigned>(bits) >> 16) & 1));
+    return near & select(size < 0x800000, all(int32_t(0x80000000)), all(int32_t(0xffff0000)));
+}
+
+inline void narrow(bf16* to, const Floats& v) {
 #if defined(__AVX512BF16__)
-    __m256bh y = _mm512_cvtneps_pbh(v);
+    __m256bh y = _mm512_cvtneps_pbh(v.part[0]);
     std::memcpy(to, &y, 32);
 #else
-    for (int i = 0; i < LANES; i++) to[i] = narrowed(v[i]);
+    store(to, convert<Shorts>(as<Unsigned>(rounded(v)) >> 16));
 #endif
 }
 
 inline Floats from_half(const half* from) {
-#if defined(__AVX512F__)
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#else
+#if defined(__AVX2__)
     Floats v;
-    for (int i = 0; i < LANES; i++) {
-        // A product turns exponents of 5 bits into 8 bits, for subnormals too.
-        uint32_t bits = uint32_t(from[i] & 0x7fff) << 13, sign = uint32_t(from[i] & 0x8000) << 16;
-        float y;
-        std::memcpy(&y, &bits, 4);
-        y = bits < 0x0f800000 ? y * 0x1p112f : y * INFINITY;
-        std::memcpy(&bits, &y, 4);
-        bits |= sign;
-        std::memcpy(&y, &bits, 4);
-        v[i] = y;
-    }
+#if defined(__AVX512F__)
+    v.part[0] = _mm512_cvtph_ps(read<__m256i>(from));
+#else
+    for (int i = 0; i < PARTS; i++) v.part[i] = _mm256_cvtph_ps(read<__m128i>(from + i * PART_LANES));
+#endif
     return v;
-#endif
-}
-
-// Each lane adds 4 unsigned bytes of its own times the 4 signed bytes of `quad`: exact.
-inline Ints dot4(Ints total, Bytes own, int32_t quad) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)own, _mm512_set1_epi32(quad));
 #else
-    int8_t signs[4];
-    std::memcpy(signs, &quad, 4);
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++) total[i] += int32_t(own[4 * i + j]) * signs[j];
-    return total;
+    // A product turns exponents of 5 bits into 8 bits, for subnormals too.
+    const Ints x = convert<Ints>(load<Shorts>(from)), bits = (x & 0x7fff) << 13;
+    const Floats size = as<Floats>(bits) * select(bits < 0x0f800000, all(0x1p112f), all(INFINITY));
+    return as<Floats>(as<Ints>(size) | (x & 0x8000) << 16);
 #endif
 }
 
-// Each lane adds 2 bfloat16 numbers of its own times the 2 of `pair`.
-inline Floats dot2(Floats total, Ints own, int32_t pair) {
+// --- products of codes: exact ---------------------------------------------------------------------------------------
+
+// Weight codes of 8 bits are 128 too high. `EXCESS` is how much of it `Dots` leaves in.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define PACELINE_VNNI
+constexpr int32_t EXCESS = 128;
+#else
+constexpr int32_t EXCESS = 0;
+#endif
+
+// A register of weight codes, prepared for the codes of many rows.
+template <bool SMALL>
+struct Weights {
+    BytePart codes;  // without the excess
+    BytePart sizes;  // their absolute values, for sets that multiply unsigned by signed bytes and saturate at 16 bits
+
+    explicit Weights(BytePart own) : codes(SMALL || EXCESS ? own : own ^ 128), sizes(codes) {
+#if defined(__AVX512BW__)
+        if (!SMALL && !EXCESS) sizes = (BytePart)_mm512_abs_epi8((__m512i)codes);
+#elif defined(__AVX2__)
+        if (!SMALL && !EXCESS) sizes = (BytePart)_mm256_abs_epi8((__m256i)codes);
+#endif
+    }
+};
+
+// Sums over a group, a lane for each output: of 4 weight codes times 4 signed codes of a row at a time. SMALL: the
+// weight codes are below 16, so that sums of 8 such pairs fit 16 bits: 8 * 2 * 15 * 127 < 2^15.
+template <bool SMALL>
+class Dots {
+   public:
+    void start(int32_t shift) { sums_ = IntPart{} + shift; }
+
+#if defined(PACELINE_VNNI) && defined(__AVX512VNNI__)
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        sums_ = (IntPart)_mm512_dpbusd_epi32((__m512i)sums_, (__m512i)w.codes, _mm512_set1_epi32(quad));
+    }
+#elif defined(PACELINE_VNNI)
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        sums_ = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums_, (__m256i)w.codes, _mm256_set1_epi32(quad));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        sums_ = (IntPart)vdotq_s32((int32x4_t)sums_, (int8x16_t)w.codes, (int8x16_t)vdupq_n_s32(quad));
+    }
+#elif defined(__AVX512BW__)
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        __m512i x = _mm512_set1_epi32(quad);
+        if (!SMALL) x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask((__m512i)w.codes), __m512i{}, x);
+        add(_mm512_maddubs_epi16((__m512i)w.sizes, x));
+    }
+#elif defined(__AVX2__)
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        __m256i x = _mm256_set1_epi32(quad);
+        if (!SMALL) x = _mm256_sign_epi8(x, (__m256i)w.codes);
+        add(_mm256_maddubs_epi16((__m256i)w.sizes, x));
+    }
+#else
+    void add(const Weights<SMALL>& w, int32_t quad) {
+        // Even and odd bytes as numbers of 16 bits.
+        const ShortPart x = (ShortPart)(IntPart{} + quad), y = (ShortPart)w.codes;
+        add((x << 8 >> 8) * (y << 8 >> 8) + (x >> 8) * (y >> 8));
+    }
+#endif
+
+    IntPart total() const {
+#if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
+        return sums_;
+#else
+        return SMALL ? in_pairs((ShortPart)sums_) : sums_;
+#endif
+    }
+
+   private:
+    IntPart sums_;  // where `pairs` come of the instructions and are small, these are twice as many sums of 16 bits
+
+    // Adds sums of two products.
+    template <class Pairs>
+    void add(Pairs pairs) {
+        sums_ = SMALL ? (IntPart)((ShortPart)sums_ + (ShortPart)pairs) : sums_ + in_pairs((ShortPart)pairs);
+    }
+
+    // Sums of neighbours.
+    static IntPart in_pairs(ShortPart x) {
+#if defined(__AVX512BW__)
+        return (IntPart)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+        return (IntPart)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
+#elif defined(__SSE2__)
+        return (IntPart)_mm_madd_epi16((__m128i)x, _mm_set1_epi16(1));
+#else
+        return ((IntPart)x << 16 >> 16) + ((IntPart)x >> 16);
+#endif
+    }
+};
+
+// --- products of bfloat16 -------------------------------------------------------------------------------------------
+
+// 16 pairs of neighbours, bfloat16, as products take them; and the other operand, of a row: by an instruction of its own,
+// or widened. That instruction is documented as the same two fused multiply-adds, except that it takes numbers below
+// 2^-126 for 0; no other set does.
 #if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(total, (__m512bh)own, (__m512bh)_mm512_set1_epi32(pair));
+using Operand = bf16;
+
+struct Pairs {
+    Ints both;
+    Pairs() = default;
+    explicit Pairs(const Ints& own) : both(own) {}
+};
+
+inline Operand operand(bf16 x) { return x; }
+
+inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
+    const __m512i x = _mm512_set1_epi32(read<int32_t>(pair));
+    total.part[0] = _mm512_dpbf16_ps(total.part[0], (__m512bh)own.both.part[0], (__m512bh)x);
+    return total;
+}
+
+template <int N>
+inline bool finite(const Pairs* x) {
+    Ints endless{};
+    for (int i = 0; i < N; i++)
+        endless |= ((x[i].both & 0x7f80) == 0x7f80) | ((x[i].both & 0x7f800000) == 0x7f800000);
+    return !any(endless);
+}
+
+// Those whose other operand is 0 become 0.
+inline Pairs kept(const Pairs& x, const Operand* pair) {
+    return Pairs(x.both & int32_t((pair[0] ? 0xffff : 0) | (pair[1] ? 0xffff0000 : 0)));
+}
 #else
-    Floats odd = (Floats)(own & int32_t(0xffff0000)), even = (Floats)(own << 16);
-    total = fma(odd, all(widened(bf16(uint32_t(pair) >> 16))), total);
-    return fma(even, all(widened(bf16(pair))), total);
+using Operand = float;
+
+struct Pairs {
+    Floats even, odd;
+    Pairs() = default;
+    Pairs(const Floats& even, const Floats& odd) : even(even), odd(odd) {}
+    explicit Pairs(const Ints& own) : even(as<Floats>(own << 16)), odd(as<Floats>(own & int32_t(0xffff0000))) {}
+};
+
+inline Operand operand(bf16 x) { return widened(x); }
+
+inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
+
+inline Floats dot2(const Floats& total, const Pairs& own, const Operand* pair) {
+    return fma(own.even, all(pair[0]), fma(own.odd, all(pair[1]), total));
+}
+
+template <int N>
+inline bool finite(const Pairs* x) {
+    Floats nothing{};
+    for (int i = 0; i < N; i++) nothing += x[i].even * 0.0f + x[i].odd * 0.0f;
+    return !any(nothing != 0.0f);
+}
+
+inline Pairs kept(const Pairs& x, const Operand* pair) {
+    return {pair[0] != 0 ? x.even : Floats{}, pair[1] != 0 ? x.odd : Floats{}};
+}
 #endif
+
+// Of 4 registers, or quarters of registers: rows to columns.
+inline void transpose(IntPart (&x)[4]) {
+#if defined(__AVX512F__)
+#define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm512_unpack##half##_epi##bits((__m512i)a, (__m512i)b)
+#elif defined(__AVX2__)
+#define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm256_unpack##half##_epi##bits((__m256i)a, (__m256i)b)
+#elif defined(__SSE2__)
+#define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm_unpack##half##_epi##bits((__m128i)a, (__m128i)b)
+#else
+    constexpr int lo = 0, hi = 1;
+    auto zip = [](int bits, int half, IntPart a, IntPart b) {
+        const int i = 2 * half;
+        return bits == 32 ? IntPart{a[i], b[i], a[i + 1], b[i + 1]} : IntPart{a[i], a[i + 1], b[i], b[i + 1]};
+    };
+#define PACELINE_ZIP(bits, half, a, b) zip(bits, half, a, b)
+#endif
+    const IntPart p = PACELINE_ZIP(32, lo, x[0], x[1]), q = PACELINE_ZIP(32, hi, x[0], x[1]);
+    const IntPart r = PACELINE_ZIP(32, lo, x[2], x[3]), s = PACELINE_ZIP(32, hi, x[2], x[3]);
+    x[0] = PACELINE_ZIP(64, lo, p, r), x[1] = PACELINE_ZIP(64, hi, p, r);
+    x[2] = PACELINE_ZIP(64, lo, q, s), x[3] = PACELINE_ZIP(64, hi, q, s);
+#undef PACELINE_ZIP
 }
 
 // 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
-inline void transpose(Ints* pairs, const bf16* rows, int64_t stride) {
+inline void transpose(Pairs* pairs, const bf16* rows, int64_t stride) {
+    Ints own[4];
+    for (int part = 0; part < PARTS; part++) {
+        IntPart x[4];
+        for (int i = 0; i < 4; i++) {
+            auto at = [&](int j) { return rows + (part * PART_LANES + 4 * j + i) * stride; };
 #if defined(__AVX512F__)
-    const bf16* quarters[4] = {rows, rows + 4 * stride, rows + 8 * stride, rows + 12 * stride};
-    __m512i quads[4], halves[4];
-    for (int i = 0; i < 4; i++) {
-        auto at = [&](int j) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(quarters[j] + i * stride)); };
-        quads[i] = _mm512_castsi128_si512(at(0));
-        for (int j = 1; j < 4; j++) quads[i] = _mm512_mask_broadcast_i32x4(quads[i], 0xf << 4 * j, at(j));
-    }
-    for (int i = 0; i < 4; i += 2) {
-        halves[i] = _mm512_unpacklo_epi32(quads[i], quads[i + 1]);
-        halves[i + 1] = _mm512_unpackhi_epi32(quads[i], quads[i + 1]);
-    }
-    for (int i = 0; i < 2; i++) {
-        pairs[2 * i] = (Ints)_mm512_unpacklo_epi64(halves[i], halves[i + 2]);
-        pairs[2 * i + 1] = (Ints)_mm512_unpackhi_epi64(halves[i], halves[i + 2]);
-    }
+            __m512i quad = _mm512_castsi128_si512(read<__m128i>(at(0)));
+            for (int j = 1; j < 4; j++) quad = _mm512_mask_broadcast_i32x4(quad, 0xf << 4 * j, read<__m128i>(at(j)));
+            x[i] = (IntPart)quad;
+#elif defined(__AVX2__)
+            x[i] = (IntPart)_mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(at(1)), reinterpret_cast<const __m128i*>(at(0)));
 #else
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++) pairs[j][i] = load<int32_t>(rows + i * stride + 2 * j);
+            x[i] = read<IntPart>(at(0));
 #endif
+        }
+        transpose(x);
+        for (int i = 0; i < 4; i++) own[i].part[part] = x[i];
+    }
+    for (int i = 0; i < 4; i++) pairs[i] = Pairs(own[i]);
 }
 
 // 16 N numbers of two rows, those that stand above each other side by side.
 template <int N>
-inline void interleave(Ints* pairs, const bf16* even, const bf16* odd) {
+inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
+#if defined(__AVX512BF16__)
     int i = 0;
-#if defined(__AVX512BW__)
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                            5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
     for (; i + 1 < N; i += 2) {
         const __m512i a = _mm512_loadu_si512(even + i * LANES), b = _mm512_loadu_si512(odd + i * LANES);
-        pairs[i] = (Ints)_mm512_permutex2var_epi16(a, first, b);
-        pairs[i + 1] = (Ints)_mm512_permutex2var_epi16(a, second, b);
+        pairs[i].both.part[0] = (IntPart)_mm512_permutex2var_epi16(a, first, b);
+        pairs[i + 1].both.part[0] = (IntPart)_mm512_permutex2var_epi16(a, second, b);
     }
-#endif
     for (; i < N; i++)
-        pairs[i] = __builtin_convertvector(load<Shorts>(even + i * LANES), Ints) |
-                   __builtin_convertvector(load<Shorts>(odd + i * LANES), Ints) << 16;
+        pairs[i].both = convert<Ints>(load<Shorts>(even + i * LANES)) | convert<Ints>(load<Shorts>(odd + i * LANES)) << 16;
+#else
+    for (int i = 0; i < N; i++) pairs[i] = {widen(even + i * LANES), widen(odd + i * LANES)};
+#endif
 }
+
+// --- functions ------------------------------------------------------------------------------------------------------
 
 // e^x to about one unit in the last place; 0 below -87, -inf included.
 inline Floats exponential(Floats x) {
-    Ints vanishes = x < -87.0f;
-    x = vanishes ? all(-87.0f) : x > 88.0f ? all(88.0f) : x;
+    const Ints vanishes = x < -87.0f;
+    x = select(vanishes, all(-87.0f), select(x > 88.0f, all(88.0f), x));
     Floats turns = x * 1.44269504f + 12582912.0f;  // rounds: 1.5 * 2^23 leaves no bits behind the point
-    Ints power = (Ints)turns << 23;
+    const Ints power = as<Ints>(turns) << 23;
     turns -= 12582912.0f;
     Floats r = fma(turns, all(-0.693359375f), x);
     r = fma(turns, all(2.12194440e-4f), r);
@@ -207,20 +319,21 @@ inline Floats exponential(Floats x) {
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         y = fma(y, r, all(c));
     y = fma(y, r * r, r) + 1.0f;
-    y = (Floats)((Ints)y + power);
-    return vanishes ? Floats{} : y;
+    y = as<Floats>(as<Ints>(y) + power);
+    return select(vanishes, Floats{}, y);
 }
 
 // 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
 inline Floats power_of_two(Floats x) {
-    x = x < -127.0f ? all(-127.0f) : x;  // a NaN stays one
-    Floats turns = x + 12582912.0f;
-    Ints power = (Ints)turns << 23;
-    Floats r = x - (turns - 12582912.0f), y = all(9.58287326e-3f);
+    x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
+    const Floats turns = x + 12582912.0f;
+    const Ints power = as<Ints>(turns) << 23;
+    const Floats r = x - (turns - 12582912.0f);
+    Floats y = all(9.58287326e-3f);
     for (float c : {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f}) y = fma(y, r, all(c));
-    return (Floats)((Ints)y + power);
+    return as<Floats>(as<Ints>(y) + power);
 }
 
-inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+inline Floats hyperbolic_tangent(const Floats& x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
 
 }  // namespace paceline

@@ -1,0 +1,22 @@
+"""Kernels of another instruction set than the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+
+import pytest
+
+from paceline.kernels.cpu import build
+from paceline.kernels.cpu.build import InstructionSet, compiled, loaded
+
+
+@contextmanager
+def using(instructions: InstructionSet) -> Iterator[None]:
+    """Context in which models are made with the kernels for these instructions."""
+    lib = build.library() and loaded(compiled(instructions))
+    with pytest.MonkeyPatch.context() as patch:
+        if lib:
+            patch.setattr(build, "_found", update_wrapper(lambda: lib, build._found.__wrapped__))
+        yield

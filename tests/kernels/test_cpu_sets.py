@@ -1,0 +1,93 @@
+"""The same bits on every instruction set, from single products to sampled texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import Sampling
+from paceline.kernels.cpu.build import SETS, InstructionSet, available, library
+from paceline.kernels.cpu.matrix import NativeNorm
+from paceline.kernels.quantize import Mode
+from paceline.testing import run
+from tests.kernels.sets import using
+from tests.kernels.test_cpu import KINDS, make, random
+from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+HERE = [SETS[name] for name in available()]
+EMULATED = []
+if "avx2" in available():
+    # The portable set of x86-64 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
+    HERE[0] = InstructionSet("portable-fma", ("-mfma",))
+    # What this processor lacks, in plain C++.
+    header = str(Path(__file__).with_name("emulated.h"))
+    for level, name in enumerate(("avxvnni", "avx512", "avx512vnni", "avx512bf16")):
+        flags = (*SETS["avx2"].flags, f"-DEMULATED={level}", "-include", header, "-O1")
+        EMULATED.append(InstructionSet(f"{name}-emulated", flags))
+
+
+@pytest.fixture(params=["here", pytest.param("emulated", marks=pytest.mark.slow)])
+def sets(request: pytest.FixtureRequest) -> list[InstructionSet]:
+    """Instruction sets with fused multiply-adds."""
+    return HERE if request.param == "here" else [HERE[-1], *EMULATED]
+
+
+def same_on(sets: list[InstructionSet], compute: Callable[[], Tensor | list[Tensor]]) -> None:
+    results = []
+    for one in sets:
+        with using(one):
+            result = compute()
+        results.append(result if isinstance(result, list) else [result])
+    for one, result in zip(sets, results, strict=True):
+        for x, y in zip(result, results[0], strict=True):
+            assert torch.equal(x, y), (one.name, sets[0].name)
+
+
+def widened(sets: list[InstructionSet]) -> list[InstructionSet]:
+    """Those without an instruction for bfloat16, which processors may round otherwise than two fused multiply-adds."""
+    return [one for one in sets if one.name != "avx512bf16"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(sets: list[InstructionSet], kind: str) -> None:
+    def compute() -> list[Tensor]:
+        out = []
+        for rows in (1, 3, 8, 13):
+            for size in (1e-30, 1e-3, 1.0, 1e4):
+                x = random(rows, 208, seed=rows) * size
+                ours, _, _ = make(kind, 130, 208)
+                out += [ours.precise(x), ours(x.bfloat16())]
+        return out
+
+    same_on(widened(sets) if kind == "bfloat16" else sets, compute)
+
+
+def test_norms(sets: list[InstructionSet]) -> None:
+    x = torch.cat([random(5, 576).bfloat16(), random(5, 576).bfloat16() * 1e-20])
+    same_on(sets, lambda: NativeNorm(random(576, seed=1), 1e-5)(x))
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8", None])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gelu", "heads of 80", "heads of 128"])
+def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name: str, mode: Mode | None) -> None:
+    def compute() -> list[Tensor]:
+        logits, taps = whole(native(replace(BASE, **MODELS[name]), mode), text(150), (1, 2, "final"))
+        return [logits, *taps.values()]
+
+    same_on(widened(sets), compute)
+
+
+@pytest.mark.parametrize("mode", ["int4", None])
+def test_texts(sets: list[InstructionSet], mode: Mode | None) -> None:
+    def compute() -> list[Tensor]:
+        target = native(replace(BASE, layers=4), mode)
+        samplings = (Sampling(max_new_tokens=60), Sampling(max_new_tokens=60, temperature=1.0, seed=3))
+        return [torch.tensor(run(target, text(30), sampling)[0]) for sampling in samplings]
+
+    same_on(widened(sets), compute)
