@@ -266,6 +266,23 @@ def test_a_speculation_serves_one_model_after_another_and_survives_an_error() ->
     agree(LLAMA, ONE, how)
 
 
+def test_an_error_of_one_sequence_ends_all_at_once() -> None:
+    longest = 0
+
+    class FailsForOne(ByPrefix):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            nonlocal longest
+            if torch.equal(input_ids[0, :10], BATCH["input_ids"][1]) and input_ids.shape[1] > 14:
+                raise KeyError("mine")
+            longest = max(longest, input_ids.shape[1])
+            return scores
+
+    processors = transformers.LogitsProcessorList([FailsForOne()])
+    with pytest.raises(KeyError, match="mine"):
+        generate(LLAMA, BATCH, custom_generate=speculate(), logits_processor=processors, max_new_tokens=100)
+    assert longest < 50
+
+
 def test_a_processor_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: were a draft's rows shaped with another prefix than their own, the texts would differ."""
     from paceline.integrations.sequences import BatchSequence

@@ -190,6 +190,8 @@ class _GenerateCall:
         tasks = {i: Task(partial(self._start, i, count, criteria)) for i, count in enumerate(left) if count}
         with Batch(self._engine, list(tasks.values()), len(tasks)) as batch:
             for _ in batch:
+                for error in batch.errors.values():  # at once: a batch would finish the other sequences first
+                    raise error
                 self._stream([i for i, task in tasks.items() if not task.done])
 
     def _start(self, index: int, left: int, criteria: bool, source: Request | None) -> Request:
