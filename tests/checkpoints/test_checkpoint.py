@@ -145,6 +145,19 @@ def test_bad_pickles(folder: Path, content: Any, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
+def test_no_memory_is_not_a_damaged_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class File:
+        def keys(self) -> list[str]:
+            return [*TENSORS]
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            raise MemoryError
+
+    monkeypatch.setattr("paceline.checkpoints.checkpoint.safe_open", lambda *args, **kwargs: File())
+    with pytest.raises(MemoryError):
+        open_checkpoint(folder).tensors["model.norm.weight"]
+
+
 def test_quantised_folders_and_adapters(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(UnsupportedModel, match="gptq"):

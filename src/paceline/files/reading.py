@@ -98,13 +98,14 @@ def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str
 
 @contextmanager
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
-    """Turn any error of a library into a `CorruptModel` with this cause and the library's reason.
+    """Turn any error of a library into a `CorruptModel` with this cause and the library's reason; `MemoryError` says
+    nothing of the file and stays.
 
     tokenizers raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
     """
     try:
         yield
-    except PacelineError:
+    except (PacelineError, MemoryError):
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
