@@ -218,9 +218,12 @@ def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 @contextmanager
 def _progress_bar(title: str, visible: bool) -> Iterator[Progress]:
     """Show a transient progress bar on stderr."""
+    if not visible:  # a disabled bar of rich 13 and 14 still ends with an empty line where stderr is no terminal
+        yield lambda done, total: None
+        return
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True, disable=not visible) as bar:
+    with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
