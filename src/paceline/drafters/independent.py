@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import exp
 
 from torch import Tensor
 
@@ -72,14 +71,22 @@ def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None 
 
 
 def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
-    def chance(place: Place) -> float:
-        scores = ranked[len(place) - 1].scores
-        return exp(scores[place[-1]]) if place[-1] < len(scores) else 0.0
-
-    kept = best(chance, budget.within(len(ranked)))
-    rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
-    tokens = tuple(ranked[len(place) - 1].tokens[place[-1]] for place in kept)
-    return Draft(tokens, tuple(rows[place[:-1]] for place in kept))
+    """Return the tree of `best` for chances that fall with the rank, without trying all siblings at once: a node's
+    child and its next sibling are less likely than itself, so nothing better is missed."""
+    costs = [[-score for score in ranking.scores] for ranking in ranked]
+    tokens: list[int] = []
+    parents: list[int] = []
+    # Cost of the path, cost of the path above, rank, depth, row of the parent.
+    heap = [(cost, 0.0, 0, 0, 0) for line in costs[:1] for cost in line[:1]]
+    while heap and len(tokens) < budget.nodes:
+        cost, above, place, depth, parent = heappop(heap)
+        tokens.append(ranked[depth].tokens[place])
+        parents.append(parent)
+        if place + 1 < len(costs[depth]):
+            heappush(heap, (above + costs[depth][place + 1], above, place + 1, depth, parent))
+        if depth + 1 < len(costs) and costs[depth + 1]:
+            heappush(heap, (cost + costs[depth + 1][0], cost, 0, depth + 1, len(tokens)))
+    return Draft(tuple(tokens), tuple(parents))
 
 
 @dataclass(frozen=True, slots=True)
