@@ -179,6 +179,7 @@ def add_page(app: FastAPI, folder: Path) -> None:
 
 def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     data = file.read_bytes()
+    kind = _PAGE_TYPES.get(file.suffix, "application/octet-stream")
     tag = f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
     headers = {
         "Content-Security-Policy": POLICY,
@@ -191,6 +192,6 @@ def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     async def send(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
-        return Response(data, media_type=_PAGE_TYPES[file.suffix], headers=headers)
+        return Response(data, media_type=kind, headers=headers)
 
     return send
