@@ -87,13 +87,13 @@ class BenchOptions:
         return Comparison(
             _names(self.drafters),
             _names(self.against),
-            tuple(temperatures) or (0.0,),
+            tuple(temperatures),
             self.rule,  # type: ignore[arg-type]  # Sampling checks it
             self.tokens,
             self.repeats,
             self.seed,
             torch.get_num_threads(),
-            tuple(widths) or (1,),
+            tuple(widths),
         )
 
     def precisions(self) -> dict[str, Any]:

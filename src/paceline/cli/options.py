@@ -186,7 +186,7 @@ def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
 def parse_numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
     """Return the numbers of option `name`, which are separated by commas. Raises `InvalidOption`."""
     try:
-        return tuple(number(part) for part in text.split(",") if part.strip())
+        return tuple(number(part) for part in text.split(","))
     except ValueError:
         what = "whole numbers" if number is int else "numbers"
         raise InvalidOption(f"{name} must be {what} separated by commas, got {text!r}", f"Write {example}") from None
