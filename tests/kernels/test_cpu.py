@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -298,13 +299,13 @@ def test_a_compiler_may_be_older_than_the_processor(empty_cache: Path, monkeypat
 
 
 def test_features_where_nothing_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     for level, name in {"AVX2": "avx2", "AVX512": "avx512", "DEFAULT": "portable"}.items():
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
         if "avx2" in SETS:
             assert [s for s, one in SETS.items() if one.needs <= build._level() and "vnni" not in s][-1] == name
-    monkeypatch.setattr(build.sys, "platform", "darwin")
-    monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert build._level() == {"dot"}
 
 

@@ -215,9 +215,10 @@ def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) ->
         return known[dtype]
     if device.type == "mps":
         return torch.float16
-    fast = (
-        torch.cuda.is_bf16_supported() if device.type == "cuda" else (packs_bfloat16 if by_torch else fast_bfloat16)()
-    )
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = packs_bfloat16() if by_torch else fast_bfloat16()
     return torch.bfloat16 if fast else torch.float32
 
 
