@@ -328,8 +328,12 @@ def test_draft_sizes() -> None:
             to_tree(wrong)  # type: ignore[arg-type]
 
 
-def test_devices_and_dtypes() -> None:
+def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = pick_device("cpu")
+    monkeypatch.setattr("paceline.checkpoints.loader.fast_bfloat16", lambda: True)
+    monkeypatch.setattr("paceline.checkpoints.loader.packs_bfloat16", lambda: False)
+    assert pick_dtype("auto", cpu) == torch.bfloat16
+    assert pick_dtype("auto", cpu, by_torch=True) == torch.float32, "the kernels are not transformers'"
     assert pick_dtype("float16", cpu) == torch.float16
     for wrong in ("tpu", "cuda" if not torch.cuda.is_available() else "mps"):
         with pytest.raises(InvalidOption, match=wrong):

@@ -390,5 +390,5 @@ def _check_exact(llm: LLM, wanted: bool) -> None:
         raise InvalidOption(
             f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
             "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with bfloat16 products, or leave out exact=True',
+            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
         )

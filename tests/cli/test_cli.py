@@ -171,8 +171,9 @@ def test_what_runs_the_layers_and_the_remedy(
         assert cause in runner.name
         assert fix in runner.remedy
     assert kernels(mode="int8").remedy == ""
+    assert kernels(dtype=torch.float32) == Runner("torch, in float32")
     monkeypatch.setattr(choice, "fast_bfloat16", lambda: False)
-    assert "int8 or int4" in kernels(dtype=torch.float32).remedy
+    assert "Install g++" in kernels(dtype=torch.float32, CXX="", PATH="", PACELINE_CACHE=str(tmp_path / "c")).remedy
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import SETS, available, compiled, instruction_set, library
+from paceline.kernels.cpu.build import SETS, available, compiled, instruction_set, library, library_path
 from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
@@ -284,6 +285,28 @@ def test_a_compiler_may_lack_openmp(empty_cache: Path, monkeypatch: pytest.Monke
     text = 'case "$*" in *-fopenmp*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "picky", text) + " -pipe")
     assert "-fopenmp" not in compiled().read_text()
+
+
+@pytest.mark.skipif(len(available()) < 2, reason="this processor has one instruction set")
+def test_a_compiler_may_be_older_than_the_processor(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = SETS[available()[-1]].flags[-1]
+    text = f'case "$*" in *{unknown}*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
+    monkeypatch.setenv("CXX", script(empty_cache / "old", text))
+    assert compiled() == library_path(SETS[available()[-2]])
+    monkeypatch.setenv("PACELINE_ISA", available()[-1])
+    with pytest.raises(InvalidOption, match="could not compile"):
+        compiled()
+
+
+def test_features_where_nothing_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for level, name in {"AVX2": "avx2", "AVX512": "avx512", "DEFAULT": "portable"}.items():
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
+        if "avx2" in SETS:
+            assert [s for s, one in SETS.items() if one.needs <= build._level() and "vnni" not in s][-1] == name
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert build._level() == {"dot"}
 
 
 @needs_kernels

@@ -18,7 +18,7 @@ from paceline.checkpoints.lora import Merged, open_model
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
-from paceline.kernels.linear import fast_bfloat16
+from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
@@ -60,11 +60,12 @@ def load_model(
     """See `paceline.load`. Raises `PacelineError`."""
     check_precision(quantize)
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)
+    pick_dtype(dtype, where)  # raises before anything is fetched
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
     config = native(checkpoint)
+    kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
             f"{reference} runs through transformers, whose weights are not quantised here",
@@ -201,8 +202,11 @@ def pick_device(device: Device | str | torch.device) -> torch.device:
     return torch.device(f"{device}:{index}" if index else device)
 
 
-def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
-    """Return the torch dtype; `auto` is bfloat16 where the device is fast with it, float16 on MPS, else float32."""
+def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) -> torch.dtype:
+    """Return the torch dtype; `auto` is bfloat16 where the device is fast with it, float16 on MPS, else float32.
+
+    `by_torch`: for a model that transformers runs, without Paceline's kernels.
+    """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     if dtype != "auto":
@@ -211,7 +215,10 @@ def pick_dtype(dtype: DType, device: torch.device) -> torch.dtype:
         return known[dtype]
     if device.type == "mps":
         return torch.float16
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else fast_bfloat16()
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = packs_bfloat16() if by_torch else fast_bfloat16()
     return torch.bfloat16 if fast else torch.float32
 
 

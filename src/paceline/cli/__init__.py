@@ -57,10 +57,12 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
     If they cannot be compiled, the error says why.
     """
-    from paceline.kernels.cpu.build import built_for, compiled, instruction_set, library_path, loaded
+    from paceline.files.wheels import cache_folder
+    from paceline.kernels.cpu.build import built_for, compiled, loaded
 
-    begin, existed = time.perf_counter(), library_path(instruction_set()).is_file()
+    begin, before = time.perf_counter(), set(cache_folder().glob("native-*"))
     path = compiled()
+    existed = path in before
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:
         facts = {"path": str(path), "built_for": target, "compiled": not existed, "seconds": seconds}

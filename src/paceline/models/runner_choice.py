@@ -15,8 +15,6 @@ from paceline.kernels.linear import fast_bfloat16
 from paceline.kernels.quantize import Mode
 from paceline.models.config import ModelConfig
 
-_CODES = "Quantised weights (int8 or int4) run on the CPU kernels"
-
 
 @dataclass(frozen=True, slots=True)
 class Runner:
@@ -31,8 +29,8 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
-    if not quantize and dtype != torch.bfloat16:
-        return Runner(f"torch, in {kind}", "" if fast_bfloat16() else f"This processor is slow in bfloat16. {_CODES}")
+    if not quantize and dtype != torch.bfloat16 and fast_bfloat16():
+        return Runner(f"torch, in {kind}")  # as was asked
     kernels, reason = library(), obstacle()
     if kernels is None:
         assert reason is not None
@@ -62,7 +60,7 @@ _LARGE = 1 << 30
 def suggest_codes(folder: Path, device: torch.device) -> None:
     """Log once what codes would save, where a folder's floats are so large that memory and speed suffer on a CPU."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if device.type == "cpu" and size > _LARGE:
+    if device.type == "cpu" and size > _LARGE and library():
         line = (
             "note: the weights are %.1f GB of floats, which every pass reads; --quantize int8 makes that about half, "
         )

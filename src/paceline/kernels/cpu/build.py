@@ -8,8 +8,10 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -87,9 +89,9 @@ def _found() -> ctypes.CDLL | InvalidOption:
     """The library, or why there is none. Tried once: a compiler that fails takes its time."""
     if os.environ.get("PACELINE_NATIVE") == "0":
         return InvalidOption("PACELINE_NATIVE is 0")
-    chosen = instruction_set()
+    instruction_set()  # an option that is wrong is raised, unlike a compiler that is missing
     try:
-        return loaded(compiled(chosen))
+        return loaded(compiled())
     except InvalidOption as error:
         return error
 
@@ -103,9 +105,10 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 
 def compiled(instructions: InstructionSet | None = None) -> Path:
-    """Path of the library for these instructions, by default `instruction_set()`; compiled if it is missing. Raises
-    `InvalidOption` if that fails."""
-    instructions = instructions or instruction_set()
+    """Path of the library for these instructions, compiled if it is missing. By default for `instruction_set()`, or for
+    a smaller one if the compiler is older than the processor. Raises `InvalidOption` if that fails."""
+    if instructions is None:
+        return _compiled_for_best()
     compiler, place = _compiler(), library_path(instructions)
     if place.is_file():
         return place
@@ -128,6 +131,18 @@ def compiled(instructions: InstructionSet | None = None) -> Path:
     return place
 
 
+def _compiled_for_best() -> Path:
+    first = instruction_set()
+    try:
+        return compiled(first)
+    except InvalidOption as error:
+        smaller = [] if os.environ.get("PACELINE_ISA") else available()[-2::-1]
+        for name in smaller if _compiler() else []:
+            with suppress(InvalidOption):
+                return compiled(SETS[name])
+        raise error
+
+
 def library_path(instructions: InstructionSet) -> Path:
     """Path of the library for these instructions, whether it exists or not."""
     return cache_folder() / f"native-{instructions.name}-{_fingerprint(instructions)}.so"
@@ -139,7 +154,7 @@ def instruction_set() -> InstructionSet:
     name = os.environ.get("PACELINE_ISA") or has[-1]
     if name not in has:
         state = "this processor does not have it" if name in SETS else "there is no such instruction set"
-        raise InvalidOption(f"PACELINE_ISA is {name}, but {state}", f"Name one of {', '.join(has)}, or none")
+        raise InvalidOption(f"PACELINE_ISA is {name}, but {state}", f"Name one of {', '.join(has)}, or unset it")
     return SETS[name]
 
 
@@ -208,6 +223,15 @@ def processor_features() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
+        return _level()
     names = next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(names.replace("_", "").replace("asimddp", "dot").split())
+
+
+def _level() -> frozenset[str]:
+    """At least these, where neither torch nor the system lists them (macOS and Windows with torch 2.9)."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return frozenset({"dot"})  # every processor of Apple's for computers
+    avx2 = {"avx2", "fma", "f16c"}
+    levels = {"AVX2": avx2, "AVX512": avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    return frozenset(levels.get(torch.backends.cpu.get_cpu_capability(), ()))

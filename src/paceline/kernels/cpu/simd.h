@@ -273,7 +273,7 @@ inline void transpose(Pairs* pairs, const bf16* rows, int64_t stride) {
             for (int j = 1; j < 4; j++) quad = _mm512_mask_broadcast_i32x4(quad, 0xf << 4 * j, read<__m128i>(at(j)));
             x[i] = (IntPart)quad;
 #elif defined(__AVX2__)
-            x[i] = (IntPart)_mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(at(1)), reinterpret_cast<const __m128i*>(at(0)));
+            x[i] = (IntPart)_mm256_inserti128_si256(_mm256_castsi128_si256(read<__m128i>(at(0))), read<__m128i>(at(1)), 1);
 #else
             x[i] = read<IntPart>(at(0));
 #endif
