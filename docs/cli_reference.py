@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "PACELINE_ISA": (
         "the best that the processor has",
         "Instruction set of the CPU kernels: `portable`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, `avx512bf16`; "
-        "on ARM `portable`, `neon`, `neon-i8mm`.",
+        "on ARM `portable`, `neon`.",
     ),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),

@@ -58,8 +58,7 @@ def _sets() -> tuple[InstructionSet, ...]:
         return portable, avx2, avx2.plus("avxvnni", "avxvnni"), avx512, vnni, vnni.plus("avx512bf16", "avx512bf16")
     if platform.machine() in ("aarch64", "arm64"):
         neon = InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))
-        i8mm = InstructionSet("neon-i8mm", ("-march=armv8.2-a+dotprod+i8mm",), frozenset({"dot", "i8mm"}))
-        return portable, neon, i8mm
+        return portable, neon
     return (portable,)
 
 

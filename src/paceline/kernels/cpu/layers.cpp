@@ -81,8 +81,6 @@ const char* paceline_built_for() {
 #define PACELINE_PROCESSOR "AVX-VNNI"
 #elif defined(__AVX2__)
 #define PACELINE_PROCESSOR "AVX2"
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-#define PACELINE_PROCESSOR "NEON i8mm"
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define PACELINE_PROCESSOR "NEON"
 #else
