@@ -252,7 +252,7 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
     right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     rank = Sampler.rank
     monkeypatch.setattr(
-        Sampler, "rank", lambda self, at, rows, paths, n: rank(self, at, rows, [[*p, 0] for p in paths], n)
+        Sampler, "rank", lambda self, at, rows, paths, *more: rank(self, at, rows, [[*p, 0] for p in paths], *more)
     )
     wrong = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     assert wrong.accepted < right.accepted / 2
