@@ -343,13 +343,10 @@ def load(
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         read_target = partial(read, quantize=quantize, exact=exact)
         loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
-        _warn_if_slow(loaded)
-        if quantize == dtype == "auto" and isinstance(loaded.target, Decoder):
-            suggest_codes(loaded.path, loaded.target.device)
+        _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
-        _check_held(
-            (dtype, device, revision) != ("auto", "auto", None), quantize not in ("auto", "none"), adapter is not None
-        )
+        moved = (dtype, device, revision) != ("auto", "auto", None)
+        _check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)
@@ -358,10 +355,13 @@ def load(
     return llm
 
 
-def _warn_if_slow(loaded: Loaded) -> None:
+def _advise(loaded: Loaded, floats_chosen: bool) -> None:
+    """Say once what would make the model faster."""
     target = loaded.target
     if isinstance(target, Decoder):
         warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+        if not floats_chosen:
+            suggest_codes(loaded.path, target.device)
 
 
 def _drafters(

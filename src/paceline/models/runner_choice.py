@@ -62,7 +62,7 @@ def suggest_codes(folder: Path, device: torch.device) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if device.type == "cpu" and size > _LARGE and library():
         line = (
-            "note: the weights are %.1f GB of floats, which every pass reads; --quantize int8 makes that about half, "
+            "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, int4 less than a third "
         )
-        line += "int4 less than a third (`paceline perplexity` measures the loss)"
+        line += "(`paceline perplexity` measures the loss)"
         logging.getLogger("paceline").warning(line, size / 1e9)
