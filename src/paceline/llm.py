@@ -325,8 +325,7 @@ def load(
     quantize: "auto" runs a GGUF on the codes that it is stored in, and other files as they are; "none" (or a dtype)
     asks for floats; "int8" and "int4" hold the target's projections and output head as integers, in a GGUF file's own
     codes if it has them (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
-    allow_pickle: read `pytorch_model.bin` (of a head also `medusa_lm_head.pt`) where there are no safetensors (weights
-    only).
+    allow_pickle: read weights from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no safetensors.
     progress: show bars for download and load on stderr.
     exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
     any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.

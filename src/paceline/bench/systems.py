@@ -100,10 +100,11 @@ def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
 
 def split_precision(precision: str) -> tuple[Precision, Precision]:
     """Split TARGET or TARGET+DRAFTER into the two, each "auto" where it is empty. Raises `InvalidOption`."""
-    target, _, drafter = precision.partition("+")
-    for name in (target, drafter):
-        check_precision(name or "auto")
-    return cast(Precision, target or "auto"), cast(Precision, drafter or "auto")
+    names = [name or "auto" for name in precision.partition("+")[::2]]
+    for name in names:
+        check_precision(name)
+    target, drafter = cast("list[Precision]", names)
+    return target, drafter
 
 
 def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[System, Answer]:

@@ -102,10 +102,8 @@ class GGUFTensors(LazyTensors):
         return codes[convert(torch.arange(len(codes.codes)))] if codes and convert else codes
 
     def mostly_codes(self) -> bool:
-        sizes = {True: 0, False: 0}
-        for tensor in self._tensors.values():
-            sizes[tensor.kind in FLOATS] += math.prod(tensor.shape)
-        return sizes[False] > sizes[True]
+        sizes = [(tensor.kind in FLOATS, math.prod(tensor.shape)) for tensor in self._tensors.values()]
+        return 2 * sum(size for is_float, size in sizes if not is_float) > sum(size for _, size in sizes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape

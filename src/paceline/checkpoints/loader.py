@@ -90,7 +90,8 @@ def weights_held(
     dtype: DType,
     device: torch.device,
 ) -> Mode | None:
-    """Whether matrices are held as codes. `config`: None where transformers runs the model.
+    """Return how matrices without codes are quantised, or None where all are floats. `config`: None if transformers
+    runs the model.
 
     By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster.
     """

@@ -28,7 +28,7 @@ _data = options_of("Data")
 _drafter = options_of("Drafter")
 _training = options_of("Training")
 _INTERVAL = 60.0
-"""Seconds between two lines of progress where stderr is no terminal."""
+"""Seconds between progress lines if stderr is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)

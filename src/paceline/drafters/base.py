@@ -35,8 +35,8 @@ class Ask:
 
     @property
     def draws(self) -> bool:
-        """Whether the acceptance rule needs candidates drawn from the drafter's distribution, in a shape that does not
-        depend on the draws (rejection and block); `rank` then draws."""
+        """True if the acceptance rule (rejection, block) needs candidates drawn from the drafter's distribution, in a
+        shape that does not depend on the draws; `rank` then draws."""
         return self.sampler.draws
 
     def rank(
@@ -91,7 +91,7 @@ class Drafter(ABC):
 
     @property
     def needs_past(self) -> bool:
-        """Whether a draft needs the hidden states of all the text before it; by default, whether there are taps.
+        """True if a draft needs the hidden states of all preceding text; by default, if there are taps.
 
         If so, a prompt can start from a cached prefix only if `load` restores those states.
         """
@@ -111,7 +111,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Return one draft per ask, in order; an empty `Draft()` if there is no proposal."""
+        """Return one draft per ask, in order; `Draft()` where the drafter proposes nothing."""
 
     @abstractmethod
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:

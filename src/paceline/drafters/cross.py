@@ -153,7 +153,7 @@ class TextDrafter(_Foreign[Retokenizer]):
         return _within(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
 
     def _target_path(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
-        """Return a path of draft tokens in target tokens, up to an end of text or a token that is no text."""
+        """Convert a path of draft tokens to target tokens, up to an EOS or a token without text."""
         text, end = b"", []
         for token in path:
             if token in self._vocab_map.ends or token not in self._vocab_map.draft_bytes:

@@ -66,7 +66,7 @@ class Medusa(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         shapes = [fixed(ask.budget.within(self._depth), self._order, ask.draws) for ask in asks]
-        # A prompt of one token was not fed: without a state there is no draft.
+        # A prompt of one token has no prefill, so there is no hidden state to draft from.
         able = [i for i, ask in enumerate(asks) if ask.slot in self._states and shapes[i].widths]
         drafts = [Draft()] * len(asks)
         if not able:

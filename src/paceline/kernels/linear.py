@@ -172,7 +172,7 @@ class FixedTile(Linear):
 
 
 def _native(weight: Tensor | Codes) -> bool:
-    """Whether the kernels of `kernels/cpu/` take it: codes and bfloat16, if they are available."""
+    """Return whether the kernels of `kernels/cpu/` are available and run this: codes or bfloat16."""
     values = weight.codes if isinstance(weight, Codes) else weight
     if weight.shape[1] % LANES or values.device.type != "cpu":
         return False
@@ -189,7 +189,7 @@ def free_rows(device: torch.device) -> int:
 
 
 def fast_bfloat16() -> bool:
-    """Whether products of bfloat16 are fast on this CPU."""
+    """Return whether bfloat16 products are fast on this CPU."""
     return library() is not None or packs_bfloat16()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Precision = Literal["auto", "none", "int8", "int4"]
-"""What a user asks for. auto: a GGUF's own codes where this machine has kernels for them, else floats."""
+"""Requested quantisation. auto: a GGUF's own codes where this machine has kernels for them, else floats."""
 
 Mode = Literal["int8", "int4"]
 """How matrices are held that have no codes of their own."""

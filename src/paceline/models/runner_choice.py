@@ -61,8 +61,6 @@ def suggest_codes(folder: Path, device: torch.device) -> None:
     """Log once what codes would save, where a folder's floats are so large that memory and speed suffer on a CPU."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if device.type == "cpu" and size > _LARGE and library():
-        line = (
-            "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, int4 less than a third "
-        )
-        line += "(`paceline perplexity` measures the loss)"
+        line = "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, "
+        line += "int4 less than a third (`paceline perplexity` measures the loss)"
         logging.getLogger("paceline").warning(line, size / 1e9)
