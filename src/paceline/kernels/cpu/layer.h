@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -44,18 +45,20 @@ struct Pass {
 // Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
 constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
 
-inline void widen_row(float* to, const bf16* from, int size) {
+template <class Element>
+void widen_row(float* to, const typename Element::Number* from, int size) {
     for (int i = 0; i < size; i += LANES) {
-        bf16 part[LANES] = {};
+        typename Element::Number part[LANES] = {};
         std::copy_n(from + i, std::min(LANES, size - i), part);
-        store(to + i, widen(part));
+        store(to + i, Element::widen(part));
     }
 }
 
-inline void narrow_row(bf16* to, const float* from, int size) {
+template <class Element>
+void narrow_row(typename Element::Number* to, const float* from, int size) {
     for (int i = 0; i < size; i += LANES) {
-        bf16 part[LANES];
-        narrow(part, load<Floats>(from + i));
+        typename Element::Number part[LANES];
+        Element::narrow(part, load<Floats>(from + i));
         std::copy_n(part, std::min(LANES, size - i), to + i);
     }
 }
@@ -88,13 +91,14 @@ void grow(std::vector<T>& v, int rows, int width) {
 // Memory of one thread.
 struct ThreadScratch {
     std::vector<float> row;
-    Attention attention;
+    std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
     Routes routes;
     Inputs gathered;  // rows of one expert
 
+    template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        attention.reserve(pass.views[l.view], l.heads, pass.slots);
+        std::get<Attention<Element>>(attentions).reserve(pass.views[l.view], l.heads, pass.slots);
         routes.reserve(l.expert_count, size_t(pass.rows) * l.used);
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
     }
@@ -106,13 +110,14 @@ struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
     std::vector<int32_t> chosen;                                         // experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
-    std::vector<bf16> heads;                                             // queries, keys and values [rows, *]
+    std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
 
+    template <class Element>
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
-        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads()), grow(mixed, rows, l.queries());
+        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
         grow(inner, rows * l.used, whole(l.ffn));
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
@@ -123,11 +128,14 @@ struct Scratch {
 };
 
 // One thread's share of a layer. Rows, heads and outputs are divided anew at every stage, with a barrier after each.
+template <class Element>
 class LayerTask {
+    using Number = typename Element::Number;
+
    public:
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch& local, const Thread& thread)
         : l(layer), pass(pass), s(scratch), local(local), thread(thread), rows(pass.rows), my_rows(thread.share(rows)),
-          hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
+          heads(reinterpret_cast<Number*>(scratch.heads.data())), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
     // `entry` [rows, width]: input of attention; null: the normed stream.
     void run(const float* entry, int width) {
@@ -140,8 +148,8 @@ class LayerTask {
         thread.wait();
         product(thread.share(blocks_of(l.qkv)), l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
         thread.wait();
-        Span heads = thread.share(all_heads / l.heads.size);
-        for (int head = heads.from; head < heads.to; head++) rotate_and_store(head);
+        const Span mine = thread.share(all_heads / l.heads.size);
+        for (int head = mine.from; head < mine.to; head++) rotate_and_store(head);
         thread.wait();
         attend();
         thread.wait();
@@ -170,6 +178,7 @@ class LayerTask {
     const Thread& thread;
     const int rows;
     const Span my_rows;
+    Number* const heads;
     const int hidden, queries, all_heads;
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
@@ -205,13 +214,13 @@ class LayerTask {
             const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
             if (head < first_value && norm) normed(x, x, norm, l.head_dim, l.eps);
             if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
-            narrow_row(&s.heads[int64_t(row) * all_heads + at], x, size);
+            narrow_row<Element>(&heads[int64_t(row) * all_heads + at], x, size);
         }
         const View& view = pass.views[l.view];
         if (head >= first_value)
-            write_head(view, view.values, l.index, l.heads, head - first_value, &s.heads[at], all_heads);
+            write_head(view, view.values, l.index, l.heads, head - first_value, &heads[at], all_heads);
         else if (head >= l.heads.query)
-            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
+            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &heads[at], all_heads);
     }
 
     // All queries of all key heads, in pieces of equal cost: one per thread, or several in turn where there are many,
@@ -247,9 +256,9 @@ class LayerTask {
             while (at >= (slot->first + slot->rows) * l.heads.query) slot++;
             const int of_head = slot->rows * l.heads.group(), of_slot = at - slot->first * l.heads.query;
             const int head = of_slot / of_head;
-            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - of_slot});
-            local.attention.run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
-                              &s.heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
+            count = std::min({Attention<Element>::TILE, end - at, (head + 1) * of_head - of_slot});
+            std::get<Attention<Element>>(local.attentions).run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
+                              &heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
         }
     }
 
@@ -310,15 +319,15 @@ class LayerTask {
         }
     }
 
-    // Adds to the stream. `last`: at a layer's end the stream is rounded to bfloat16, wherever a run of layers ends.
+    // Adds to the stream. `last`: at a layer's end the stream is rounded, wherever a run of layers ends.
     void add(int row, const float* norm, bool last) {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);
         for (int i = 0; i < hidden; i += LANES) {
             Floats total = load<Floats>(to + i) + load<Floats>(y + i);
-            bf16 bits[LANES];
-            narrow(bits, total);
-            store(to + i, last ? widen(bits) : total);
+            Number rounded[LANES];
+            Element::narrow(rounded, total);
+            store(to + i, last ? Element::widen(rounded) : total);
         }
     }
 };
