@@ -21,7 +21,6 @@ from paceline.kernels.cpu import build
 from paceline.kernels.cpu.build import built_for, library
 from paceline.kernels.linear import packs_bfloat16
 from paceline.llm import LLM
-from paceline.models import runner_choice as choice
 from paceline.models.runner_choice import Runner, runner_of
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors
@@ -164,8 +163,8 @@ def test_what_runs_the_layers_and_the_remedy(
         assert cause in runner.name
         assert fix in runner.remedy
     assert kernels(mode="int8").remedy == ""
-    assert kernels(dtype=torch.float32) == Runner("torch, in float32")
-    monkeypatch.setattr(choice, "fast_bfloat16", lambda: False)
+    assert kernels(dtype=torch.float64) == Runner("torch, in float64")
+    assert kernels(dtype=torch.float32) == here
     assert "Install g++" in kernels(dtype=torch.float32, CXX="", PATH="", PACELINE_CACHE=str(tmp_path / "c")).remedy
 
 

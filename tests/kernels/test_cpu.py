@@ -47,11 +47,13 @@ def with_floors(weight: Tensor) -> Codes:
 
 KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
     "bfloat16": lambda w: w.bfloat16(),
+    "float16": lambda w: w.half(),
+    "float32": lambda w: w,
     "4 bits": lambda w: quantize(w, 4),
     "8 bits": lambda w: quantize(w, 8),
     "8 bits with floors": with_floors,
 }
-SHAPES = [(16, 32), (130, 208), (5, 48), (33, 16), (96, 64), (1, 512)]
+SHAPES = [(16, 32), (130, 208), (5, 48), (33, 16), (96, 64), (20, 37), (1, 512)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40]
 
 
@@ -71,7 +73,10 @@ def values(weight: Tensor | Codes) -> Tensor:
 
 def expected(weight: Tensor | Codes, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """The product in float64, and how far float32 sums may be from it."""
-    rows = x.bfloat16() if isinstance(weight, Tensor) else round_activations(x).values(x.shape[-1])
+    if isinstance(weight, Codes):
+        rows = round_activations(x).values(x.shape[-1])
+    else:
+        rows = x.bfloat16() if weight.dtype == torch.bfloat16 else x
     w, rows = values(weight).double(), rows.double()
     b = torch.zeros(len(w)) if bias is None else bias
     # Codes meet their floors in one sum, where a large scale and a large floor may leave little.

@@ -83,6 +83,12 @@ def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name
     same_on(widened(sets), compute)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_layers_in_other_float_types(sets: list[InstructionSet], dtype: torch.dtype) -> None:
+    c = replace(BASE, **MODELS["gemma of odd sizes"])
+    same_on(sets, lambda: [whole(native(c, dtype=dtype), text(150))[0]])
+
+
 @pytest.mark.parametrize("mode", ["int4", None])
 def test_texts(sets: list[InstructionSet], mode: Mode | None) -> None:
     def compute() -> list[Tensor]:

@@ -28,6 +28,12 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 
 
 @pytest.fixture(autouse=True)
+def _no_kernels_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device."""
+    monkeypatch.setattr("paceline.kernels.linear.library", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made anew as slabs grow, and the reference reads all of a slab."""
     monkeypatch.setattr(DeviceCache, "initial_capacity", 64)

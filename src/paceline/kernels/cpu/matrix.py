@@ -111,7 +111,7 @@ def check_rows(x: Tensor, width: int) -> None:
 
 
 class NativeLinear:
-    """A `kernels.linear.Linear` on the CPU, for rows in any float dtype; they are rounded to bfloat16 for weights of it."""
+    """A `kernels.linear.Linear` on the CPU, for rows in any float dtype; weights of bfloat16 round them to it."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -60,6 +61,14 @@ struct Inputs {
             else
                 encode((first + k) / GROUP, a, b);
         }
+    }
+
+    template <int KIND>
+    auto* wide_row(size_t at) const {
+        if constexpr (KIND == WIDE)
+            return &wide[at];
+        else
+            return &full[at];
     }
 
     // Copies a row of inputs of such a matrix.
@@ -131,37 +140,43 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
 
 // Two inputs of 16 outputs; bfloat16 has them side by side.
 template <int KIND>
-inline auto weights_at(const uint8_t* p) {
-    if constexpr (KIND == WIDE) return Pairs(load<Ints>(p));
-    if constexpr (KIND == FULL) return WidePairs(load<Floats>(p), load<Floats>(p + 64));
-    if constexpr (KIND == HALF) {
-        const half* own = reinterpret_cast<const half*>(p);
-        return WidePairs(from_half(own), from_half(own + LANES));
-    }
+inline auto pairs_at(const uint8_t* p) {
+    if constexpr (KIND == WIDE)
+        return load<Ints>(p);
+    else if constexpr (KIND == FULL)
+        return WidePairs(load<Floats>(p), load<Floats>(p + 64));
+    else
+        return WidePairs(from_half(reinterpret_cast<const half*>(p)), from_half(reinterpret_cast<const half*>(p + 32)));
 }
 
-template <int KIND, int ROWS, class Operand>
-inline void wide_block(const Matrix& m, int block, const Operand* left, Floats* out) {
+template <int KIND, int ROWS>
+inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    using Both = std::conditional_t<KIND == WIDE, Pairs, WidePairs>;
     constexpr int BYTES = KIND == FULL ? 128 : 64;
-    // As many rows at a time as there are registers for.
-    constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
     const uint8_t* p = m.weights + size_t(block) * (m.in / 2) * BYTES;
-    Floats sums[FIRST] = {};
+    const auto* left = x.wide_row<KIND>(size_t(row) * m.in);
+    Floats sums[ROWS] = {};
     for (int k = 0; k < m.in; k += 2, p += BYTES) {
         for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
-        const auto w = weights_at<KIND>(p);
-        for (int r = 0; r < FIRST; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
+        const Both w(pairs_at<KIND>(p));
+        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
     }
-    std::copy(sums, sums + FIRST, out);
-    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, left + size_t(FIRST) * m.in, out + FIRST);
+    std::copy(sums, sums + ROWS, out);
+}
+
+// As many rows at a time as there are registers for.
+template <int KIND, int ROWS>
+inline void wide_blocks(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
+    wide_block<KIND, FIRST>(m, block, x, row, out);
+    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, x, row + FIRST, out + FIRST);
 }
 
 template <int ROWS>
 inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    const size_t at = size_t(row) * m.in;
-    if (m.kind == WIDE) return wide_block<WIDE, ROWS>(m, block, &x.wide[at], out);
-    if (m.kind == HALF) return wide_block<HALF, ROWS>(m, block, &x.full[at], out);
-    if (m.kind == FULL) return wide_block<FULL, ROWS>(m, block, &x.full[at], out);
+    if (m.kind == WIDE) return wide_blocks<WIDE, ROWS>(m, block, x, row, out);
+    if (m.kind == HALF) return wide_blocks<HALF, ROWS>(m, block, x, row, out);
+    if (m.kind == FULL) return wide_blocks<FULL, ROWS>(m, block, x, row, out);
     if (m.kind == EIGHT) return coded_block<EIGHT, ROWS>(m, block, x, row, out);
     if (m.kind == EIGHT_AND_FLOOR) return coded_block<EIGHT_AND_FLOOR, ROWS>(m, block, x, row, out);
     coded_block<FOUR_AND_FLOOR, ROWS>(m, block, x, row, out);
