@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from paceline.kernels.cpu.build import built_for, library
 from paceline.kernels.linear import packs_bfloat16
 from paceline.llm import LLM
 from paceline.models import runner_choice as choice
-from paceline.models.config import LayerConfig
 from paceline.models.runner_choice import Runner, runner_of
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors
@@ -133,14 +131,11 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
     assert "got 'int2'" in told(str(good), "--quantize", "int2")
 
 
-SIZES = replace(TINY, head_dim=16)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
     """What runs the layers of a model under these environment variables."""
 
-    def under(config: Any = SIZES, dtype: Any = torch.bfloat16, mode: Any = None, **env: str) -> Runner:
+    def under(config: Any = TINY, dtype: Any = torch.bfloat16, mode: Any = None, **env: str) -> Runner:
         build._found.cache_clear()
         with monkeypatch.context() as context:
             for name, value in env.items():
@@ -157,8 +152,6 @@ def test_what_runs_the_layers_and_the_remedy(
     here = kernels()
     if library():
         assert here == Runner(f"the CPU kernels ({built_for(library())})")
-        assert kernels(TINY) == Runner("torch, since its sizes are not multiples of 16")
-        assert "mixture" in kernels(replace(TINY, head_dim=16, special=(LayerConfig(None, sparse=True),))).name
     assert kernels(PACELINE_NATIVE="0") == Runner("torch, since PACELINE_NATIVE is 0")
     (tmp_path / "file").write_text("")
     for env, cause, fix in (

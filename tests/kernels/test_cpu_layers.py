@@ -54,6 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},
     "heads of 80": {"head_dim": 80, "heads": 2, "kv_heads": 1},
     "heads of 128": {"head_dim": 128, "heads": 3, "kv_heads": 1},
+    "a mixture": {"experts": Experts(6, 2, 32, True), "special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True))},
+    "twenty experts, ragged": {
+        **{"hidden": 72, "experts": Experts(20, 3, 52, False)},
+        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL, sparse=True)),
+    },
+    "no size in whole lanes": {"hidden": 50, "ffn": 70, "head_dim": 36, "qk_norm": True, "tied": False},
+    "gemma of odd sizes": {**GEMMA, **plan(9, None), "hidden": 100, "ffn": 37, "head_dim": 22, "softcap": 3.0},
     "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
 }
 
@@ -71,11 +78,28 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
             tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
         if c.sandwich:
             tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
+        if c.experts and c.plan[i].sparse:
+            dense = {f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+            tensors = {name: x for name, x in tensors.items() if name not in dense}
+            tensors |= experts_of(c, f"{layer}mlp.", draw)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
             tensors[name] = tensor - c.norm_shift * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
     tensors["model.embed_tokens.weight"] *= 4
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:
+    """Experts and their router, whose scores lie so far apart that rounding chooses no other one."""
+    e = c.experts
+    assert e
+    shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
+    tensors = {
+        f"{block}experts.{number}.{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
+        for number in range(e.count)
+        for name, shape in shapes.items()
+    }
+    return tensors | {block + "gate.weight": torch.randn(e.count, c.hidden, generator=draw)}
 
 
 def native(c: ModelConfig, mode: Mode | None = None) -> Decoder:
@@ -147,7 +171,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
-@pytest.mark.parametrize("name", ["llama", "odd feed-forward, one key head", "gemma3", "qwen2: biases"])
+@pytest.mark.parametrize("name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases"])
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
     target = native(c, mode)
@@ -254,25 +278,13 @@ def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode |
     assert not out[1].isfinite().any()
 
 
-def test_a_mixture_of_experts_is_torchs() -> None:
-    special = (LayerConfig(FULL), LayerConfig(FULL, sparse=True))
-    c = replace(BASE, special=special, experts=Experts(2, 1, 32, True))
+def test_experts_of_equal_scores_are_chosen_by_number() -> None:
+    c = replace(BASE, **MODELS["twenty experts, ragged"])
     tensors = tensors_of(c)
-    # Always the same: where two experts are nearly as good, rounding chooses another one.
-    draw = torch.Generator().manual_seed(1)
-    block = "model.layers.1.mlp."
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).bfloat16().float()
-
-    for x, shape in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
-        del tensors[f"{block}{x}.weight"]
-        tensors |= {f"{block}experts.{i}.{x}.weight": normal(*shape) / 8 for i in range(2)}
-    tensors[block + "gate.weight"] = normal(2, 64)
-    target = Decoder(c, tensors, torch.bfloat16, CPU)
-    assert not target._stack.native
-    right, _ = whole(Decoder(c, tensors, torch.float32, CPU), text(20))
-    assert relative(whole(target, text(20))[0], right) < 0.03
+    for i in range(c.layers):
+        tensors[f"model.layers.{i}.mlp.gate.weight"][2:] = 0
+    target, right = (Decoder(c, tensors, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
+    assert relative(whole(target, text(40))[0], whole(right, text(40))[0]) < 0.02
 
 
 @pytest.mark.parametrize("windows", [(None, None), (7, None), (4, 4)])

@@ -74,7 +74,7 @@ def test_norms(sets: list[InstructionSet]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", None])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gelu", "heads of 80", "heads of 128"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gelu", "heads of 80", "a mixture", "no size in whole lanes"])
 def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name: str, mode: Mode | None) -> None:
     def compute() -> list[Tensor]:
         logits, taps = whole(native(replace(BASE, **MODELS[name]), mode), text(150), (1, 2, "final"))

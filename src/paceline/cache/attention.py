@@ -102,9 +102,11 @@ class SlabPlan:
         return [slab[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for slab in self.slabs]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v [B, T, kv_heads, D]."""
-        x = self._tensors
+        """Store k and v [B, T, kv_heads, D]; a slab for native layers may pad D."""
+        x, spare = self._tensors, self.slabs[0].shape[-1] - k.shape[-1]
         for flat, new in zip(x.flat, (k, v), strict=True):
+            if spare:
+                new = F.pad(new, (0, spare))
             if x.sources is not None:
                 new = new.flatten(0, 1)[x.sources]
             if len(x.copy_sources):

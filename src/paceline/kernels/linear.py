@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import LANES, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
 
 
@@ -73,7 +73,7 @@ def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
 
 def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate G above up U in `weight` [2 * out, in]."""
-    if _native(weight) and not _MAKE.get() and weight.shape[0] % (2 * LANES) == 0:
+    if _native(weight) and not _MAKE.get():
         return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
@@ -174,7 +174,7 @@ class FixedTile(Linear):
 def _native(weight: Tensor | Codes) -> bool:
     """Return whether the kernels of `kernels/cpu/` are available and run this: codes or bfloat16."""
     values = weight.codes if isinstance(weight, Codes) else weight
-    if weight.shape[1] % LANES or values.device.type != "cpu":
+    if values.device.type != "cpu":
         return False
     # The library comes last: the first request for it compiles it.
     return (isinstance(weight, Codes) or weight.dtype == torch.bfloat16) and library() is not None

@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_indices
@@ -15,7 +17,7 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Dense, Layer
+from paceline.models.layers import Layer, Mixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -31,12 +33,18 @@ class _Heads(Structure):
     _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"))
 
 
+class _Expert(Structure):
+    _fields_ = _fields((CMatrix, "gate_up down"))
+
+
 class _CLayer(Structure):
     _fields_ = _fields(
-        (CMatrix, "qkv out gate_up down"),
+        (CMatrix, "qkv out router"),
+        (POINTER(_Expert), "experts"),
+        (c_int32, "expert_count used normalised"),
         (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
         (c_float, "eps"),
-        (c_int32, "hidden ffn activation view index rotation"),
+        (c_int32, "hidden ffn activation head_dim view index rotation"),
         (_Heads, "heads"),
     )
 
@@ -112,41 +120,65 @@ class NativeLayers:
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
 
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
-        products = _products(layer)
-        assert products
-        qkv, out, gated, down = products
-        part, post = layer.attention, layer.post or (None, None)
+        parts = _parts(layer)
+        assert parts
+        mix, post = layer.attention, layer.post or (None, None)
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
-        norms += (None, None) if part.norm is None else (part.norm.weight[0], part.norm.weight[-1])
+        norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
+        experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
+        used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
+        gated, _ = parts.experts[0]
         return _CLayer(
-            *(product.matrix.c for product in (qkv, out, gated.both, down)),
+            *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
+            *((_Expert * len(experts))(*experts), len(experts), used, normalised),
             *(self._pointer(norm) for norm in norms),
-            *(layer.mlp_norm.eps, out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation]),
+            *(layer.mlp_norm.eps, parts.out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation], mix.head_dim),
             *(slab, index, rope),
-            _Heads(part.heads, part.split[1], part.head_dim, spec.scale, spec.softcap or 0.0),
+            _Heads(mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0),
         )
 
     def _pointer(self, norm: Tensor | None) -> int | None:
         if norm is None:
             return None
-        self._held.append(norm.float().contiguous())
+        self._held.append(F.pad(norm.float(), (0, -len(norm) % LANES)).contiguous())
         return self._held[-1].data_ptr()
 
 
+def whole(size: int) -> int:
+    """A size in whole lanes: that of heads in the cache of native layers."""
+    return -(-size // LANES) * LANES
+
+
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Whether `NativeLayers` can run them: a bfloat16 stream, all products native, sizes whole lanes, no experts."""
-    return dtype == torch.bfloat16 and all(map(_products, layers)) and library() is not None
+    """Whether `NativeLayers` can run them: a bfloat16 stream, all products native."""
+    return dtype == torch.bfloat16 and all(map(_parts, layers)) and library() is not None
 
 
-def _products(layer: Layer) -> tuple[NativeLinear, NativeLinear, NativeGated, NativeLinear] | None:
-    """The products of a layer (qkv, out, gate and up, down); None if the kernels cannot run it."""
+class _Parts(NamedTuple):
+    """Products of a layer. `experts`: gate and up, and down, of each; of a dense layer one. `router`: of a mixture."""
+
+    qkv: NativeLinear
+    out: NativeLinear
+    experts: list[tuple[NativeGated, NativeLinear]]
+    router: NativeLinear | None
+
+
+def _parts(layer: Layer) -> _Parts | None:
+    """None if the kernels cannot run the layer."""
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
-    if not (isinstance(mlp, Dense) and isinstance(mlp.gate_up, NativeGated) and isinstance(mlp.down, NativeLinear)):
-        return None
+    dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
+    experts = []
+    for one in dense:
+        if not (isinstance(one.gate_up, NativeGated) and isinstance(one.down, NativeLinear)):
+            return None
+        experts.append((one.gate_up, one.down))
     if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
         return None
-    whole = layer.attention.head_dim % LANES == 0 and out.matrix.shape[0] % LANES == 0
-    return (qkv, out, mlp.gate_up, mlp.down) if whole else None
+    if router is not None and not isinstance(router, NativeLinear):
+        return None
+    # All experts take the same inputs.
+    alike = len({(gated.both.matrix.c.kind, down.matrix.c.kind) for gated, down in experts}) == 1
+    return _Parts(qkv, out, experts, router) if alike else None
 
 
 class _KernelPass:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from paceline.kernels.cpu.build import built_for, library, obstacle
-from paceline.kernels.cpu.matrix import LANES
 from paceline.kernels.linear import fast_bfloat16
 from paceline.kernels.quantize import Mode
 from paceline.models.config import ModelConfig
@@ -38,10 +37,6 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     name = f"the CPU kernels ({built_for(kernels)})"
     if dtype != torch.bfloat16:
         return Runner(f"torch in {kind}, with products by {name}")
-    if any(layer.sparse for layer in config.plan):
-        return Runner("torch, since it is a mixture of experts")
-    if any(size % LANES for size in (config.hidden, config.head_dim, config.ffn)):
-        return Runner(f"torch, since its sizes are not multiples of {LANES}")
     return Runner(name)
 
 

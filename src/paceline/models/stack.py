@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPass
 from paceline.cache.slab import SlabCache
 from paceline.models.config import ModelConfig
-from paceline.models.cpu_layers import NativeLayers, runs_natively
+from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Layer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
@@ -34,8 +34,9 @@ class LayerStack:
         ]
         precise = torch.promote_types(host.dtype, torch.float32)
         self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
-        self._cache_sizes = config.kv_heads, config.head_dim, host.context_length, host.dtype, host.device
         native = runs_natively(layers, host.dtype)
+        head_dim = whole(config.head_dim) if native else config.head_dim
+        self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
         self.native = NativeLayers(layers, self._attentions, self.ropes.index) if native else None
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:

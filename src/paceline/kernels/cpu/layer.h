@@ -6,21 +6,32 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 
 namespace paceline {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH };
 
-// All sizes are multiples of 16.
+// A feed-forward network.
+struct Expert {
+    Matrix gate_up, down;
+};
+
 struct Layer {
-    Matrix qkv, out, gate_up, down;
+    Matrix qkv, out, router;  // router: of a mixture
+    const Expert* experts;    // of the same kinds and sizes; one, if this is no mixture
+    int32_t expert_count, used, normalised;
     // Weights of norms, or null. `after`: norms of what attention and feed-forward add to the stream.
     const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
     float eps;
-    int32_t hidden, ffn, activation;
+    int32_t hidden, ffn, activation, head_dim;
     int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
-    Heads heads;
+    Heads heads;  // of `head_dim` elements, padded to whole lanes
+
+    bool mixture() const { return expert_count > 1; }
+    int queries() const { return heads.query * heads.size; }
+    int all_heads() const { return queries() + 2 * heads.kv * heads.size; }
 };
 
 struct Pass {
@@ -29,6 +40,30 @@ struct Pass {
     const View* views;
     const Rotation* rotations;
 };
+
+// Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
+constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
+
+inline void widen_row(float* to, const bf16* from, int size) {
+    for (int i = 0; i < size; i += LANES) {
+        bf16 part[LANES] = {};
+        std::copy_n(from + i, std::min(LANES, size - i), part);
+        store(to + i, widen(part));
+    }
+}
+
+inline void narrow_row(bf16* to, const float* from, int size) {
+    for (int i = 0; i < size; i += LANES) {
+        bf16 part[LANES];
+        narrow(part, load<Floats>(from + i));
+        std::copy_n(part, std::min(LANES, size - i), to + i);
+    }
+}
+
+// Copies a row, which may be padded, and pads it.
+inline void copy_row(float* to, const float* from, int size) {
+    std::fill(std::copy_n(from, size, to), to + whole(size), 0.0f);
+}
 
 inline Floats activate(int kind, const Floats& x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
@@ -54,26 +89,36 @@ void grow(std::vector<T>& v, int rows, int width) {
 struct ThreadScratch {
     std::vector<float> row;
     Attention attention;
+    Routes routes;
+    Inputs gathered;  // rows of one expert
 
     void reserve(const Layer& l, const Pass& pass) {
-        grow(row, 1, l.hidden), attention.reserve(pass.views[l.view], l.heads, pass.slots);
+        grow(row, 1, std::max(whole(l.hidden), l.queries()));
+        attention.reserve(pass.views[l.view], l.heads, pass.slots);
+        routes.reserve(l.expert_count, size_t(pass.rows) * l.used);
+        if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
     }
 };
 
 // Results that the stages of a layer pass on; kept for the caller's next pass. All memory is allocated before the threads
 // start, since none of them could leave the others at a barrier.
 struct Scratch {
-    std::vector<float> stream, entry, qkv, mixed, added, inner;  // [rows, *]
-    std::vector<bf16> heads;                                     // queries, keys and values [rows, *]
-    Inputs to_mix, to_out, to_mlp, to_down;
+    std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
+    std::vector<int32_t> chosen;                                         // experts [rows, used]
+    std::vector<float> inner;                                            // [rows * used, ffn]
+    std::vector<bf16> heads;                                             // queries, keys and values [rows, *]
+    Inputs to_mix, to_out, to_route, to_mlp, to_down;
 
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
-        const int q = l.heads.query * l.heads.size, all_heads = q + 2 * l.heads.kv * l.heads.size;
-        grow(stream, rows, l.hidden), grow(entry, rows, width), grow(qkv, rows, all_heads), grow(heads, rows, all_heads);
-        grow(mixed, rows, q), grow(added, rows, l.hidden), grow(inner, rows, l.ffn);
+        grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
+        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads()), grow(mixed, rows, l.queries());
+        grow(inner, rows * l.used, whole(l.ffn));
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
-        to_mlp.reserve(rows, l.gate_up), to_down.reserve(rows, l.down);
+        to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
+        if (!l.mixture()) return;
+        grow(scores, rows, whole(l.expert_count)), grow(parts, rows, l.used), grow(chosen, rows, l.used);
+        to_route.reserve(rows, l.router);
     }
 };
 
@@ -82,15 +127,15 @@ class LayerTask {
    public:
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch& local, const Thread& thread)
         : l(layer), pass(pass), s(scratch), local(local), thread(thread), rows(pass.rows), my_rows(thread.share(rows)),
-          queries(l.heads.query * l.heads.size), all_heads(queries + 2 * l.heads.kv * l.heads.size) {}
+          hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
     // `entry` [rows, width]: input of attention; null: the normed stream.
     void run(const float* entry, int width) {
         for (int row = my_rows.from; row < my_rows.to; row++) {
             if (entry)
-                load_row(s.to_mix, l.qkv, row, entry, width, nullptr);
+                s.to_mix.set(row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
             else
-                load_row(s.to_mix, l.qkv, row, stream(0), l.hidden, l.before_mix);
+                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix));
         }
         thread.wait();
         product(thread.share(blocks_of(l.qkv)), l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
@@ -100,14 +145,21 @@ class LayerTask {
         thread.wait();
         attend();
         thread.wait();
-        for (int row = my_rows.from; row < my_rows.to; row++) load_row(s.to_out, l.out, row, s.mixed.data(), queries, nullptr);
+        for (int row = my_rows.from; row < my_rows.to; row++) set_mixed(row);
         thread.wait();
-        add(l.out, s.to_out, l.after_mix, false);
-        for (int row = my_rows.from; row < my_rows.to; row++) load_row(s.to_mlp, l.gate_up, row, stream(0), l.hidden, l.before_mlp);
+        product(thread.share(blocks_of(l.out)), l.out, s.to_out, rows, [&](int row, int at, Floats y) { store(added(row) + at, y); });
         thread.wait();
+        for (int row = my_rows.from; row < my_rows.to; row++) {
+            add(row, l.after_mix, false);
+            const float* x = normed_row(row, l.before_mlp);
+            set(s.to_mlp, l.experts->gate_up, row, x);
+            if (l.mixture()) set(s.to_route, l.router, row, x);
+        }
+        thread.wait();
+        route();
         feed_forward();
         thread.wait();
-        add(l.down, s.to_down, l.after_mlp, true);
+        for (int row = my_rows.from; row < my_rows.to; row++) add(row, l.after_mlp, true);
     }
 
    private:
@@ -118,29 +170,42 @@ class LayerTask {
     const Thread& thread;
     const int rows;
     const Span my_rows;
-    const int queries, all_heads;
+    const int hidden, queries, all_heads;
 
-    float* stream(int row) { return &s.stream[int64_t(row) * l.hidden]; }
+    float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
+    float* added(int row) { return &s.added[int64_t(row) * hidden]; }
 
-    // Converts a row to the input of a product, normed first if there is a norm.
-    void load_row(Inputs& to, const Matrix& m, int row, const float* from, int size, const float* norm) {
-        from += int64_t(row) * size;
-        if (norm) {
-            normed(local.row.data(), from, norm, size, l.eps);
-            from = local.row.data();
+    // A row of the stream, normed if there is a norm.
+    const float* normed_row(int row, const float* norm) {
+        if (!norm) return stream(row);
+        normed(local.row.data(), stream(row), norm, l.hidden, l.eps);
+        return local.row.data();
+    }
+
+    void set(Inputs& to, const Matrix& m, int row, const float* x) { to.set(row, m, x, hidden, 0, hidden); }
+
+    // The heads of a row that attention has mixed become the input of a product, without their padding.
+    void set_mixed(int row) {
+        const float* x = &s.mixed[int64_t(row) * queries];
+        const int size = l.head_dim * l.heads.query;
+        if (size < queries) {
+            for (int head = 0; head < l.heads.query; head++) copy_row(&local.row[head * l.head_dim], x + head * l.heads.size, l.head_dim);
+            x = local.row.data();
+            std::fill(local.row.data() + size, local.row.data() + whole(size), 0.0f);
         }
-        to.set(row, m, from, size, 0, size);
+        s.to_out.set(row, l.out, x, whole(size), 0, whole(size));
     }
 
     // Norm and rotation of one head of all rows; keys and values go to the cache.
     void rotate_and_store(int head) {
         const int size = l.heads.size, at = head * size, first_value = l.heads.query + l.heads.kv;
+        float* x = local.row.data();
         for (int row = 0; row < rows; row++) {
-            float* x = &s.qkv[int64_t(row) * all_heads + at];
+            copy_row(x, &s.qkv[int64_t(row) * all_heads + head * l.head_dim], l.head_dim);
             const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
-            if (head < first_value && norm) normed(x, x, norm, size, l.eps);
+            if (head < first_value && norm) normed(x, x, norm, l.head_dim, l.eps);
             if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
-            for (int d = 0; d < size; d += LANES) narrow(&s.heads[int64_t(row) * all_heads + at + d], load<Floats>(x + d));
+            narrow_row(&s.heads[int64_t(row) * all_heads + at], x, size);
         }
         const View& view = pass.views[l.view];
         if (head >= first_value)
@@ -188,27 +253,72 @@ class LayerTask {
         }
     }
 
-    void feed_forward() {
-        Span done = paired_product(thread, l.gate_up, s.to_mlp, rows, [&](int row, int at, Floats gate, Floats up) {
-            store(&s.inner[int64_t(row) * l.ffn + at], activate(l.activation, gate) * up);
-        });
-        for (int row = 0; row < rows; row++)
-            s.to_down.set(row, l.down, &s.inner[int64_t(row) * l.ffn], l.ffn, done.from, done.to);
+    // The experts of each row.
+    void route() {
+        const int32_t* chosen = nullptr;
+        if (l.mixture()) {
+            const int width = whole(l.expert_count);
+            product(thread.share(blocks_of(l.router)), l.router, s.to_route, rows, [&](int row, int at, Floats y) { store(&s.scores[int64_t(row) * width + at], y); });
+            thread.wait();
+            for (int row = my_rows.from; row < my_rows.to; row++)
+                choose(&s.scores[int64_t(row) * width], l.expert_count, l.used, l.normalised, &s.chosen[row * l.used], &s.parts[row * l.used]);
+            thread.wait();
+            chosen = s.chosen.data();
+        }
+        local.routes.assign(l.expert_count, rows, l.used, chosen, s.parts.data());
     }
 
-    // stream += product. `last`: at a layer's end the stream is rounded to bfloat16, wherever a run of layers ends.
-    void add(const Matrix& m, const Inputs& x, const float* norm, bool last) {
-        product(thread.share(blocks_of(m)), m, x, rows, [&](int row, int at, Floats y) { store(&s.added[int64_t(row) * l.hidden + at], y); });
+    void feed_forward() {
+        const Routes& routes = local.routes;
+        // Pieces of 32 outputs of every expert.
+        const int each = (blocks_of(l.experts->gate_up) / 2 + 1) / 2;
+        const Span pieces = thread.share(routes.count() * each);
+        for (int piece = pieces.from, count; piece < pieces.to; piece += count) {
+            const int first = piece % each;
+            count = std::min(each - first, pieces.to - piece);
+            first_half(piece / each, {2 * first, std::min(2 * (first + count), blocks_of(l.experts->gate_up) / 2)});
+        }
         thread.wait();
-        for (int row = my_rows.from; row < my_rows.to; row++) {
-            float *to = stream(row), *y = &s.added[int64_t(row) * l.hidden];
-            if (norm) normed(y, y, norm, l.hidden, l.eps);
-            for (int i = 0; i < l.hidden; i += LANES) {
-                Floats total = load<Floats>(to + i) + load<Floats>(y + i);
-                bf16 bits[LANES];
-                narrow(bits, total);
-                store(to + i, last ? widen(bits) : total);
-            }
+        const Span blocks = thread.share(blocks_of(l.experts->down));
+        for (int row = 0; row < rows && l.mixture(); row++)
+            std::fill(added(row) + blocks.from * LANES, added(row) + blocks.to * LANES, 0.0f);
+        // In the order of the experts' numbers.
+        for (int i = 0; i < routes.count(); i++) {
+            const int first = routes.first[i];
+            product(blocks, l.experts[routes.active[i]].down, s.to_down, routes.size(i), [&](int row, int at, Floats y) {
+                float* to = added(routes.rows[first + row]) + at;
+                store(to, l.mixture() ? fma(y, all(routes.parts[first + row]), load<Floats>(to)) : y);
+            }, first);
+        }
+    }
+
+    // Gate and up of one expert, for these pairs of blocks.
+    void first_half(int i, Span pairs) {
+        const Routes& routes = local.routes;
+        const Expert& expert = l.experts[routes.active[i]];
+        const int first = routes.first[i], count = routes.size(i), width = whole(l.ffn);
+        const bool some = count < rows;
+        for (int row = 0; some && row < count; row++)
+            local.gathered.copy(row, expert.gate_up, s.to_mlp, routes.rows[first + row]);
+        paired_product(pairs, expert.gate_up, some ? local.gathered : s.to_mlp, count, [&](int row, int at, Floats gate, Floats up) {
+            store(&s.inner[int64_t(first + row) * width + at], activate(l.activation, gate) * up);
+        });
+        for (int row = first; row < first + count; row++) {
+            float* x = &s.inner[int64_t(row) * width];
+            if (pairs.to * LANES > l.ffn) std::fill(x + l.ffn, x + width, 0.0f);
+            s.to_down.set(row, expert.down, x, width, pairs.from * LANES, pairs.to * LANES);
+        }
+    }
+
+    // Adds to the stream. `last`: at a layer's end the stream is rounded to bfloat16, wherever a run of layers ends.
+    void add(int row, const float* norm, bool last) {
+        float *to = stream(row), *y = added(row);
+        if (norm) normed(y, y, norm, l.hidden, l.eps);
+        for (int i = 0; i < hidden; i += LANES) {
+            Floats total = load<Floats>(to + i) + load<Floats>(y + i);
+            bf16 bits[LANES];
+            narrow(bits, total);
+            store(to + i, last ? widen(bits) : total);
         }
     }
 };

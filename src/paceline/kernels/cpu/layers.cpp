@@ -10,10 +10,6 @@ using namespace paceline;
 
 namespace {
 
-void widen_all(float* to, const bf16* from, size_t count) {
-    for (size_t i = 0; i < count; i += LANES) store(to + i, widen(from + i));
-}
-
 // Arguments of `paceline_layers`.
 struct Run {
     const Layer* layers;
@@ -33,8 +29,8 @@ struct Run {
     void enter(Scratch& s, const Pass& pass) const {
         const int hidden = layers->hidden;
         for (int row = 0; row < pass.rows; row++) {
-            widen_all(&s.stream[int64_t(row) * hidden], x + pass.indices[row] * hidden, hidden);
-            if (entry) widen_all(&s.entry[int64_t(row) * width], entry + pass.indices[row] * width, width);
+            widen_row(&s.stream[int64_t(row) * whole(hidden)], x + pass.indices[row] * hidden, hidden);
+            if (entry) widen_row(&s.entry[int64_t(row) * whole(width)], entry + pass.indices[row] * width, width);
         }
     }
 
@@ -44,10 +40,8 @@ struct Run {
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
         bf16* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
         const Span mine = thread.share(pass.rows);  // rows finished by this thread when a layer ends
-        for (int row = mine.from; to && row < mine.to; row++) {
-            const float* from = &s.stream[int64_t(row) * hidden];
-            for (int d = 0; d < hidden; d += LANES) narrow(to + pass.indices[row] * hidden + d, load<Floats>(from + d));
-        }
+        for (int row = mine.from; to && row < mine.to; row++)
+            narrow_row(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
     }
 };
 
@@ -59,10 +53,14 @@ struct CallerState {
     std::vector<ThreadScratch> threads;
 };
 
-int views_of(const Layer* layers, int count) {
+bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     int views = 0;
-    for (const Layer* l = layers; l < layers + count; l++) views = std::max(views, l->view + 1);
-    return views;
+    for (const Layer* l = layers; l < layers + count; l++) {
+        // A group would read the weights of nearly all experts by itself.
+        if (l->mixture()) return false;
+        views = std::max(views, l->view + 1);
+    }
+    return groups.cut(pass, views, count);
 }
 
 }  // namespace
@@ -105,9 +103,10 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
     const Run run{layers, count, x, entry, entry ? width : 0, taps, tap_count, states};
     bool apart = false;
     try {
-        apart = groups.cut(*pass, views_of(layers, count), count);
-        for (Group& group : groups) run.reserve(group.scratch, group.pass, run.width);
+        apart = cut(groups, *pass, layers, count);
         if (!apart) run.reserve(state.scratch, *pass, run.width);
+        for (Group* group = groups.begin(); apart && group < groups.end(); group++)
+            run.reserve(group->scratch, group->pass, run.width);
         if (state.threads.size() < size_t(pass->threads)) state.threads.resize(pass->threads);
         for (ThreadScratch& local : state.threads) run.reserve(local, *pass);
     } catch (const std::bad_alloc&) {
@@ -130,7 +129,7 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, c
 // Number of groups that `paceline_layers` would cut a pass into; 0: none. For tests.
 int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     Groups groups;
-    groups.cut(*pass, views_of(layers, count), count);
+    cut(groups, *pass, layers, count);
     return groups.count();
 }
 
@@ -140,18 +139,18 @@ int paceline_candidates(const float* scores, const int64_t* tokens, int n, uint6
     return candidates(scores, tokens, n, key, bound, highest, found);
 }
 
-// RMS norm: y [rows, size] = x / rms(x) * weight, for whole lanes. Returns 1 if out of memory.
+// RMS norm: y [rows, size] = x / rms(x) * weight, which is padded to whole lanes. Returns 1 if out of memory.
 int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
     static thread_local std::vector<float> row;
     try {
-        row.resize(std::max(row.size(), size_t(size)));
+        row.resize(std::max(row.size(), size_t(whole(size))));
     } catch (const std::bad_alloc&) {
         return 1;
     }
     for (int64_t first = 0; first < rows * size; first += size) {
-        widen_all(row.data(), x + first, size);
+        widen_row(row.data(), x + first, size);
         normed(row.data(), row.data(), weight, size, eps);
-        for (int i = 0; i < size; i += LANES) narrow(y + first + i, load<Floats>(&row[i]));
+        narrow_row(y + first, row.data(), size);
     }
     return 0;
 }
@@ -161,19 +160,22 @@ int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, fl
 int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* indices, int rows, void* y, int wide_y,
                     const bf16* residual, int threads) {
     static thread_local Inputs inputs_of_caller;
-    static thread_local std::vector<float> widened_row;
+    static thread_local std::vector<float> padded_row;
     Inputs& inputs = inputs_of_caller;
     try {
         inputs.reserve(rows, *m);
-        widened_row.resize(std::max(widened_row.size(), size_t(in)));
+        padded_row.resize(std::max(padded_row.size(), size_t(whole(in))));
     } catch (const std::bad_alloc&) {
         return 1;
     }
     auto index = [&](int row) { return indices ? indices[row] : int64_t(row); };
     for (int row = 0; row < rows; row++) {
         const int64_t first = index(row) * in;
-        if (!wide_x) widen_all(widened_row.data(), static_cast<const bf16*>(x) + first, in);
-        inputs.set(row, *m, wide_x ? static_cast<const float*>(x) + first : widened_row.data(), in, 0, in);
+        if (wide_x)
+            copy_row(padded_row.data(), static_cast<const float*>(x) + first, in);
+        else
+            widen_row(padded_row.data(), static_cast<const bf16*>(x) + first, in);
+        inputs.set(row, *m, padded_row.data(), whole(in), 0, whole(in));
     }
     auto take = [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {

@@ -156,32 +156,30 @@ class NativeGated:
     """act(x G^T) * (x U^T). Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> None:
-        """`weight` [2 * out, in]: gate above up. `out` must be a multiple of `LANES`."""
+        """`weight` [2 * out, in]: gate above up."""
         self.out, self.activation = weight.shape[0] // 2, activation
-        order = torch.arange(2 * self.out).view(2, -1, LANES).transpose(0, 1).flatten()
+        whole = -(-self.out // LANES) * LANES  # whose last outputs are another's once more, and unused
+        one = torch.arange(whole).clamp(max=self.out - 1)
+        order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
         self.both = NativeLinear(weight[order], None if bias is None else bias[order])
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
         y: Tensor = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
-        return y
+        return y[..., : self.out]
 
 
 class NativeNorm:
     """A `models.layers.RMSNorm` for bfloat16 on the CPU, for rows that do not pass through a whole layer."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight.float().contiguous(), eps
+        self._size, self._eps = weight.shape[0], eps
+        self._weight = F.pad(weight.float(), (0, -weight.shape[0] % LANES)).contiguous()
         self._run = kernel("paceline_norm", c_void_p, c_int32, c_int64, c_void_p, c_float, c_void_p)
-
-    @staticmethod
-    def suits(weight: Tensor) -> bool:
-        """Whether the kernel takes a norm of this weight."""
-        return weight.device.type == "cpu" and weight.shape[-1] % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        y, size = torch.empty_like(x), self._weight.shape[0]
+        y, size = torch.empty_like(x), self._size
         check_rows(x, size)
         if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
             raise OutOfMemory(f"no memory for a norm of {size} elements", SMALLER)

@@ -58,6 +58,14 @@ struct Inputs {
         }
     }
 
+    // Copies a row of inputs of such a matrix.
+    void copy(int row, const Matrix& m, const Inputs& x, int source) {
+        auto part = [&](auto& to, const auto& from, size_t size) { std::copy_n(&from[source * size], size, &to[row * size]); };
+        if (m.kind == WIDE) return part(wide, x.wide, m.in);
+        part(codes, x.codes, m.in), part(scale, x.scale, m.in / GROUP);
+        part(total, x.total, m.in / GROUP), part(shift, x.shift, m.in / GROUP);
+    }
+
    private:
     void encode(size_t group, Floats a, Floats b) {
         const Floats x = select(a < 0.0f, -a, a), y = select(b < 0.0f, -b, b);
@@ -156,24 +164,24 @@ inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int 
     }
 }
 
-// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`.
+// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`; for `rows` rows of x, which
+// begin at row `first`.
 template <class Take>
-inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Take take) {
+inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Take take, int first = 0) {
     Floats out[TILE];
     for (int block = blocks.from; block < blocks.to; block++) {
         Floats bias = m.bias ? load<Floats>(m.bias + block * LANES) : Floats{};
         for (int row = 0; row < rows; row += TILE) {
             int count = std::min(TILE, rows - row);
-            block_of(count, m, block, x, row, out);
+            block_of(count, m, block, x, first + row, out);
             for (int r = 0; r < count; r++) take(row + r, block * LANES, out[r] + bias);
         }
     }
 }
 
-// Gate and up alternate block by block: `take` gets both. Returns the outputs of this thread, whole groups.
+// Gate and up alternate block by block: `take` gets both.
 template <class Take>
-inline Span paired_product(const Thread& thread, const Matrix& m, const Inputs& x, int rows, Take take) {
-    Span pairs = thread.share(blocks_of(m) / 2, 2);
+inline void paired_product(Span pairs, const Matrix& m, const Inputs& x, int rows, Take take) {
     Floats gate[TILE], up[TILE];
     for (int pair = pairs.from; pair < pairs.to; pair++) {
         const float* bias = m.bias ? m.bias + 2 * pair * LANES : nullptr;
@@ -185,7 +193,6 @@ inline Span paired_product(const Thread& thread, const Matrix& m, const Inputs& 
             for (int r = 0; r < count; r++) take(row + r, pair * LANES, gate[r] + first, up[r] + second);
         }
     }
-    return {pairs.from * LANES, pairs.to * LANES};
 }
 
 }  // namespace paceline
