@@ -1,6 +1,5 @@
 // Entry points for Python: a run of decoder layers over the rows of one pass, single products, norms.
 #include <algorithm>
-#include <atomic>
 #include <new>
 
 #include "groups.h"
@@ -34,13 +33,12 @@ struct Run {
         }
     }
 
-    // One thread's share of a layer, and of copying the stream after it to `states` or x.
-    void layer(Scratch& s, const Pass& pass, int i, ThreadScratch& local, const Thread& thread) const {
-        LayerTask(layers[i], pass, s, local, thread).run(i || !entry ? nullptr : s.entry.data(), width);
+    // A layer, and copying the stream after it to `states` or x.
+    void layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
+        LayerTask(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width);
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
         bf16* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
-        const Span mine = thread.share(pass.rows);  // rows finished by this thread when a layer ends
-        for (int row = mine.from; to && row < mine.to; row++)
+        for (int row = 0; to && row < pass.rows; row++)
             narrow_row(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
     }
 };
@@ -49,7 +47,6 @@ struct Run {
 struct CallerState {
     Scratch scratch;
     Groups groups;
-    Barrier barrier;
     std::vector<ThreadScratch> threads;
 };
 
@@ -84,11 +81,7 @@ const char* paceline_built_for() {
 #else
 #define PACELINE_PROCESSOR "generic instructions"
 #endif
-#if defined(_OPENMP)
     return PACELINE_PROCESSOR;
-#else
-    return PACELINE_PROCESSOR ", one thread";
-#endif
 }
 
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
@@ -96,33 +89,38 @@ const char* paceline_built_for() {
 // each of 1 to count - 1). Returns 1 if out of memory.
 int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
                     const int32_t* taps, int tap_count, bf16* states) {
-    // By reference: inside the parallel region a thread_local name would mean each thread's own.
+    // By reference: in a piece that another thread runs, a thread_local name would mean that thread's own.
     static thread_local CallerState state_of_caller;
     CallerState& state = state_of_caller;
     Groups& groups = state.groups;
     const Run run{layers, count, x, entry, entry ? width : 0, taps, tap_count, states};
+    Team team(pass->threads);
+    Pass shared = *pass;
+    shared.threads = team.count();
     bool apart = false;
     try {
-        apart = cut(groups, *pass, layers, count);
-        if (!apart) run.reserve(state.scratch, *pass, run.width);
+        apart = cut(groups, shared, layers, count);
+        if (!apart) run.reserve(state.scratch, shared, run.width);
         for (Group* group = groups.begin(); apart && group < groups.end(); group++)
             run.reserve(group->scratch, group->pass, run.width);
-        if (state.threads.size() < size_t(pass->threads)) state.threads.resize(pass->threads);
-        for (ThreadScratch& local : state.threads) run.reserve(local, *pass);
+        if (state.threads.size() < size_t(team.count())) state.threads.resize(team.count());
+        for (ThreadScratch& local : state.threads) run.reserve(local, shared);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    if (!apart) run.enter(state.scratch, *pass);
-#pragma omp parallel num_threads(pass->threads)
-    {
-        const Thread thread = this_thread(state.barrier);
-        ThreadScratch& local = state.threads[thread.index];
-        for (int i = 0; i < count && !apart; i++) run.layer(state.scratch, *pass, i, local, thread);
-        for (Group* group = nullptr; apart && (group = groups.next(group));) {
-            if (!group->done) run.enter(group->scratch, group->pass);
-            run.layer(group->scratch, group->pass, group->done, local, {0, 1, nullptr});
-        }
+    if (apart) {
+        team.run(team.count(), [&](int, int thread) {
+            Team alone;
+            for (Group* group = nullptr; (group = groups.next(group));) {
+                if (!group->done) run.enter(group->scratch, group->pass);
+                run.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
+            }
+        });
+    } else {
+        run.enter(state.scratch, shared);
+        for (int i = 0; i < count; i++) run.layer(state.scratch, shared, i, state.threads.data(), team);
     }
+    team.passed(reinterpret_cast<intptr_t>(layers) + pass->rows);
     return 0;
 }
 
@@ -187,12 +185,8 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
                 static_cast<bf16*>(y)[to] = narrowed(value);
         }
     };
-    // Threads take piece after piece, so that one that the system has suspended delays no more than one piece.
-    const int blocks = blocks_of(*m), piece = std::max(1, blocks / (16 * threads));
-    std::atomic<int> next{0};
-#pragma omp parallel num_threads(threads)
-    for (int at; (at = next.fetch_add(piece)) < blocks;)
-        product(Span{at, std::min(blocks, at + piece)}, *m, inputs, rows, take);
+    Team team(threads);
+    team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, rows, take); });
     return 0;
 }
 
