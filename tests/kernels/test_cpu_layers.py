@@ -102,9 +102,9 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
     return tensors | {block + "gate.weight": torch.randn(e.count, c.hidden, generator=draw)}
 
 
-def native(c: ModelConfig, mode: Mode | None = None) -> Decoder:
+def native(c: ModelConfig, mode: Mode | None = None, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     tensors = tensors_of(c)
-    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), torch.bfloat16, CPU)
+    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
     assert target._stack.native
     return target
 
@@ -180,9 +180,31 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     assert guarantee(target) == "bits"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str) -> None:
-    target = native(replace(BASE, **MODELS[name]))
+FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
+"""Other float types, and how near the exact results theirs are."""
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128"])
+def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
+    c = replace(BASE, **MODELS[name])
+    taps: tuple[Tap, ...] = (*range(c.layers + 1), "final")
+    exact, streams = whole(by_torch(c, torch.float64), text(40), taps)
+    ours, ours_taps = whole(native(c, dtype=dtype), text(40), taps)
+    for tap in taps:
+        assert ours_taps[tap].isfinite().all()
+        assert relative(ours_taps[tap], streams[tap]) < FLOATS[dtype], tap
+    assert relative(ours, exact) < FLOATS[dtype]
+
+
+TYPES = [(name, torch.bfloat16) for name in MODELS] + [
+    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes") for dtype in FLOATS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), TYPES)
+def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    target = native(replace(BASE, **MODELS[name]), dtype=dtype)
     assert guarantee(target) == "bits"
     for before in (20, 21):
         prefix, path, other = text(before), text(12, 5), text(70, 6)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOATS, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
 
 
@@ -172,12 +172,12 @@ class FixedTile(Linear):
 
 
 def _native(weight: Tensor | Codes) -> bool:
-    """Return whether the kernels of `kernels/cpu/` are available and run this: codes or bfloat16."""
+    """Return whether the kernels of `kernels/cpu/` are available and run this."""
     values = weight.codes if isinstance(weight, Codes) else weight
     if values.device.type != "cpu":
         return False
     # The library comes last: the first request for it compiles it.
-    return (isinstance(weight, Codes) or weight.dtype == torch.bfloat16) and library() is not None
+    return (isinstance(weight, Codes) or weight.dtype in FLOATS) and library() is not None
 
 
 def free_rows(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline.kernels.cpu.build import built_for, library, obstacle
-from paceline.kernels.linear import fast_bfloat16
+from paceline.kernels.cpu.matrix import FLOATS
 from paceline.kernels.quantize import Mode
 from paceline.models.config import ModelConfig
 
@@ -28,16 +28,13 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
-    if not quantize and dtype != torch.bfloat16 and fast_bfloat16():
+    if dtype not in FLOATS:
         return Runner(f"torch, in {kind}")  # as was asked
     kernels, reason = library(), obstacle()
     if kernels is None:
         assert reason is not None
         return Runner(f"torch, since {reason.cause}", reason.fix)
-    name = f"the CPU kernels ({built_for(kernels)})"
-    if dtype != torch.bfloat16:
-        return Runner(f"torch in {kind}, with products by {name}")
-    return Runner(name)
+    return Runner(f"the CPU kernels ({built_for(kernels)})")
 
 
 @cache

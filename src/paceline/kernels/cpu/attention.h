@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "simd.h"
+#include "elements.h"
 
 namespace paceline {
 
@@ -20,7 +20,7 @@ struct Slot {
 
 // One slab [layers, places, kv_heads, capacity, D], and where a pass writes and reads in it.
 struct View {
-    bf16 *keys, *values;
+    void *keys, *values;
     int64_t layer_stride, capacity, place_rows;  // elements; positions; slab rows of a place, for all its key heads
     int32_t window;                  // 0: none
     int32_t store_count, copy_count;
@@ -59,18 +59,24 @@ inline void rotate(float* head, const Rotation& turn, int64_t line) {
 }
 
 // Stores one key head of a pass, keys or values: x [rows of all slots, D], `stride` elements apart.
-inline void write_head(const View& view, bf16* slab, int layer, const Heads& h, int head, const bf16* x, int64_t stride) {
-    slab += layer * view.layer_stride + head * view.capacity * h.size;
+template <class Number>
+void write_head(const View& view, void* to, int layer, const Heads& h, int head, const Number* x, int64_t stride) {
+    Number* slab = static_cast<Number*>(to) + layer * view.layer_stride + head * view.capacity * h.size;
     for (int i = 0; i < view.copy_count; i++)
-        std::memcpy(slab + view.copy_targets[i] * h.size, slab + view.copy_sources[i] * h.size, sizeof(bf16) * h.size);
+        std::copy_n(slab + view.copy_sources[i] * h.size, h.size, slab + view.copy_targets[i] * h.size);
     for (int i = 0; i < view.store_count; i++)
-        std::memcpy(slab + view.targets[i] * h.size, x + view.sources[i] * stride, sizeof(bf16) * h.size);
+        std::copy_n(x + view.sources[i] * stride, h.size, slab + view.targets[i] * h.size);
 }
 
 // Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group. Columns are taken 16 at a
 // time, a lane each, for the scores and in pairs of neighbours for the mix; both begin at an even position.
+template <class Element>
 class Attention {
    public:
+    using Number = typename Element::Number;
+    using Operand = typename Element::Operand;
+    using Pairs = typename Element::Pairs;
+
     static constexpr int TILE = 16;
 
     // Allocates for one pass, so that nothing is allocated while threads wait for each other.
@@ -84,7 +90,7 @@ class Attention {
 
     // q [rows of the slot, `stride`], whose rows begin with the query heads; mixed [rows of the slot, query heads * D].
     void run(const View& view, int layer, const Heads& h, const Slot& slot, int kv_head, int first, int count,
-             const bf16* q, int64_t stride, float* mixed) {
+             const Number* q, int64_t stride, float* mixed) {
         count_ = count;
         plan(view, h, slot, first);
         queries_.resize(h.size * count);
@@ -92,14 +98,14 @@ class Attention {
             const int query = first + i, row = query / h.group(), head = kv_head * h.group() + query % h.group();
             const int from = i / SCORED * SCORED, width = std::min(SCORED, count - from);
             for (int d = 0; d < h.size; d++)
-                queries_[from * h.size + (d / 2 * width + i - from) * 2 + d % 2] = operand(q[row * stride + head * h.size + d]);
+                queries_[from * h.size + (d / 2 * width + i - from) * 2 + d % 2] = Element::operand(q[row * stride + head * h.size + d]);
             seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
             mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
         }
         const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
-        for (int from = 0; from < count; from += SCORED) score<SCORED>(view.keys + base, h, from, std::min(SCORED, count - from));
+        for (int from = 0; from < count; from += SCORED) score<SCORED>(static_cast<const Number*>(view.keys) + base, h, from, std::min(SCORED, count - from));
         for (int i = 0; i < count; i++) softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
-        mix(view.values + base, h.size);
+        mix(static_cast<const Number*>(view.values) + base, h.size);
     }
 
    private:
@@ -114,7 +120,7 @@ class Attention {
     std::vector<uint8_t> seen_;  // [rows, columns from `masked_` on]
     std::vector<float> scores_;  // [queries, width]
     std::vector<Operand> weights_;  // [queries, width]
-    std::vector<bf16> gathered_; // [16, D]
+    std::vector<Number> gathered_; // [16, D]
     std::vector<Operand> queries_; // for every SCORED queries [D / 2, queries, 2]: pairs of dimensions
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
@@ -155,12 +161,12 @@ class Attention {
     }
 
     // Prefetches, but not into the first cache: a batch has too many texts for the processor's own prefetcher.
-    static void prefetch(const bf16* from, int size) {
-        for (int i = 0; i < size; i += 32) __builtin_prefetch(from + i, 0, 1);
+    static void prefetch(const Number* from, int size) {
+        for (int i = 0; i < size; i += 64 / sizeof(Number)) __builtin_prefetch(from + i, 0, 1);
     }
 
     // The rows of a block, contiguous: in place, but copied at the end and where a ring wraps.
-    const bf16* together(const bf16* rows, int64_t block, int size) {
+    const Number* together(const Number* rows, int64_t block, int size) {
         const int64_t at = block * LANES, first = line(at);
         if (line(at + LANES - 1) == first + LANES - 1) return rows + first * size;
         gathered_.resize(LANES * size);
@@ -170,18 +176,18 @@ class Attention {
 
     // `count` queries from `from` on.
     template <int N>
-    void score(const bf16* keys, const Heads& h, int from, int count) {
+    void score(const Number* keys, const Heads& h, int from, int count) {
         if constexpr (N > 1)
             if (count < N) return score<N - 1>(keys, h, from, count);
         for (int i = from; i < from + N; i++) top_[i] = all(-INFINITY);
         for (int64_t block = 0; block < blocks_; block++) {
-            const bf16* k = together(keys, block, h.size);
+            const Number* k = together(keys, block, h.size);
             prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
             Floats dots[N] = {};
             const Operand* query = &queries_[from * h.size];
             for (int d = 0; d < h.size; d += 8) {
                 Pairs pairs[4];
-                transpose(pairs, k + d, h.size);
+                Element::transpose(pairs, k + d, h.size);
                 for (int j = 0; j < 4; j++, query += 2 * N)
                     for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
             }
@@ -209,16 +215,16 @@ class Attention {
         for (int64_t block = 0; block < blocks_;) {
             Ints part{};
             for (const int64_t end = std::min(blocks_, block + EXACT); block < end; block++) {
-                Floats w = power_of_two(fma(load<Floats>(scores + block * LANES), all(factor), all(-top)));
+                Floats w = Element::power(fma(load<Floats>(scores + block * LANES), all(factor), all(-top)));
                 part += as<Ints>(w + 1.0f) - 0x3f800000;
-                narrow(weights + block * LANES, w);
+                Element::operands(weights + block * LANES, w);
             }
             total += (int64_t(sum(part >> 16)) << 16) + sum(part & 0xffff);
         }
         scale_[query] = 0x1p23f / float(total);
     }
 
-    void mix(const bf16* values, int size) const {
+    void mix(const Number* values, int size) const {
         const int parts = (count_ + MIXED - 1) / MIXED;
         for (int part = 0; part < parts; part++) {
             const int from = count_ * part / parts, to = count_ * (part + 1) / parts;
@@ -230,7 +236,7 @@ class Attention {
     }
 
     template <int Q, int N>
-    void gather(const bf16* values, int size, int from, int to, int d) const {
+    void gather(const Number* values, int size, int from, int to, int d) const {
         if constexpr (Q > 1)
             if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
         Floats sums[Q][N] = {};
@@ -238,9 +244,9 @@ class Attention {
         const int64_t open = std::min(columns_, masked_ * LANES);
         for (int64_t c = 0; c < columns_; c += 2) {
             Pairs pairs[N];
-            const bf16 *even = values + line(c) * size, *odd = values + line(c + 1) * size;
+            const Number *even = values + line(c) * size, *odd = values + line(c + 1) * size;
             prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
-            interleave<N>(pairs, even, odd);
+            Element::template interleave<N>(pairs, even, odd);
             const bool non_finite = c >= open && !finite<N>(pairs);
 #pragma GCC unroll 8  // early enough for registers
             for (int i = 0; i < Q; i++) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -44,18 +45,20 @@ struct Pass {
 // Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
 constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
 
-inline void widen_row(float* to, const bf16* from, int size) {
+template <class Element>
+void widen_row(float* to, const typename Element::Number* from, int size) {
     for (int i = 0; i < size; i += LANES) {
-        bf16 part[LANES] = {};
+        typename Element::Number part[LANES] = {};
         std::copy_n(from + i, std::min(LANES, size - i), part);
-        store(to + i, widen(part));
+        store(to + i, Element::widen(part));
     }
 }
 
-inline void narrow_row(bf16* to, const float* from, int size) {
+template <class Element>
+void narrow_row(typename Element::Number* to, const float* from, int size) {
     for (int i = 0; i < size; i += LANES) {
-        bf16 part[LANES];
-        narrow(part, load<Floats>(from + i));
+        typename Element::Number part[LANES];
+        Element::narrow(part, load<Floats>(from + i));
         std::copy_n(part, std::min(LANES, size - i), to + i);
     }
 }
@@ -88,12 +91,13 @@ void grow(std::vector<T>& v, int rows, int width) {
 // Memory of one thread.
 struct ThreadScratch {
     std::vector<float> row;
-    Attention attention;
+    std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
     Inputs gathered;  // rows of one expert
 
+    template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        attention.reserve(pass.views[l.view], l.heads, pass.slots);
+        std::get<Attention<Element>>(attentions).reserve(pass.views[l.view], l.heads, pass.slots);
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
     }
 };
@@ -104,14 +108,15 @@ struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
     std::vector<int32_t> chosen;                                         // experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
-    std::vector<bf16> heads;                                             // queries, keys and values [rows, *]
+    std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
     Routes routes;
 
+    template <class Element>
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
-        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads()), grow(mixed, rows, l.queries());
+        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
         grow(inner, rows * l.used, whole(l.ffn));
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
@@ -123,12 +128,15 @@ struct Scratch {
 };
 
 // A layer, stage by stage; the team's threads share the rows, heads or outputs of each.
+template <class Element>
 class LayerTask {
+    using Number = typename Element::Number;
+
    public:
     // `locals`: of each thread of the team.
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
-        : l(layer), pass(pass), s(scratch), locals(locals), team(team), rows(pass.rows), hidden(whole(l.hidden)),
-          queries(l.queries()), all_heads(l.all_heads()) {}
+        : l(layer), pass(pass), s(scratch), locals(locals), team(team), heads(reinterpret_cast<Number*>(scratch.heads.data())),
+          rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
     // `entry` [rows, width]: input of attention; null: the normed stream.
     void run(const float* entry, int width) {
@@ -139,8 +147,8 @@ class LayerTask {
                 set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local));
         });
         multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads);
-        team.split(all_heads / l.heads.size, 1, [&](Span heads, int thread) {
-            for (int head = heads.from; head < heads.to; head++) rotate_and_store(head, locals[thread].row.data());
+        team.split(all_heads / l.heads.size, 1, [&](Span mine, int thread) {
+            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread].row.data());
         });
         attend();
         each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
@@ -162,6 +170,7 @@ class LayerTask {
     Scratch& s;
     ThreadScratch* const locals;
     Team& team;
+    Number* const heads;
     const int rows, hidden, queries, all_heads;
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
@@ -210,13 +219,13 @@ class LayerTask {
             const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
             if (head < first_value && norm) normed(x, x, norm, l.head_dim, l.eps);
             if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
-            narrow_row(&s.heads[int64_t(row) * all_heads + at], x, size);
+            narrow_row<Element>(&heads[int64_t(row) * all_heads + at], x, size);
         }
         const View& view = pass.views[l.view];
         if (head >= first_value)
-            write_head(view, view.values, l.index, l.heads, head - first_value, &s.heads[at], all_heads);
+            write_head(view, view.values, l.index, l.heads, head - first_value, &heads[at], all_heads);
         else if (head >= l.heads.query)
-            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &s.heads[at], all_heads);
+            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &heads[at], all_heads);
     }
 
     // All queries of all key heads, in pieces of equal cost: later rows see more.
@@ -224,7 +233,7 @@ class LayerTask {
         const int64_t all = int64_t(rows) * l.heads.query;
         const int pieces = int(std::min<int64_t>(((all - 1) / (MANY * team.count()) + 1) * team.count(), Pool::PIECES));
         team.run(pieces, [&](int piece, int thread) {
-            attend(begin(piece, pieces), begin(piece + 1, pieces), locals[thread].attention);
+            attend(begin(piece, pieces), begin(piece + 1, pieces), std::get<Attention<Element>>(locals[thread].attentions));
         });
     }
 
@@ -246,16 +255,16 @@ class LayerTask {
         return slot->first * l.heads.query + int(cost / view.max_columns(*slot));
     }
 
-    void attend(int at, int end, Attention& attention) {
+    void attend(int at, int end, Attention<Element>& attention) {
         const View& view = pass.views[l.view];
         const Slot* slot = view.slots;
         for (int count; at < end; at += count) {
             while (at >= (slot->first + slot->rows) * l.heads.query) slot++;
             const int of_head = slot->rows * l.heads.group(), of_slot = at - slot->first * l.heads.query;
             const int head = of_slot / of_head;
-            count = std::min({Attention::TILE, end - at, (head + 1) * of_head - of_slot});
+            count = std::min({Attention<Element>::TILE, end - at, (head + 1) * of_head - of_slot});
             attention.run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
-                          &s.heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
+                          &heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
         }
     }
 
@@ -315,15 +324,15 @@ class LayerTask {
         }
     }
 
-    // Adds to the stream. `last`: at a layer's end the stream is rounded to bfloat16, wherever a run of layers ends.
+    // Adds to the stream. `last`: at a layer's end the stream is rounded, wherever a run of layers ends.
     void add(int row, const float* norm, bool last) {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);
         for (int i = 0; i < hidden; i += LANES) {
             Floats total = load<Floats>(to + i) + load<Floats>(y + i);
-            bf16 bits[LANES];
-            narrow(bits, total);
-            store(to + i, last ? widen(bits) : total);
+            Number rounded[LANES];
+            Element::narrow(rounded, total);
+            store(to + i, last ? Element::widen(rounded) : total);
         }
     }
 };

@@ -10,36 +10,39 @@ using namespace paceline;
 namespace {
 
 // Arguments of `paceline_layers`.
+template <class Element>
 struct Run {
+    using Number = typename Element::Number;
+
     const Layer* layers;
     int count;
-    bf16* x;
-    const bf16* entry;
+    Number* x;
+    const Number* entry;
     int width;
     const int32_t* taps;
     int tap_count;
-    bf16* states;
+    Number* states;
 
     template <class Scratch, class... More>
     void reserve(Scratch& scratch, const Pass& pass, More... more) const {
-        for (int i = 0; i < count; i++) scratch.reserve(layers[i], pass, more...);
+        for (int i = 0; i < count; i++) scratch.template reserve<Element>(layers[i], pass, more...);
     }
 
     void enter(Scratch& s, const Pass& pass) const {
         const int hidden = layers->hidden;
         for (int row = 0; row < pass.rows; row++) {
-            widen_row(&s.stream[int64_t(row) * whole(hidden)], x + pass.indices[row] * hidden, hidden);
-            if (entry) widen_row(&s.entry[int64_t(row) * whole(width)], entry + pass.indices[row] * width, width);
+            widen_row<Element>(&s.stream[int64_t(row) * whole(hidden)], x + pass.indices[row] * hidden, hidden);
+            if (entry) widen_row<Element>(&s.entry[int64_t(row) * whole(width)], entry + pass.indices[row] * width, width);
         }
     }
 
     // A layer, and copying the stream after it to `states` or x.
     void layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
-        LayerTask(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width);
+        LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width);
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
-        bf16* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
+        Number* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
         for (int row = 0; to && row < pass.rows; row++)
-            narrow_row(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
+            narrow_row<Element>(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
     }
 };
 
@@ -50,6 +53,8 @@ struct CallerState {
     std::vector<ThreadScratch> threads;
 };
 
+thread_local CallerState state_of_caller;
+
 bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
@@ -58,6 +63,44 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
         views = std::max(views, l->view + 1);
     }
     return groups.cut(pass, views, count);
+}
+
+template <class Element>
+int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* entry, int width, const int32_t* taps,
+               int tap_count, void* states) {
+    using Number = typename Element::Number;
+    // By reference: in a piece that another thread runs, the thread_local name would mean that thread's own.
+    CallerState& state = state_of_caller;
+    Groups& groups = state.groups;
+    const Run<Element> run{layers, count, static_cast<Number*>(x), static_cast<const Number*>(entry), width, taps, tap_count,
+                           static_cast<Number*>(states)};
+    Team team(pass.threads);
+    pass.threads = team.count();
+    bool apart = false;
+    try {
+        apart = cut(groups, pass, layers, count);
+        if (!apart) run.reserve(state.scratch, pass, run.width);
+        for (Group* group = groups.begin(); apart && group < groups.end(); group++)
+            run.reserve(group->scratch, group->pass, run.width);
+        if (state.threads.size() < size_t(pass.threads)) state.threads.resize(pass.threads);
+        for (ThreadScratch& local : state.threads) run.reserve(local, pass);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    if (apart) {
+        team.run(team.count(), [&](int, int thread) {
+            Team alone;
+            for (Group* group = nullptr; (group = groups.next(group));) {
+                if (!group->done) run.enter(group->scratch, group->pass);
+                run.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
+            }
+        });
+    } else {
+        run.enter(state.scratch, pass);
+        for (int i = 0; i < count; i++) run.layer(state.scratch, pass, i, state.threads.data(), team);
+    }
+    team.passed(reinterpret_cast<intptr_t>(layers) + pass.rows);
+    return 0;
 }
 
 }  // namespace
@@ -86,42 +129,16 @@ const char* paceline_built_for() {
 
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
 // attention; null: the normed stream. `states` [taps, room, hidden] gets the stream after `taps[i]` layers (ascending,
-// each of 1 to count - 1). Returns 1 if out of memory.
-int paceline_layers(const Layer* layers, int count, const Pass* pass, bf16* x, const bf16* entry, int width,
-                    const int32_t* taps, int tap_count, bf16* states) {
-    // By reference: in a piece that another thread runs, a thread_local name would mean that thread's own.
-    static thread_local CallerState state_of_caller;
-    CallerState& state = state_of_caller;
-    Groups& groups = state.groups;
-    const Run run{layers, count, x, entry, entry ? width : 0, taps, tap_count, states};
-    Team team(pass->threads);
-    Pass shared = *pass;
-    shared.threads = team.count();
-    bool apart = false;
-    try {
-        apart = cut(groups, shared, layers, count);
-        if (!apart) run.reserve(state.scratch, shared, run.width);
-        for (Group* group = groups.begin(); apart && group < groups.end(); group++)
-            run.reserve(group->scratch, group->pass, run.width);
-        if (state.threads.size() < size_t(team.count())) state.threads.resize(team.count());
-        for (ThreadScratch& local : state.threads) run.reserve(local, shared);
-    } catch (const std::bad_alloc&) {
-        return 1;
+// each of 1 to count - 1). All of these and the slabs are of one type: `element` is that of its weights (`Kind`).
+// Returns 1 if out of memory.
+int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry, int width,
+                    const int32_t* taps, int tap_count, void* states) {
+    width = entry ? width : 0;
+    switch (element) {
+        case WIDE: return run_layers<BFloat16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
+        case HALF: return run_layers<Float16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
+        default: return run_layers<Float32>(layers, count, *pass, x, entry, width, taps, tap_count, states);
     }
-    if (apart) {
-        team.run(team.count(), [&](int, int thread) {
-            Team alone;
-            for (Group* group = nullptr; (group = groups.next(group));) {
-                if (!group->done) run.enter(group->scratch, group->pass);
-                run.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
-            }
-        });
-    } else {
-        run.enter(state.scratch, shared);
-        for (int i = 0; i < count; i++) run.layer(state.scratch, shared, i, state.threads.data(), team);
-    }
-    team.passed(reinterpret_cast<intptr_t>(layers) + pass->rows);
-    return 0;
 }
 
 // Number of groups that `paceline_layers` would cut a pass into; 0: none. For tests.
@@ -146,9 +163,9 @@ int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, fl
         return 1;
     }
     for (int64_t first = 0; first < rows * size; first += size) {
-        widen_row(row.data(), x + first, size);
+        widen_row<BFloat16>(row.data(), x + first, size);
         normed(row.data(), row.data(), weight, size, eps);
-        narrow_row(y + first, row.data(), size);
+        narrow_row<BFloat16>(y + first, row.data(), size);
     }
     return 0;
 }
@@ -172,7 +189,7 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
         if (wide_x)
             copy_row(padded_row.data(), static_cast<const float*>(x) + first, in);
         else
-            widen_row(padded_row.data(), static_cast<const bf16*>(x) + first, in);
+            widen_row<BFloat16>(padded_row.data(), static_cast<const bf16*>(x) + first, in);
         inputs.set(row, *m, padded_row.data(), whole(in), 0, whole(in));
     }
     auto take = [&](int row, int at, Floats v) {

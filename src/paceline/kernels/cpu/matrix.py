@@ -19,7 +19,10 @@ LANES = 16
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
-WIDE, EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 16, 8, 9, 4
+EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 8, 9, 4
+
+FLOATS = {torch.bfloat16: 16, torch.float16: 17, torch.float32: 32}
+"""Float types that the kernels run, and their numbers (`Kind` of product.h)."""
 
 
 class CMatrix(Structure):
@@ -37,7 +40,7 @@ class Matrix:
         self.packed = _pack(weight) if isinstance(weight, Tensor) else _pack_codes(weight)
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
         self.c = CMatrix(
-            _kind(self._codes),
+            FLOATS[self.packed.dtype] if self._codes is None else _kind(*self._codes),
             self.shape[0],
             -(-self.shape[1] // GROUP) * GROUP,
             self.packed.data_ptr(),
@@ -45,11 +48,10 @@ class Matrix:
         )
 
     def weight(self) -> Tensor:
-        """W [out, in], bfloat16; of codes float32."""
+        """W [out, in] in its own float type; of codes float32."""
         out, width = self.shape
         if self._codes is None:
-            blocks = self.packed.view(-1, self.c.width // 2, LANES, 2)
-            weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+            weight: Tensor = self.packed.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
             return weight
         return _unpack_codes(self.packed, self.shape, *self._codes).dequantised()
 
@@ -58,18 +60,16 @@ class Matrix:
         return self.packed.nbytes
 
 
-def _kind(codes: tuple[int, bool] | None) -> int:
-    if codes is None:
-        return WIDE
-    bits, floor = codes
+def _kind(bits: int, floor: bool) -> int:
     return FOUR_AND_FLOOR if bits == 4 else EIGHT_AND_FLOOR if floor else EIGHT
 
 
 def _pack(weight: Tensor) -> Tensor:
-    """[blocks, in / 2, 16, 2]: pairs of neighbouring inputs, one lane per output."""
+    """[blocks, in / n, 16, n]: one lane per output; of bfloat16 n = 2 neighbouring inputs, else 1."""
     out, width = weight.shape
-    filled = F.pad(weight.to(torch.bfloat16), (0, -width % GROUP, 0, -out % LANES))
-    return filled.view(-1, LANES, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    filled = F.pad(weight, (0, -width % GROUP, 0, -out % LANES))
+    n = 2 if weight.dtype == torch.bfloat16 else 1
+    return filled.view(-1, LANES, filled.shape[1] // n, n).transpose(1, 2).contiguous()
 
 
 def _pack_codes(weight: Codes) -> Tensor:
@@ -111,7 +111,7 @@ def check_rows(x: Tensor, width: int) -> None:
 
 
 class NativeLinear:
-    """A `kernels.linear.Linear` on the CPU: rows in bfloat16, or in any float dtype where the weights are codes."""
+    """A `kernels.linear.Linear` on the CPU, for rows in any float dtype; they are rounded to bfloat16 for weights of it."""
 
     def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)

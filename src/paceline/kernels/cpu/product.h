@@ -14,8 +14,8 @@ constexpr int GROUP = 32;  // elements of a row that share a scale
 constexpr int TILE = 8;    // rows of one pass over a block of weights
 constexpr int AHEAD = 2048;  // bytes that weights are prefetched ahead
 
-// Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
-enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
+// Bits of a weight: bfloat16, float16, float32; codes with a scale per group; codes with a scale and a floor.
+enum Kind : int32_t { WIDE = 16, HALF = 17, FULL = 32, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
 
 // W [out, in] in blocks of 16 outputs, as `matrix.py` lays it; both sizes are padded, `in` to whole groups.
 struct Matrix {
@@ -32,7 +32,8 @@ inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
 // Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 struct Inputs {
-    std::vector<Operand> wide;  // in bfloat16's numbers
+    std::vector<Operand> wide;  // in bfloat16's numbers, for weights of bfloat16
+    std::vector<float> full;    // for float16 and float32
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
     std::vector<int32_t> shift;       // correction of a group's sum for the excess of weight codes
@@ -40,6 +41,7 @@ struct Inputs {
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
         if (m.kind == WIDE) return wide.resize(std::max(wide.size(), size));
+        if (m.kind == HALF || m.kind == FULL) return full.resize(std::max(full.size(), size));
         codes.resize(std::max(codes.size(), size));
         scale.resize(std::max(scale.size(), size / GROUP));
         total.resize(scale.size());
@@ -51,10 +53,12 @@ struct Inputs {
         size_t first = size_t(row) * m.in;
         for (int k = from; k < to; k += GROUP) {
             const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
-            if (m.kind != WIDE)
-                encode((first + k) / GROUP, a, b);
-            else
+            if (m.kind == WIDE)
                 narrow(&wide[first + k], a), narrow(&wide[first + k + LANES], b);
+            else if (m.kind == HALF || m.kind == FULL)
+                store(&full[first + k], a), store(&full[first + k + LANES], b);
+            else
+                encode((first + k) / GROUP, a, b);
         }
     }
 
@@ -62,6 +66,7 @@ struct Inputs {
     void copy(int row, const Matrix& m, const Inputs& x, int source) {
         auto part = [&](auto& to, const auto& from, size_t size) { std::copy_n(&from[source * size], size, &to[row * size]); };
         if (m.kind == WIDE) return part(wide, x.wide, m.in);
+        if (m.kind == HALF || m.kind == FULL) return part(full, x.full, m.in);
         part(codes, x.codes, m.in), part(scale, x.scale, m.in / GROUP);
         part(total, x.total, m.in / GROUP), part(shift, x.shift, m.in / GROUP);
     }
@@ -124,28 +129,39 @@ inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Fl
     std::copy(sums, sums + ROWS, out);
 }
 
-template <int ROWS>
-inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    const uint8_t* p = m.weights + size_t(block) * m.in * LANES * 2;
-    const Operand* left = &x.wide[size_t(row) * m.in];
-    Floats sums[ROWS] = {};
-    for (int k = 0; k < m.in; k += 2, p += 64) {
-        __builtin_prefetch(p + AHEAD, 0, 0);
-        const Pairs w(load<Ints>(p));
-        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
+// Two inputs of 16 outputs; bfloat16 has them side by side.
+template <int KIND>
+inline auto weights_at(const uint8_t* p) {
+    if constexpr (KIND == WIDE) return Pairs(load<Ints>(p));
+    if constexpr (KIND == FULL) return WidePairs(load<Floats>(p), load<Floats>(p + 64));
+    if constexpr (KIND == HALF) {
+        const half* own = reinterpret_cast<const half*>(p);
+        return WidePairs(from_half(own), from_half(own + LANES));
     }
-    std::copy(sums, sums + ROWS, out);
+}
+
+template <int KIND, int ROWS, class Operand>
+inline void wide_block(const Matrix& m, int block, const Operand* left, Floats* out) {
+    constexpr int BYTES = KIND == FULL ? 128 : 64;
+    // As many rows at a time as there are registers for.
+    constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
+    const uint8_t* p = m.weights + size_t(block) * (m.in / 2) * BYTES;
+    Floats sums[FIRST] = {};
+    for (int k = 0; k < m.in; k += 2, p += BYTES) {
+        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
+        const auto w = weights_at<KIND>(p);
+        for (int r = 0; r < FIRST; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
+    }
+    std::copy(sums, sums + FIRST, out);
+    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, left + size_t(FIRST) * m.in, out + FIRST);
 }
 
 template <int ROWS>
 inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    if (m.kind == WIDE) {
-        // As many rows at a time as there are registers for.
-        constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
-        wide_block<FIRST>(m, block, x, row, out);
-        if constexpr (ROWS > FIRST) wide_block<ROWS - FIRST>(m, block, x, row + FIRST, out + FIRST);
-        return;
-    }
+    const size_t at = size_t(row) * m.in;
+    if (m.kind == WIDE) return wide_block<WIDE, ROWS>(m, block, &x.wide[at], out);
+    if (m.kind == HALF) return wide_block<HALF, ROWS>(m, block, &x.full[at], out);
+    if (m.kind == FULL) return wide_block<FULL, ROWS>(m, block, &x.full[at], out);
     if (m.kind == EIGHT) return coded_block<EIGHT, ROWS>(m, block, x, row, out);
     if (m.kind == EIGHT_AND_FLOOR) return coded_block<EIGHT_AND_FLOOR, ROWS>(m, block, x, row, out);
     coded_block<FOUR_AND_FLOOR, ROWS>(m, block, x, row, out);

@@ -79,6 +79,17 @@ inline Floats from_half(const half* from) {
 #endif
 }
 
+// To the nearest, ties to even: by sums of integers, or where numbers are subnormal by adding a number whose last bit is
+// theirs.
+inline void to_half(half* to, const Floats& v) {
+    const Ints bits = as<Ints>(v), size = bits & 0x7fffffff;
+    const Ints normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    const Ints small = as<Ints>(as<Floats>(size) + 0.5f) - 0x3f000000;
+    Ints y = select(size < 0x38800000, small, normal);
+    y = select(size >= 0x477ff000, select(size > 0x7f800000, all(0x7e00), all(0x7c00)), y);
+    store(to, convert<Shorts>(as<Unsigned>(y | ((bits >> 16) & 0x8000))));
+}
+
 // --- products of codes: exact ---------------------------------------------------------------------------------------
 
 // Weight codes of 8 bits are 128 too high. `EXCESS` is how much of it `Dots` leaves in.
@@ -179,6 +190,29 @@ class Dots {
 // 16 pairs of neighbours, bfloat16, as products take them; and the other operand, of a row: by an instruction of its own,
 // or widened. That instruction is documented as the same two fused multiply-adds, except that it takes numbers below
 // 2^-126 for 0; no other set does.
+struct WidePairs {
+    Floats even, odd;
+    WidePairs() = default;
+    WidePairs(const Floats& even, const Floats& odd) : even(even), odd(odd) {}
+    explicit WidePairs(const Ints& own) : even(as<Floats>(own << 16)), odd(as<Floats>(own & int32_t(0xffff0000))) {}
+};
+
+inline Floats dot2(const Floats& total, const WidePairs& own, const float* pair) {
+    return fma(own.even, all(pair[0]), fma(own.odd, all(pair[1]), total));
+}
+
+template <int N>
+inline bool finite(const WidePairs* x) {
+    Floats nothing{};
+    for (int i = 0; i < N; i++) nothing += x[i].even * 0.0f + x[i].odd * 0.0f;
+    return !any(nothing != 0.0f);
+}
+
+// Those whose other operand is 0 become 0.
+inline WidePairs kept(const WidePairs& x, const float* pair) {
+    return {pair[0] != 0 ? x.even : Floats{}, pair[1] != 0 ? x.odd : Floats{}};
+}
+
 #if defined(__AVX512BF16__)
 using Operand = bf16;
 
@@ -204,38 +238,16 @@ inline bool finite(const Pairs* x) {
     return !any(endless);
 }
 
-// Those whose other operand is 0 become 0.
 inline Pairs kept(const Pairs& x, const Operand* pair) {
     return Pairs(x.both & int32_t((pair[0] ? 0xffff : 0) | (pair[1] ? 0xffff0000 : 0)));
 }
 #else
 using Operand = float;
-
-struct Pairs {
-    Floats even, odd;
-    Pairs() = default;
-    Pairs(const Floats& even, const Floats& odd) : even(even), odd(odd) {}
-    explicit Pairs(const Ints& own) : even(as<Floats>(own << 16)), odd(as<Floats>(own & int32_t(0xffff0000))) {}
-};
+using Pairs = WidePairs;
 
 inline Operand operand(bf16 x) { return widened(x); }
 
 inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
-
-inline Floats dot2(const Floats& total, const Pairs& own, const Operand* pair) {
-    return fma(own.even, all(pair[0]), fma(own.odd, all(pair[1]), total));
-}
-
-template <int N>
-inline bool finite(const Pairs* x) {
-    Floats nothing{};
-    for (int i = 0; i < N; i++) nothing += x[i].even * 0.0f + x[i].odd * 0.0f;
-    return !any(nothing != 0.0f);
-}
-
-inline Pairs kept(const Pairs& x, const Operand* pair) {
-    return {pair[0] != 0 ? x.even : Floats{}, pair[1] != 0 ? x.odd : Floats{}};
-}
 #endif
 
 // Of 4 registers, or quarters of registers: rows to columns.
@@ -261,13 +273,12 @@ inline void transpose(IntPart (&x)[4]) {
 #undef PACELINE_ZIP
 }
 
-// 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
-inline void transpose(Pairs* pairs, const bf16* rows, int64_t stride) {
-    Ints own[4];
+// 16 bytes of each of 16 rows, `stride` bytes apart, as 4 lines of 4 bytes: a lane per row.
+inline void transpose(Ints (&lines)[4], const void* rows, int64_t stride) {
     for (int part = 0; part < PARTS; part++) {
         IntPart x[4];
         for (int i = 0; i < 4; i++) {
-            auto at = [&](int j) { return rows + (part * PART_LANES + 4 * j + i) * stride; };
+            auto at = [&](int j) { return static_cast<const uint8_t*>(rows) + (part * PART_LANES + 4 * j + i) * stride; };
 #if defined(__AVX512F__)
             __m512i quad = _mm512_castsi128_si512(read<__m128i>(at(0)));
             for (int j = 1; j < 4; j++) quad = _mm512_mask_broadcast_i32x4(quad, 0xf << 4 * j, read<__m128i>(at(j)));
@@ -279,9 +290,8 @@ inline void transpose(Pairs* pairs, const bf16* rows, int64_t stride) {
 #endif
         }
         transpose(x);
-        for (int i = 0; i < 4; i++) own[i].part[part] = x[i];
+        for (int i = 0; i < 4; i++) lines[i].part[part] = x[i];
     }
-    for (int i = 0; i < 4; i++) pairs[i] = Pairs(own[i]);
 }
 
 // 16 N numbers of two rows, those that stand above each other side by side.

@@ -1,0 +1,87 @@
+// Number types of the stream, and of keys and values: how they are read, written and multiplied.
+#pragma once
+
+#include "simd.h"
+
+namespace paceline {
+
+// `Number`: as stored. `Operand`, `Pairs`: of products, see `dot2`. Weights of attention are rounded like its values.
+struct BFloat16 {
+    using Number = bf16;
+    using Operand = paceline::Operand;
+    using Pairs = paceline::Pairs;
+
+    static Floats widen(const Number* from) { return paceline::widen(from); }
+    static void narrow(Number* to, const Floats& v) { paceline::narrow(to, v); }
+    static Operand operand(Number x) { return paceline::operand(x); }
+    static void operands(Operand* to, const Floats& v) { paceline::narrow(to, v); }
+    static Floats power(const Floats& x) { return power_of_two(x); }
+
+    // 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
+    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+        Ints lines[4];
+        paceline::transpose(lines, rows, 2 * stride);
+        for (int i = 0; i < 4; i++) pairs[i] = Pairs(lines[i]);
+    }
+
+    // 16 N numbers of two rows, those that stand above each other side by side.
+    template <int N>
+    static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
+        paceline::interleave<N>(pairs, even, odd);
+    }
+};
+
+// What numbers have in common that products take as floats.
+template <class Own>
+struct Widened {
+    using Operand = float;
+    using Pairs = WidePairs;
+
+    static void operands(float* to, const Floats& v) { store(to, v); }
+    static Floats power(const Floats& x) { return exponential(x * 0.69314718f); }
+
+    template <int N, class Number>
+    static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
+        for (int i = 0; i < N; i++) pairs[i] = {Own::widen(even + i * LANES), Own::widen(odd + i * LANES)};
+    }
+};
+
+struct Float16 : Widened<Float16> {
+    using Number = half;
+
+    static Floats widen(const Number* from) { return from_half(from); }
+    static void narrow(Number* to, const Floats& v) { to_half(to, v); }
+    static float operand(Number x) {
+        const Number one[LANES] = {x};
+        return from_half(one)[0];
+    }
+
+    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+        Ints lines[4];
+        paceline::transpose(lines, rows, 2 * stride);
+        auto numbers = [](const Ints& x) {
+            half part[LANES];
+            store(part, convert<Shorts>(x));
+            return from_half(part);
+        };
+        for (int i = 0; i < 4; i++) pairs[i] = {numbers(lines[i] & 0xffff), numbers((lines[i] >> 16) & 0xffff)};
+    }
+};
+
+struct Float32 : Widened<Float32> {
+    using Number = float;
+
+    static Floats widen(const Number* from) { return load<Floats>(from); }
+    static void narrow(Number* to, const Floats& v) { store(to, v); }
+    static float operand(Number x) { return x; }
+
+    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+        for (int half = 0; half < 2; half++) {
+            Ints lines[4];
+            paceline::transpose(lines, rows + 4 * half, 4 * stride);
+            for (int i = 0; i < 2; i++) pairs[2 * half + i] = {as<Floats>(lines[2 * i]), as<Floats>(lines[2 * i + 1])};
+        }
+    }
+};
+
+}  // namespace paceline
