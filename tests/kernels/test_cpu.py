@@ -285,13 +285,6 @@ def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monk
     assert isinstance(build._found.__wrapped__(), InvalidOption)
 
 
-def test_a_compiler_may_lack_openmp(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's does."""
-    text = 'case "$*" in *-fopenmp*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
-    monkeypatch.setenv("CXX", script(empty_cache / "picky", text) + " -pipe")
-    assert "-fopenmp" not in compiled().read_text()
-
-
 @pytest.mark.skipif(len(available()) < 2, reason="this processor has one instruction set")
 def test_a_compiler_may_be_older_than_the_processor(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = SETS[available()[-1]].flags[-1]

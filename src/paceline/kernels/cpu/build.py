@@ -25,13 +25,11 @@ from paceline.files.wheels import cache_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (
-    *("vectors.h", "simd.h", "elements.h", "barrier.h", "product.h", "attention.h", "experts.h"),
+    *("vectors.h", "simd.h", "elements.h", "pool.h", "product.h", "attention.h", "experts.h"),
     *("layer.h", "groups.h", "noise.h", "layers.cpp"),
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-# The first that the compiler accepts: Apple's has no OpenMP, so it runs one thread.
-_ALTERNATIVES = (("-fopenmp",), ())
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-shared", "-w")
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -182,13 +180,11 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: Sequence[str]) -> None:
-    messages = []
-    for flags in _ALTERNATIVES:
-        message = _failure([*command, *flags])
-        if message is None:
-            return
-        messages.append(message.splitlines())
-    reason = next((line for line in messages[0] if "error" in line), messages[0][-1])
+    message = _failure(command)
+    if message is None:
+        return
+    lines = message.splitlines()
+    reason = next((line for line in lines if "error" in line), lines[-1])
     raise InvalidOption(
         f"{command[0]} could not compile the CPU kernels: {reason[:300]}", "Name another compiler in CXX"
     )
@@ -206,7 +202,7 @@ def _failure(command: Sequence[str]) -> str | None:
 def _fingerprint(instructions: InstructionSet) -> str:
     """Hash of sources, flags and compiler: a home folder may be shared by several machines."""
     parts = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    parts += [repr((_FLAGS, instructions.flags, _ALTERNATIVES, _compiler(), platform.machine())).encode()]
+    parts += [repr((_FLAGS, instructions.flags, _compiler(), platform.machine())).encode()]
     return sha256(b"".join(parts)).hexdigest()[:16]
 
 

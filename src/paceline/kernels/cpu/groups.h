@@ -2,7 +2,7 @@
 //
 // Few rows: all threads work on all of them, a stage of a layer at a time. Many rows: they are cut into groups, which
 // depend on each other only as the rows of one text do, and a thread takes the group that is furthest behind through its
-// next layer. Then no thread waits at a barrier, and one that the system has suspended delays no more than its group.
+// next layer. Then no thread waits for a stage to end, and one that the system has suspended delays no more than its group.
 #pragma once
 
 #include <mutex>
@@ -72,10 +72,10 @@ class Group {
 
 class Groups {
    public:
-    // Returns false where barriers keep threads busier.
+    // Returns false where stages keep threads busier.
     bool cut(const Pass& pass, int views, int layers) {
         used_ = 0, layers_ = layers;
-        if (!PARALLEL || pass.threads < 2 || pass.rows < ROWS * pass.threads) return false;
+        if (pass.threads < 2 || pass.rows < ROWS * pass.threads) return false;
         if (groups_.size() < size_t(pass.rows / ROWS + 1)) groups_.resize(pass.rows / ROWS + 1);
         // As large as possible, since every group reads all weights, and enough of them to choose from.
         const int each = std::max(ROWS, (pass.rows / (2 * pass.threads) + TILE - 1) / TILE * TILE);

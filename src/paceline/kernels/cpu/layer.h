@@ -92,26 +92,25 @@ void grow(std::vector<T>& v, int rows, int width) {
 struct ThreadScratch {
     std::vector<float> row;
     std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
-    Routes routes;
     Inputs gathered;  // rows of one expert
 
     template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
         std::get<Attention<Element>>(attentions).reserve(pass.views[l.view], l.heads, pass.slots);
-        routes.reserve(l.expert_count, size_t(pass.rows) * l.used);
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
     }
 };
 
-// Results that the stages of a layer pass on; kept for the caller's next pass. All memory is allocated before the threads
-// start, since none of them could leave the others at a barrier.
+// Results that the stages of a layer pass on; kept for the caller's next pass. All memory is allocated before the first
+// stage, since a piece of work cannot fail.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
     std::vector<int32_t> chosen;                                         // experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
     std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
+    Routes routes;
 
     template <class Element>
     void reserve(const Layer& l, const Pass& pass, int width) {
@@ -121,71 +120,78 @@ struct Scratch {
         grow(inner, rows * l.used, whole(l.ffn));
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
+        routes.reserve(l.expert_count, size_t(rows) * l.used);
         if (!l.mixture()) return;
         grow(scores, rows, whole(l.expert_count)), grow(parts, rows, l.used), grow(chosen, rows, l.used);
         to_route.reserve(rows, l.router);
     }
 };
 
-// One thread's share of a layer. Rows, heads and outputs are divided anew at every stage, with a barrier after each.
+// A layer, stage by stage; the team's threads share the rows, heads or outputs of each.
 template <class Element>
 class LayerTask {
     using Number = typename Element::Number;
 
    public:
-    LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch& local, const Thread& thread)
-        : l(layer), pass(pass), s(scratch), local(local), thread(thread), rows(pass.rows), my_rows(thread.share(rows)),
-          heads(reinterpret_cast<Number*>(scratch.heads.data())), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
+    // `locals`: of each thread of the team.
+    LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
+        : l(layer), pass(pass), s(scratch), locals(locals), team(team), heads(reinterpret_cast<Number*>(scratch.heads.data())),
+          rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
     // `entry` [rows, width]: input of attention; null: the normed stream.
     void run(const float* entry, int width) {
-        for (int row = my_rows.from; row < my_rows.to; row++) {
+        each_row([&](int row, ThreadScratch& local) {
             if (entry)
                 s.to_mix.set(row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
             else
-                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix));
-        }
-        thread.wait();
-        product(thread.share(blocks_of(l.qkv)), l.qkv, s.to_mix, rows, [&](int row, int at, Floats y) { store(&s.qkv[int64_t(row) * all_heads + at], y); });
-        thread.wait();
-        const Span mine = thread.share(all_heads / l.heads.size);
-        for (int head = mine.from; head < mine.to; head++) rotate_and_store(head);
-        thread.wait();
+                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local));
+        });
+        multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads);
+        team.split(all_heads / l.heads.size, 1, [&](Span mine, int thread) {
+            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread].row.data());
+        });
         attend();
-        thread.wait();
-        for (int row = my_rows.from; row < my_rows.to; row++) set_mixed(row);
-        thread.wait();
-        product(thread.share(blocks_of(l.out)), l.out, s.to_out, rows, [&](int row, int at, Floats y) { store(added(row) + at, y); });
-        thread.wait();
-        for (int row = my_rows.from; row < my_rows.to; row++) {
+        each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
+        multiply(l.out, s.to_out, s.added.data(), hidden);
+        each_row([&](int row, ThreadScratch& local) {
             add(row, l.after_mix, false);
-            const float* x = normed_row(row, l.before_mlp);
+            const float* x = normed_row(row, l.before_mlp, local);
             set(s.to_mlp, l.experts->gate_up, row, x);
             if (l.mixture()) set(s.to_route, l.router, row, x);
-        }
-        thread.wait();
+        });
         route();
         feed_forward();
-        thread.wait();
-        for (int row = my_rows.from; row < my_rows.to; row++) add(row, l.after_mlp, true);
+        each_row([&](int row, ThreadScratch&) { add(row, l.after_mlp, true); });
     }
 
    private:
     const Layer& l;
     const Pass& pass;
     Scratch& s;
-    ThreadScratch& local;
-    const Thread& thread;
-    const int rows;
-    const Span my_rows;
+    ThreadScratch* const locals;
+    Team& team;
     Number* const heads;
-    const int hidden, queries, all_heads;
+    const int rows, hidden, queries, all_heads;
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
     float* added(int row) { return &s.added[int64_t(row) * hidden]; }
 
+    template <class Work>
+    void each_row(Work work) {
+        team.split(rows, 1, [&](Span mine, int thread) {
+            for (int row = mine.from; row < mine.to; row++) work(row, locals[thread]);
+        });
+    }
+
+    // to [rows, stride] = x W^T + b.
+    void multiply(const Matrix& m, const Inputs& x, float* to, int stride) {
+        team.split(blocks_of(m), 1, [&](Span blocks, int) {
+            product(blocks, m, x, rows, [&](int row, int at, Floats y) { store(to + int64_t(row) * stride + at, y); });
+        });
+    }
+
     // A row of the stream, normed if there is a norm.
-    const float* normed_row(int row, const float* norm) {
+    const float* normed_row(int row, const float* norm, ThreadScratch& local) {
         if (!norm) return stream(row);
         normed(local.row.data(), stream(row), norm, l.hidden, l.eps);
         return local.row.data();
@@ -194,21 +200,20 @@ class LayerTask {
     void set(Inputs& to, const Matrix& m, int row, const float* x) { to.set(row, m, x, hidden, 0, hidden); }
 
     // The heads of a row that attention has mixed become the input of a product, without their padding.
-    void set_mixed(int row) {
+    void set_mixed(int row, float* joined) {
         const float* x = &s.mixed[int64_t(row) * queries];
         const int size = l.head_dim * l.heads.query;
         if (size < queries) {
-            for (int head = 0; head < l.heads.query; head++) copy_row(&local.row[head * l.head_dim], x + head * l.heads.size, l.head_dim);
-            x = local.row.data();
-            std::fill(local.row.data() + size, local.row.data() + whole(size), 0.0f);
+            for (int head = 0; head < l.heads.query; head++) copy_row(joined + head * l.head_dim, x + head * l.heads.size, l.head_dim);
+            std::fill(joined + size, joined + whole(size), 0.0f);
+            x = joined;
         }
         s.to_out.set(row, l.out, x, whole(size), 0, whole(size));
     }
 
-    // Norm and rotation of one head of all rows; keys and values go to the cache.
-    void rotate_and_store(int head) {
+    // Norm and rotation of one head of all rows, in memory x for one; keys and values go to the cache.
+    void rotate_and_store(int head, float* x) {
         const int size = l.heads.size, at = head * size, first_value = l.heads.query + l.heads.kv;
-        float* x = local.row.data();
         for (int row = 0; row < rows; row++) {
             copy_row(x, &s.qkv[int64_t(row) * all_heads + head * l.head_dim], l.head_dim);
             const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
@@ -223,12 +228,13 @@ class LayerTask {
             write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &heads[at], all_heads);
     }
 
-    // All queries of all key heads, in pieces of equal cost: one per thread, or several in turn where there are many,
-    // because later rows see more.
+    // All queries of all key heads, in pieces of equal cost: later rows see more.
     void attend() {
-        const int pieces = ((rows * l.heads.query - 1) / (MANY * thread.count) + 1) * thread.count;
-        for (int piece = thread.index; piece < pieces; piece += thread.count)
-            attend(begin(piece, pieces), begin(piece + 1, pieces));
+        const int64_t all = int64_t(rows) * l.heads.query;
+        const int pieces = int(std::min<int64_t>(((all - 1) / (MANY * team.count()) + 1) * team.count(), Pool::PIECES));
+        team.run(pieces, [&](int piece, int thread) {
+            attend(begin(piece, pieces), begin(piece + 1, pieces), std::get<Attention<Element>>(locals[thread].attentions));
+        });
     }
 
     static constexpr int MANY = 256;
@@ -249,7 +255,7 @@ class LayerTask {
         return slot->first * l.heads.query + int(cost / view.max_columns(*slot));
     }
 
-    void attend(int at, int end) {
+    void attend(int at, int end, Attention<Element>& attention) {
         const View& view = pass.views[l.view];
         const Slot* slot = view.slots;
         for (int count; at < end; at += count) {
@@ -257,59 +263,58 @@ class LayerTask {
             const int of_head = slot->rows * l.heads.group(), of_slot = at - slot->first * l.heads.query;
             const int head = of_slot / of_head;
             count = std::min({Attention<Element>::TILE, end - at, (head + 1) * of_head - of_slot});
-            std::get<Attention<Element>>(local.attentions).run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
-                              &heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
+            attention.run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
+                          &heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
         }
     }
 
     // The experts of each row.
     void route() {
-        const int32_t* chosen = nullptr;
         if (l.mixture()) {
             const int width = whole(l.expert_count);
-            product(thread.share(blocks_of(l.router)), l.router, s.to_route, rows, [&](int row, int at, Floats y) { store(&s.scores[int64_t(row) * width + at], y); });
-            thread.wait();
-            for (int row = my_rows.from; row < my_rows.to; row++)
+            multiply(l.router, s.to_route, s.scores.data(), width);
+            each_row([&](int row, ThreadScratch&) {
                 choose(&s.scores[int64_t(row) * width], l.expert_count, l.used, l.normalised, &s.chosen[row * l.used], &s.parts[row * l.used]);
-            thread.wait();
-            chosen = s.chosen.data();
+            });
         }
-        local.routes.assign(l.expert_count, rows, l.used, chosen, s.parts.data());
+        s.routes.assign(l.expert_count, rows, l.used, l.mixture() ? s.chosen.data() : nullptr, s.parts.data());
     }
 
     void feed_forward() {
-        const Routes& routes = local.routes;
-        // Pieces of 32 outputs of every expert.
-        const int each = (blocks_of(l.experts->gate_up) / 2 + 1) / 2;
-        const Span pieces = thread.share(routes.count() * each);
-        for (int piece = pieces.from, count; piece < pieces.to; piece += count) {
-            const int first = piece % each;
-            count = std::min(each - first, pieces.to - piece);
-            first_half(piece / each, {2 * first, std::min(2 * (first + count), blocks_of(l.experts->gate_up) / 2)});
-        }
-        thread.wait();
-        const Span blocks = thread.share(blocks_of(l.experts->down));
+        // In units of 32 outputs, all of one expert before those of the next.
+        const int pairs = blocks_of(l.experts->gate_up) / 2, each = (pairs + 1) / 2;
+        team.split(s.routes.count() * each, 1, [&](Span units, int thread) {
+            for (int unit = units.from, count; unit < units.to; unit += count) {
+                const int first = unit % each;
+                count = std::min(each - first, units.to - unit);
+                first_half(unit / each, {2 * first, std::min(2 * (first + count), pairs)}, locals[thread].gathered);
+            }
+        });
+        team.split(blocks_of(l.experts->down), 1, [&](Span blocks, int) { second_half(blocks); });
+    }
+
+    // The experts' results in the order of their numbers.
+    void second_half(Span blocks) {
         for (int row = 0; row < rows && l.mixture(); row++)
             std::fill(added(row) + blocks.from * LANES, added(row) + blocks.to * LANES, 0.0f);
-        // In the order of the experts' numbers.
-        for (int i = 0; i < routes.count(); i++) {
-            const int first = routes.first[i];
-            product(blocks, l.experts[routes.active[i]].down, s.to_down, routes.size(i), [&](int row, int at, Floats y) {
-                float* to = added(routes.rows[first + row]) + at;
-                store(to, l.mixture() ? fma(y, all(routes.parts[first + row]), load<Floats>(to)) : y);
+        for (int i = 0; i < s.routes.count(); i++) {
+            const int first = s.routes.first[i];
+            product(blocks, l.experts[s.routes.active[i]].down, s.to_down, s.routes.size(i), [&](int row, int at, Floats y) {
+                float* to = added(s.routes.rows[first + row]) + at;
+                store(to, l.mixture() ? fma(y, all(s.routes.parts[first + row]), load<Floats>(to)) : y);
             }, first);
         }
     }
 
     // Gate and up of one expert, for these pairs of blocks.
-    void first_half(int i, Span pairs) {
-        const Routes& routes = local.routes;
+    void first_half(int i, Span pairs, Inputs& gathered) {
+        const Routes& routes = s.routes;
         const Expert& expert = l.experts[routes.active[i]];
         const int first = routes.first[i], count = routes.size(i), width = whole(l.ffn);
         const bool some = count < rows;
         for (int row = 0; some && row < count; row++)
-            local.gathered.copy(row, expert.gate_up, s.to_mlp, routes.rows[first + row]);
-        paired_product(pairs, expert.gate_up, some ? local.gathered : s.to_mlp, count, [&](int row, int at, Floats gate, Floats up) {
+            gathered.copy(row, expert.gate_up, s.to_mlp, routes.rows[first + row]);
+        paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int row, int at, Floats gate, Floats up) {
             store(&s.inner[int64_t(first + row) * width + at], activate(l.activation, gate) * up);
         });
         for (int row = first; row < first + count; row++) {

@@ -1,6 +1,5 @@
 // Entry points for Python: a run of decoder layers over the rows of one pass, single products, norms.
 #include <algorithm>
-#include <atomic>
 #include <new>
 
 #include "groups.h"
@@ -37,13 +36,12 @@ struct Run {
         }
     }
 
-    // One thread's share of a layer, and of copying the stream after it to `states` or x.
-    void layer(Scratch& s, const Pass& pass, int i, ThreadScratch& local, const Thread& thread) const {
-        LayerTask<Element>(layers[i], pass, s, local, thread).run(i || !entry ? nullptr : s.entry.data(), width);
+    // A layer, and copying the stream after it to `states` or x.
+    void layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
+        LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width);
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
         Number* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
-        const Span mine = thread.share(pass.rows);  // rows finished by this thread when a layer ends
-        for (int row = mine.from; to && row < mine.to; row++)
+        for (int row = 0; to && row < pass.rows; row++)
             narrow_row<Element>(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
     }
 };
@@ -52,7 +50,6 @@ struct Run {
 struct CallerState {
     Scratch scratch;
     Groups groups;
-    Barrier barrier;
     std::vector<ThreadScratch> threads;
 };
 
@@ -69,14 +66,16 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
 }
 
 template <class Element>
-int run_layers(const Layer* layers, int count, const Pass& pass, void* x, const void* entry, int width, const int32_t* taps,
+int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* entry, int width, const int32_t* taps,
                int tap_count, void* states) {
     using Number = typename Element::Number;
-    // By reference: inside the parallel region a thread_local name would mean each thread's own.
+    // By reference: in a piece that another thread runs, the thread_local name would mean that thread's own.
     CallerState& state = state_of_caller;
     Groups& groups = state.groups;
     const Run<Element> run{layers, count, static_cast<Number*>(x), static_cast<const Number*>(entry), width, taps, tap_count,
                            static_cast<Number*>(states)};
+    Team team(pass.threads);
+    pass.threads = team.count();
     bool apart = false;
     try {
         apart = cut(groups, pass, layers, count);
@@ -88,17 +87,19 @@ int run_layers(const Layer* layers, int count, const Pass& pass, void* x, const 
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    if (!apart) run.enter(state.scratch, pass);
-#pragma omp parallel num_threads(pass.threads)
-    {
-        const Thread thread = this_thread(state.barrier);
-        ThreadScratch& local = state.threads[thread.index];
-        for (int i = 0; i < count && !apart; i++) run.layer(state.scratch, pass, i, local, thread);
-        for (Group* group = nullptr; apart && (group = groups.next(group));) {
-            if (!group->done) run.enter(group->scratch, group->pass);
-            run.layer(group->scratch, group->pass, group->done, local, {0, 1, nullptr});
-        }
+    if (apart) {
+        team.run(team.count(), [&](int, int thread) {
+            Team alone;
+            for (Group* group = nullptr; (group = groups.next(group));) {
+                if (!group->done) run.enter(group->scratch, group->pass);
+                run.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
+            }
+        });
+    } else {
+        run.enter(state.scratch, pass);
+        for (int i = 0; i < count; i++) run.layer(state.scratch, pass, i, state.threads.data(), team);
     }
+    team.passed(reinterpret_cast<intptr_t>(layers) + pass.rows);
     return 0;
 }
 
@@ -123,11 +124,7 @@ const char* paceline_built_for() {
 #else
 #define PACELINE_PROCESSOR "generic instructions"
 #endif
-#if defined(_OPENMP)
     return PACELINE_PROCESSOR;
-#else
-    return PACELINE_PROCESSOR ", one thread";
-#endif
 }
 
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
@@ -205,12 +202,8 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
                 static_cast<bf16*>(y)[to] = narrowed(value);
         }
     };
-    // Threads take piece after piece, so that one that the system has suspended delays no more than one piece.
-    const int blocks = blocks_of(*m), piece = std::max(1, blocks / (16 * threads));
-    std::atomic<int> next{0};
-#pragma omp parallel num_threads(threads)
-    for (int at; (at = next.fetch_add(piece)) < blocks;)
-        product(Span{at, std::min(blocks, at + piece)}, *m, inputs, rows, take);
+    Team team(threads);
+    team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, rows, take); });
     return 0;
 }
 

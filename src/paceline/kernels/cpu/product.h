@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "simd.h"
-#include "barrier.h"
+#include "pool.h"
 
 namespace paceline {
 

@@ -1,0 +1,295 @@
+// Threads that share the pieces of a stage of work.
+//
+// The calling thread leads: it publishes a stage of `count` pieces, and it and the threads of the pool take piece after
+// piece until none is left. A thread touches nothing of a stage before it has taken a piece of it, so the leader waits
+// for pieces that were taken, never for threads: one that the system has put aside delays a stage only while it holds a
+// piece, and one that sleeps delays nothing. Which thread takes a piece changes no bit.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__linux__)
+#include <climits>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
+#endif
+
+namespace paceline {
+
+// A part of 0..n.
+struct Span {
+    int from, to;
+};
+
+// Part `index` of `count` of 0..n, in whole units.
+inline Span share(int index, int count, int n, int unit = 1) {
+    const int64_t units = (n + unit - 1) / unit;
+    return {int(std::min<int64_t>(n, units * index / count * unit)), int(std::min<int64_t>(n, units * (index + 1) / count * unit))};
+}
+
+// A 32-bit number that threads can sleep on while it has a value.
+class Signal {
+   public:
+    std::atomic<uint32_t> value{0};
+
+    // Returns when the value is no longer `old`, or before.
+    void sleep(uint32_t old) {
+        sleepers_.fetch_add(1);
+#if defined(__linux__)
+        syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+        std::unique_lock<std::mutex> hold(lock_);
+        changed_.wait(hold, [&] { return value.load() != old; });
+#endif
+        sleepers_.fetch_sub(1);
+    }
+
+    // To be called after a change of the value.
+    void wake() {
+        if (!sleepers_.load()) return;
+#if defined(__linux__)
+        syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+        { std::lock_guard<std::mutex> hold(lock_); }
+        changed_.notify_all();
+#endif
+    }
+
+    // Spins for some 0.1 ms, as long as most stages take, since waking up takes longer than that; then sleeps.
+    void wait(uint32_t old) {
+        for (int i = 0; i < SPINS; i++, relax())
+            if (value.load(std::memory_order_acquire) != old) return;
+        while (value.load() == old) sleep(old);
+    }
+
+   private:
+    static constexpr int SPINS = 5000;
+
+    static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");  // `yield` takes no time on most
+#endif
+    }
+
+    std::atomic<int> sleepers_{0};
+#if !defined(__linux__)
+    std::mutex lock_;
+    std::condition_variable changed_;
+#endif
+};
+
+inline double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// How many threads pay. Beside other programs fewer can be faster, since the leader waits for pieces that a suspended
+// thread holds. So long waits are the reason to try fewer threads, for a few passes; while there are fewer than there may
+// be, more are tried now and then. An idle machine sees no trials.
+class ThreadCount {
+   public:
+    int choose(int most) {
+        if (most != most_) *this = ThreadCount(most);
+        return trial_ ? trial_ : count_;
+    }
+
+    // Notes a pass: `size` stands for its work, `waited` is the part of its seconds that the leader waited.
+    void passed(int64_t size, double seconds, double waited) {
+        const double now = seconds_now();
+        if (size != size_) {  // no comparison, but sizes may alternate
+            if (now - seen_ > 0.2) size_ = size, seen_ = now, mean_ = seconds, waits_ = waited / seconds, trial_ = 0;
+            return;
+        }
+        seen_ = now;
+        if (trial_) return tried(seconds, now);
+        mean_ += (seconds - mean_) / 4, waits_ += (waited / seconds - waits_) / 4;
+        if (now - since_ < pause_) return;
+        if (count_ > 1 && waits_ > LONG)
+            trial_ = count_ - std::max(1, count_ / 4);
+        else if (count_ < most_)
+            trial_ = std::min(most_, 2 * count_);
+        passes_ = 0, total_ = 0;
+    }
+
+   private:
+    static constexpr double LONG = 0.25, SHORTEST = 0.1, LONGEST = 1;  // of a pass; seconds between trials
+
+    explicit ThreadCount(int most) : most_(most), count_(most) {}
+
+    void tried(double seconds, double now) {
+        passes_++, total_ += seconds;
+        if (passes_ < 4 && total_ < 1.5 * mean_ * passes_) return;
+        if (total_ < 0.95 * mean_ * passes_)
+            count_ = trial_, mean_ = total_ / passes_, waits_ = 0, pause_ = SHORTEST;
+        else
+            pause_ = std::min(2 * pause_, LONGEST);
+        trial_ = 0, since_ = now;
+    }
+
+    int most_ = 0, count_ = 0, trial_ = 0, passes_ = 0;
+    int64_t size_ = 0;
+    double mean_ = 0, waits_ = 0, total_ = 0, seen_ = 0, since_ = 0, pause_ = SHORTEST;
+
+   public:
+    ThreadCount() = default;
+};
+
+// The process's threads, started when they are first needed. Never destroyed: they may outlive `main`.
+class Pool {
+   public:
+    ThreadCount chosen;  // for the owner
+
+    static Pool& instance() {
+        static std::atomic<Pool*> current{nullptr};
+        Pool* pool = current.load();
+        // In the child of a fork there are no threads, and locks may be held for ever.
+        while (!pool || pool->process_ != process()) {
+            Pool* fresh = new Pool;
+            if (current.compare_exchange_strong(pool, fresh)) return *fresh;
+            delete fresh;
+        }
+        return *pool;
+    }
+
+    // One caller at a time owns the threads; false for another.
+    bool acquire() { return owner_.try_lock(); }
+    void release() { owner_.unlock(); }
+
+    // Lets up to `threads` threads work, the owner's own included; returns how many it got.
+    int limit(int threads) {
+        threads = std::min(threads, MOST);
+        try {
+            for (; started_ < threads; started_++) std::thread(&Pool::help, this, started_).detach();
+        } catch (const std::system_error&) {  // as many as the system allows
+        }
+        threads = std::min(threads, started_);
+        if (helping_.value.exchange(threads) < uint32_t(threads)) helping_.wake();
+        return threads;
+    }
+
+    // Runs call(context, piece, thread) for 0..count; returns the seconds that the owner had to wait for other threads.
+    double run(int count, void (*call)(void*, int, int), void* context) {
+        call_ = call, context_ = context;
+        left_.value.store(count);
+        open_.store(uint64_t(++stage_) << 32 | uint64_t(count) << 16);
+        published_.value.store(stage_);
+        published_.wake();
+        while (take(0)) {}
+        uint32_t left = left_.value.load();
+        if (!left) return 0;
+        const double began = seconds_now();
+        for (; left; left = left_.value.load()) left_.wait(left);
+        return seconds_now() - began;
+    }
+
+    static constexpr int MOST = 256, PIECES = (1 << 16) - 1;  // threads; pieces of a stage
+
+   private:
+    static int64_t process() {
+#if defined(_WIN32)
+        return 0;
+#else
+        return getpid();
+#endif
+    }
+
+    void help(int thread) {
+        for (;;) {
+            const uint32_t helping = helping_.value.load(), stage = published_.value.load();
+            if (uint32_t(thread) >= helping) {
+                helping_.wait(helping);
+                continue;
+            }
+            while (take(thread)) {}
+            published_.wait(stage);
+        }
+    }
+
+    // Takes and runs a piece; false if none is left.
+    bool take(int thread) {
+        uint64_t now = open_.load();
+        do {
+            // The limit last: it is set before a stage is published.
+            if ((now & 0xffff) == (now >> 16 & 0xffff) || uint32_t(thread) >= helping_.value.load()) return false;
+        } while (!open_.compare_exchange_weak(now, now + 1));
+        call_(context_, int(now & 0xffff), thread);
+        if (left_.value.fetch_sub(1) == 1) left_.wake();
+        return true;
+    }
+
+    alignas(64) std::atomic<uint64_t> open_{0};  // number of a stage, its pieces, the next piece: 32, 16 and 16 bits
+    alignas(64) Signal left_;                    // pieces that are not finished
+    alignas(64) Signal published_;               // the last stage
+    Signal helping_;                             // number of threads that may take pieces, the owner included
+    void (*call_)(void*, int, int) = nullptr;
+    void* context_ = nullptr;
+    uint32_t stage_ = 0;
+    int started_ = 1;
+    std::mutex owner_;
+    const int64_t process_ = process();
+};
+
+// The threads of one call into the library: those of the pool, or the calling thread alone.
+class Team {
+   public:
+    Team() = default;  // alone
+
+    explicit Team(int threads) {
+        if (threads < 2 || !(pool_ = &Pool::instance())->acquire()) pool_ = nullptr;
+        if (pool_) began_ = seconds_now(), count_ = pool_->limit(pool_->chosen.choose(threads));
+    }
+
+    Team(const Team&) = delete;
+
+    ~Team() {
+        if (pool_) pool_->release();
+    }
+
+    // Notes a pass for the choice of later counts.
+    void passed(int64_t size) {
+        if (pool_) pool_->chosen.passed(size, seconds_now() - began_, waited_);
+    }
+
+    int count() const { return count_; }
+
+    // Number of pieces for `units`: several a thread, so that one that falls behind delays the others little.
+    int pieces(int units) const { return count_ == 1 ? 1 : std::min(units, 4 * count_); }
+
+    // work(piece, thread) for all pieces; returns when all are finished.
+    template <class Work>
+    void run(int pieces, Work work) {
+        if (count_ == 1 || pieces == 1) {
+            for (int piece = 0; piece < pieces; piece++) work(piece, 0);
+            return;
+        }
+        auto call = [](void* context, int piece, int thread) { (*static_cast<Work*>(context))(piece, thread); };
+        waited_ += pool_->run(pieces, call, &work);
+    }
+
+    // work(span, thread) for parts of 0..n, in whole units.
+    template <class Work>
+    void split(int n, int unit, Work work) {
+        const int count = pieces((n + unit - 1) / unit);
+        run(count, [&](int piece, int thread) { work(share(piece, count, n, unit), thread); });
+    }
+
+   private:
+    Pool* pool_ = nullptr;
+    int count_ = 1;
+    double waited_ = 0, began_ = 0;
+};
+
+}  // namespace paceline
