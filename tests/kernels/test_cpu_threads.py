@@ -48,13 +48,11 @@ def test_a_child_of_a_fork_has_threads_of_its_own(target: Decoder) -> None:
 def test_callers_at_once_get_their_own_results(target: Decoder) -> None:
     inputs = [text(9, seed) for seed in range(4)]
     expected = [whole(target, tokens)[0] for tokens in inputs]
-    wrong = []
+    wrong: list[int] = []
 
     def call(index: int) -> None:
         torch.set_num_threads(4)
-        for _ in range(30):
-            if not torch.equal(whole(target, inputs[index])[0], expected[index]):
-                wrong.append(index)
+        wrong.extend(index for _ in range(30) if not torch.equal(whole(target, inputs[index])[0], expected[index]))
 
     callers = [threading.Thread(target=call, args=(index,)) for index in range(4)]
     for caller in callers:
