@@ -109,7 +109,8 @@ class Steered:
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         out = self._target.forward(rows, cache, want)
         if want.logits == "all":
-            chosen = self._next[rows.positions.clamp(max=len(self._next) - 1)]
+            positions = rows.positions[:, : out.logits.shape[1]]  # padding may have no logits
+            chosen = self._next[positions.clamp(max=len(self._next) - 1)]
             out.logits.scatter_(2, chosen[..., None], 1e4)
         return out
 
