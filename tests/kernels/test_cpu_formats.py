@@ -95,7 +95,7 @@ def test_products_are_those_of_float64_and_the_same_bits_anywhere(kind: str) -> 
 def test_extreme_codes_do_not_saturate(kind: str) -> None:
     """All bits set, against rows whose codes are all 127 or -127."""
     data = random_blocks(kind, 16, 256)
-    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
+    count = gguf.GGML_QUANT_SIZES[number(kind)][1]
     for fill in (0, 255):
         blocks = torch.full_like(data, fill).view(-1, count)
         for at in HALVES[kind]:
@@ -128,7 +128,7 @@ def test_types_that_meet_within_a_block_become_8_bits() -> None:
 
 
 def test_gate_and_up_are_reordered_as_pointers() -> None:
-    matrix, weight = stored("Q5_K", 64, 256)
+    matrix, _ = stored("Q5_K", 64, 256)
     x = torch.randn(3, 256)
     whole = NativeLinear(matrix, None).precise(x)
     gate, up = whole.chunk(2, -1)

@@ -207,7 +207,8 @@ int64_t paceline_bytes(int kind, int out, int in) {
 
 // Packs a matrix of codes into the `paceline_bytes` at `to`. Row i lies at rows[i], in the ggml type types[i]; null:
 // zeros. Returns 1 if a row is of another type than the one that `kind` holds, or of a width that it cannot have.
-int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
+int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
+                  [[maybe_unused]] int threads) {
     const int64_t bytes = block_size(kind).bytes ? paceline_bytes(kind, out, in) : -1;
     if (bytes < 0) return 1;
     for (int i = 0; i < out; i++)
