@@ -4,6 +4,7 @@
 
 #include "groups.h"
 #include "noise.h"
+#include "pack.h"
 
 using namespace paceline;
 
@@ -205,6 +206,40 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
     Team team(threads);
     team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, rows, take); });
     return 0;
+}
+
+// Bytes of a matrix of codes; -1 for a kind or a width that there is not.
+int64_t paceline_bytes(int kind, int out, int in) {
+    int64_t bytes = -1;
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        if (out > 0 && in > 0 && in % F::UNIT == 0) bytes = int64_t((out + LANES - 1) / LANES) * F::block_bytes(in);
+    });
+    return bytes;
+}
+
+// Packs a matrix of codes into the `paceline_bytes` at `to`. Row i lies at rows[i], in the ggml type types[i]; null:
+// zeros. Returns 1 if a row is of another type than the one that `kind` holds, or of a width that it cannot have.
+int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
+                  int threads) {
+    const int64_t bytes = block_size(kind).bytes ? paceline_bytes(kind, out, in) : -1;
+    if (bytes < 0) return 1;
+    for (int i = 0; i < out; i++)
+        if (rows[i] && kind_of_type(types[i]) != kind) return 1;
+    const int blocks = (out + LANES - 1) / LANES;
+    Team(threads).split(blocks, 1, [&](Span mine, int) {
+        for (int block = mine.from; block < mine.to; block++)
+            pack_block(kind, in, rows + block * LANES, std::min(LANES, out - block * LANES), to + bytes / blocks * block);
+    });
+    return 0;
+}
+
+// The kind that holds a ggml type as it is; 0: none.
+int paceline_kind(int type) { return kind_of_type(type); }
+
+// Rows of a matrix of codes, to [count, in], in float32.
+void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
 }
 
 }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.errors import OutOfMemory
+from paceline.errors import CorruptModel, OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
-from paceline.kernels.quantize import GROUP, Codes
+from paceline.kernels.quantize import GROUP, Codes, quantize
+from paceline.kernels.stored import Stored
 
 LANES = 16
 """Outputs per block of weights."""
@@ -19,10 +21,11 @@ LANES = 16
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
-EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 8, 9, 4
+EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED = 8, 9, 4, 1
+"""Kinds of formats.h; those of GGUF's types are known there only."""
 
 FLOATS = {torch.bfloat16: 16, torch.float16: 17, torch.float32: 32}
-"""Float types that the kernels run, and their numbers (`Kind` of product.h)."""
+"""Float types that the kernels run, and their kinds."""
 
 
 class CMatrix(Structure):
@@ -34,34 +37,102 @@ class CMatrix(Structure):
 class Matrix:
     """W [out, in] in blocks of 16 outputs, `in` padded to whole groups; with a bias or None."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        self._codes = None if isinstance(weight, Tensor) else (weight.bits, weight.floor is not None)
-        self.packed = _pack(weight) if isinstance(weight, Tensor) else _pack_codes(weight)
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
-        self.c = CMatrix(
-            FLOATS[self.packed.dtype] if self._codes is None else _kind(*self._codes),
-            self.shape[0],
-            -(-self.shape[1] // GROUP) * GROUP,
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+        if isinstance(weight, Stored):
+            self._parts = _pack_stored(weight)
+        elif isinstance(weight, Codes):
+            kind = FOUR_AND_FLOOR if weight.bits == 4 else EIGHT if weight.floor is None else EIGHT_AND_FLOOR
+            self._parts = [(kind, weight.shape[0], _pack_codes(weight))]
+        else:
+            self._parts = [(FLOATS[weight.dtype], weight.shape[0], _pack(weight))]
+        width = -(-self.shape[1] // GROUP) * GROUP
+        self._table = (CMatrix * len(self._parts))(
+            *(CMatrix(kind, out, width, packed.data_ptr(), None) for kind, out, packed in self._parts)
         )
+        kind, data = STACKED, cast(self._table, c_void_p).value
+        if len(self._parts) == 1:
+            kind, data = self._table[0].kind, self._table[0].weights
+        self.c = CMatrix(kind, self.shape[0], width, data, None if self.bias is None else self.bias.data_ptr())
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each part."""
+        return tuple(kind for kind, _, _ in self._parts)
 
     def weight(self) -> Tensor:
         """W [out, in] in its own float type; of codes float32."""
+        packed = self._parts[0][2]
+        if packed.dtype not in FLOATS:
+            return self.rows(torch.arange(self.shape[0]))
         out, width = self.shape
-        if self._codes is None:
-            weight: Tensor = self.packed.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
-            return weight
-        return _unpack_codes(self.packed, self.shape, *self._codes).dequantised()
+        weight: Tensor = packed.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+        return weight
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """These rows [..., in] of a matrix of codes, float32."""
+        flat = indices.flatten().long().contiguous()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
+            raise IndexError(f"rows must be from 0 to {self.shape[0] - 1}")
+        y = torch.empty(len(flat), self.c.width)
+        kernel("paceline_rows", POINTER(CMatrix), c_void_p, c_int64, c_void_p)(
+            byref(self.c), flat.data_ptr(), len(flat), y.data_ptr()
+        )
+        return y[:, : self.shape[1]].view(*indices.shape, self.shape[1])
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes
+        return sum(packed.nbytes for _, _, packed in self._parts)
 
 
-def _kind(bits: int, floor: bool) -> int:
-    return FOUR_AND_FLOOR if bits == 4 else EIGHT_AND_FLOOR if floor else EIGHT
+def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
+    """Kind, outputs and bytes of each run of blocks of one type; in 8 bits where types meet within a block.
+
+    Raises `CorruptModel` for a width that a type cannot have.
+    """
+    kind_of = kernel("paceline_kind", c_int32)
+    spans = [(kind_of(types[0]), len(types), len(set(types)) > 1) for types in _split(weight.types, LANES)]
+    if any(mixed for _, _, mixed in spans):
+        return [(EIGHT, weight.shape[0], _pack_codes(quantize(_plain(weight), 8)))]
+    parts: list[tuple[int, int]] = []
+    for kind, count, _ in spans:
+        if parts and parts[-1][0] == kind:
+            count += parts.pop()[1]
+        parts.append((kind, count))
+    packed, first = [], 0
+    for kind, count in parts:
+        packed.append((kind, count, _pack_rows(kind, weight[slice(first, first + count)])))
+        first += count
+    return packed
+
+
+def _split(values: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+def _pack_rows(kind: int, weight: Stored) -> Tensor:
+    """Rows of one type, in the layout of its kind."""
+    (out, width), size = weight.shape, kernel("paceline_bytes", c_int32, c_int32, c_int32)
+    size.restype = c_int64
+    count = size(kind, out, width)
+    packed = torch.empty(max(count, 0), dtype=torch.uint8)
+    rows, types = (c_void_p * out)(*weight.rows), (c_int32 * out)(*weight.types)
+    pack = kernel("paceline_pack", c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
+    if count < 0 or pack(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
+        raise CorruptModel(
+            f"a matrix of {out} x {width} cannot be of ggml types {sorted(set(weight.types))}", "Fetch the file again"
+        )
+    return packed
+
+
+def _plain(weight: Stored) -> Tensor:
+    """The weights in float32; each type by itself, since they meet within blocks."""
+    y = torch.empty(weight.shape)
+    for kind in set(weight.types):
+        which = [i for i, other in enumerate(weight.types) if other == kind]
+        y[which] = Matrix(weight[which], None).weight()
+    return y
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -90,18 +161,6 @@ def _pack_codes(weight: Codes) -> Tensor:
     return torch.cat(parts, -1).contiguous()
 
 
-def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool) -> Codes:
-    out, width = shape
-    count = GROUP * LANES * bits // 8
-    fours = packed[..., :count].unflatten(2, (-1, LANES, 4))
-    if bits == 4:
-        fours = torch.cat([fours & 15, fours >> 4], 2)
-    codes = fours.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:out]
-    numbers = packed[..., count:].contiguous().view(torch.float16).unflatten(2, (-1, LANES)).permute(2, 0, 3, 1)
-    numbers = numbers.flatten(1, 2)[:, :out].contiguous()
-    return Codes(codes.contiguous(), numbers[0], numbers[1] if floor else None, bits, width)
-
-
 def check_rows(x: Tensor, width: int) -> None:
     """Raise `ValueError` for rows that a kernel would read beyond."""
     if x.device.type != "cpu":
@@ -113,7 +172,7 @@ def check_rows(x: Tensor, width: int) -> None:
 class NativeLinear:
     """A `kernels.linear.Linear` on the CPU, for rows in any float dtype; weights of bfloat16 round them to it."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
         self._run = kernel(
             *("paceline_linear", POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32),
@@ -155,13 +214,14 @@ class NativeLinear:
 class NativeGated:
     """act(x G^T) * (x U^T). Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> None:
         """`weight` [2 * out, in]: gate above up."""
         self.out, self.activation = weight.shape[0] // 2, activation
         whole = -(-self.out // LANES) * LANES  # whose last outputs are another's once more, and unused
         one = torch.arange(whole).clamp(max=self.out - 1)
         order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
-        self.both = NativeLinear(weight[order], None if bias is None else bias[order])
+        gates = weight[order.tolist()] if isinstance(weight, Stored) else weight[order]
+        self.both = NativeLinear(gates, None if bias is None else bias[order])
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)

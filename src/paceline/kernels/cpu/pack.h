@@ -1,0 +1,256 @@
+// GGUF's blocks into the layouts of formats.h, and rows of those back into floats. Layouts of the blocks: ggml's
+// `ggml-common.h` and `ggml-quants.c`.
+#pragma once
+
+#include "product.h"
+
+namespace paceline {
+
+// Codes and scales of 32 or 256 elements of one output, whatever their format.
+struct Unit {
+    uint8_t codes[256];
+    half scale, floor;
+    uint8_t scales[16], floors[16];  // small integers of the spans; `scales[0]` of MXFP4: its exponent
+};
+
+// Bytes and elements of a block of a GGUF type.
+struct BlockSize {
+    int bytes, elements;
+};
+
+inline BlockSize block_size(int kind) {
+    switch (kind) {
+        case Q4_0: return {18, 32};
+        case FOUR_AND_FLOOR: return {20, 32};  // Q4_1
+        case Q5_0: return {22, 32};
+        case Q5_1: return {24, 32};
+        case EIGHT: return {34, 32};  // Q8_0
+        case Q2_K: return {84, 256};
+        case Q3_K: return {110, 256};
+        case Q4_K: return {144, 256};
+        case Q5_K: return {176, 256};
+        case Q6_K: return {210, 256};
+        case IQ4_NL: return {18, 32};
+        case IQ4_XS: return {136, 256};
+        case MXFP4: return {17, 32};
+    }
+    return {0, 0};
+}
+
+// The kind that holds a ggml type as it is; 0: none.
+inline int kind_of_type(int type) {
+    if (type == 3) return FOUR_AND_FLOOR;
+    if (type == 8) return EIGHT;
+    return block_size(64 + type).bytes ? 64 + type : 0;
+}
+
+// --- blocks of GGUF -------------------------------------------------------------------------------------------------
+
+// Low halves of n bytes, then high ones.
+inline void nibbles(uint8_t* to, const uint8_t* from, int n) {
+    for (int i = 0; i < n; i++) to[i] = from[i] & 15, to[i + n] = from[i] >> 4;
+}
+
+// Scales and floors of 6 bits, partly scattered.
+inline void six_bits(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 4; i++) {
+        u.scales[i] = p[i] & 63, u.scales[i + 4] = (p[i + 8] & 15) | (p[i] >> 6) << 4;
+        u.floors[i] = p[i + 4] & 63, u.floors[i + 4] = p[i + 8] >> 4 | (p[i + 4] >> 6) << 4;
+    }
+}
+
+inline void read_q2_k(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 16; i++) u.scales[i] = p[i] & 15, u.floors[i] = p[i] >> 4;
+    for (int i = 0; i < 256; i++) u.codes[i] = p[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+    u.scale = read<half>(p + 80), u.floor = read<half>(p + 82);
+}
+
+inline void read_q3_k(Unit& u, const uint8_t* p) {
+    const uint8_t *low = p + 32, *scales = p + 96;
+    for (int i = 0; i < 256; i++)
+        u.codes[i] = (low[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) | (p[i % 32] >> (i / 32) & 1) << 2;
+    for (int i = 0; i < 16; i++)
+        u.scales[i] = ((scales[i % 8] >> (i / 8 * 4) & 15) | (scales[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32;
+    u.scale = read<half>(p + 108);
+}
+
+inline void read_q4_k(Unit& u, const uint8_t* p, const uint8_t* codes) {
+    u.scale = read<half>(p), u.floor = read<half>(p + 2);
+    six_bits(u, p + 4);
+    for (int i = 0; i < 4; i++) nibbles(u.codes + 64 * i, codes + 32 * i, 32);
+}
+
+inline void read_q6_k(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *low = p + 64 * i, *high = p + 128 + 32 * i;
+        uint8_t* to = u.codes + 128 * i;
+        nibbles(to, low, 64);
+        for (int k = 0; k < 128; k++) to[k] |= (high[k % 32] >> (k / 32 * 2) & 3) << 4;
+    }
+    std::memcpy(u.scales, p + 192, 16);
+    u.scale = read<half>(p + 208);
+}
+
+inline void read_iq4_xs(Unit& u, const uint8_t* p) {
+    const unsigned high = read<uint16_t>(p + 2);
+    u.scale = read<half>(p);
+    for (int i = 0; i < 8; i++) {
+        u.scales[i] = ((p[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32;
+        nibbles(u.codes + 32 * i, p + 8 + 16 * i, 16);
+    }
+}
+
+// Four bytes of fifth bits, then 16 bytes of halves.
+inline void five_bits(Unit& u, const uint8_t* p) {
+    const uint32_t fifth = read<uint32_t>(p);
+    nibbles(u.codes, p + 4, 16);
+    for (int i = 0; i < 32; i++) u.codes[i] |= (fifth >> i & 1) << 4;
+}
+
+// One block, of the type that `kind` holds.
+inline void read_block(Unit& u, int kind, const uint8_t* p) {
+    u.scale = read<half>(p);
+    switch (kind) {
+        case Q4_0: case IQ4_NL: return nibbles(u.codes, p + 2, 16);
+        case FOUR_AND_FLOOR: u.floor = read<half>(p + 2); return nibbles(u.codes, p + 4, 16);
+        case Q5_0: return five_bits(u, p + 2);
+        case Q5_1: u.floor = read<half>(p + 2); return five_bits(u, p + 4);
+        case EIGHT:
+            for (int i = 0; i < 32; i++) u.codes[i] = p[2 + i] ^ 128;
+            return;
+        case Q2_K: return read_q2_k(u, p);
+        case Q3_K: return read_q3_k(u, p);
+        case Q4_K: return read_q4_k(u, p, p + 16);
+        case Q5_K:
+            read_q4_k(u, p, p + 48);
+            for (int i = 0; i < 256; i++) u.codes[i] |= (p[16 + i % 32] >> (i / 32) & 1) << 4;
+            return;
+        case Q6_K: return read_q6_k(u, p);
+        case IQ4_XS: return read_iq4_xs(u, p);
+        case MXFP4: u.scales[0] = p[0]; return nibbles(u.codes, p + 1, 16);
+    }
+}
+
+// --- units of a packed block ----------------------------------------------------------------------------------------
+
+// A group's codes of one output, four to a word, to or from the layout of `Format::four`.
+template <class F>
+inline void write_codes(uint8_t* at, int lane, const uint8_t* codes) {
+    uint32_t words[F::BITS] = {};
+    for (int q = 0; q < 8; q++) {
+        const uint32_t four = read<uint32_t>(codes + 4 * q);
+        if (F::LOW == 8) words[q] = four;
+        if (F::LOW == 4) words[q % 4] |= (four & 0x0f0f0f0f) << q / 4 * 4;
+        if (F::LOW == 2) words[q / 4] |= (four & 0x03030303) << q % 4 * 2;
+        if (F::BITS - F::LOW == 1) words[F::LOW] |= (four >> F::LOW & 0x01010101) << q;
+        if (F::BITS - F::LOW == 2) words[F::LOW + q / 4] |= (four >> F::LOW & 0x03030303) << q % 4 * 2;
+    }
+    for (int i = 0; i < F::BITS; i++) std::memcpy(at + 64 * i + 4 * lane, &words[i], 4);
+}
+
+template <class F>
+inline void read_codes(uint8_t* codes, const uint8_t* at, int lane) {
+    for (int q = 0; q < 8; q++) {
+        auto word = [&](int i) { return read<uint32_t>(at + 64 * i + 4 * lane); };
+        uint32_t four = word(F::LOW == 8 ? q : F::LOW == 4 ? q % 4 : q / 4);
+        if (F::LOW == 4) four = four >> q / 4 * 4 & 0x0f0f0f0f;
+        if (F::LOW == 2) four = four >> q % 4 * 2 & 0x03030303;
+        if (F::BITS - F::LOW == 1) four |= (word(F::LOW) >> q & 0x01010101) << F::LOW;
+        if (F::BITS - F::LOW == 2) four |= (word(F::LOW + q / 4) >> q % 4 * 2 & 0x03030303) << F::LOW;
+        std::memcpy(codes + 4 * q, &four, 4);
+    }
+}
+
+// Calls `half_at` and `byte_at` with all numbers of a unit but its codes and where they lie; a byte may hold two.
+template <class F, class U, class Halves, class Bytes>
+inline void each_scale(U& u, int lane, Halves half_at, Bytes byte_at) {
+    const int halves = F::HEADER ? 0 : F::CODES;
+    if (F::SCALES != POWERS) half_at(halves + 2 * lane, u.scale);
+    if (F::FLOORS) half_at(halves + 2 * (LANES + lane), u.floor);
+    if (F::SCALES == POWERS) byte_at(F::CODES + lane, u.scales[0], nullptr);
+    for (int g = 0; F::IN_UNITS && g < 8; g++) {
+        const int at = F::HEADER + g * F::BYTES + F::CODES + lane;
+        if (F::SPAN == GROUP) {
+            byte_at(at, u.scales[g], nullptr);
+            if (F::FLOORS) byte_at(at + LANES, u.floors[g], nullptr);
+        } else {
+            for (int i = 0; i < 2; i++) byte_at(at + i * LANES, u.scales[2 * g + i], F::FLOORS ? &u.floors[2 * g + i] : nullptr);
+        }
+    }
+}
+
+template <class F>
+inline void write_unit(uint8_t* to, int lane, const Unit& u) {
+    for (int g = 0; g < F::UNIT / GROUP; g++) write_codes<F>(to + F::HEADER + g * F::BYTES, lane, u.codes + g * GROUP);
+    each_scale<F>(
+        u, lane, [&](int at, half x) { std::memcpy(to + at, &x, 2); },
+        [&](int at, uint8_t low, const uint8_t* high) { to[at] = high ? low | *high << 4 : low; });
+}
+
+template <class F>
+inline void read_unit(Unit& u, const uint8_t* from, int lane) {
+    for (int g = 0; g < F::UNIT / GROUP; g++) read_codes<F>(u.codes + g * GROUP, from + F::HEADER + g * F::BYTES, lane);
+    each_scale<F>(
+        u, lane, [&](int at, half& x) { x = read<half>(from + at); },
+        [&](int at, uint8_t& low, uint8_t* high) {
+            low = high ? from[at] & 15 : from[at];
+            if (high) *high = from[at] >> 4;
+        });
+}
+
+inline float widened_half(half x) {
+    half all[LANES] = {x};
+    return from_half(all)[0];
+}
+
+// The weights of a unit, in the order of operations of ggml's own decoders.
+template <class F>
+inline void values(float* to, const Unit& u) {
+    const float own = F::SCALES == POWERS ? power(u.scales[0]) : widened_half(u.scale), low = F::FLOORS ? widened_half(u.floor) : 0;
+    for (int i = 0; i < F::UNIT; i++) {
+        const int span = i / F::SPAN;
+        int value = u.codes[i];
+        if constexpr (F::TABLE != nullptr) value = F::TABLE[value];
+        float scale = own, floor = low;
+        if (F::IN_UNITS) scale *= F::FLOORS ? float(u.scales[span]) : float(int8_t(u.scales[span]));
+        if (F::IN_UNITS && F::FLOORS) floor *= -float(u.floors[span]);
+        to[i] = scale * float(value - F::OFFSET);
+        if (F::FLOORS) to[i] += floor;
+    }
+}
+
+// --- whole matrices -------------------------------------------------------------------------------------------------
+
+// A block of 16 outputs from rows in the GGUF type that `kind` holds; null: zeros.
+inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, uint8_t* to) {
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        const int bytes = block_size(kind).bytes;
+        for (int unit = 0; unit < in / F::UNIT; unit++, to += F::HEADER + F::UNIT / GROUP * F::BYTES)
+            for (int lane = 0; lane < LANES; lane++) {
+                Unit u{};
+                if (lane < count && rows[lane]) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
+                write_unit<F>(to, lane, u);
+            }
+    });
+}
+
+// Row `index` of a matrix of codes, [in].
+inline void row_of(const Matrix& m, int64_t index, float* to) {
+    if (m.kind == STACKED) {
+        const Matrix* part = reinterpret_cast<const Matrix*>(m.weights);
+        for (; index >= part->out; part++) index -= part->out;
+        return row_of(*part, index, to);
+    }
+    with_format(m.kind, [&](auto format) {
+        using F = decltype(format);
+        const uint8_t* p = m.weights + index / LANES * F::block_bytes(m.in);
+        for (int k = 0; k < m.in; k += F::UNIT, p += F::HEADER + F::UNIT / GROUP * F::BYTES) {
+            Unit u;
+            read_unit<F>(u, p, int(index % LANES));
+            values<F>(to + k, u);
+        }
+    });
+}
+
+}  // namespace paceline
