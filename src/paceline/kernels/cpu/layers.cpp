@@ -5,6 +5,7 @@
 
 #include "groups.h"
 #include "noise.h"
+#include "pack.h"
 
 using namespace paceline;
 
@@ -192,6 +193,13 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
     for (int at; (at = next.fetch_add(piece)) < blocks;)
         product(Span{at, std::min(blocks, at + piece)}, *m, inputs, rows, take);
     return 0;
+}
+
+// Packs a matrix [out, in] of this kind (but its bias) from rows[i] in ggml's types[i], null for zeros. Returns 1 if
+// such rows cannot become such a matrix.
+int paceline_pack(int32_t kind, int32_t out, int32_t in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
+                  int32_t threads) {
+    return !pack(kind, out, in, rows, types, to, threads);
 }
 
 }

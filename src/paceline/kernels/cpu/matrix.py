@@ -12,6 +12,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes
+from paceline.kernels.stored import TYPES, Stored
 
 LANES = 16
 """Outputs per block of weights."""
@@ -31,10 +32,14 @@ class CMatrix(Structure):
 class Matrix:
     """W [out, in] in blocks of 16 outputs, `in` padded to whole groups; with a bias or None."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        self._codes = None if isinstance(weight, Tensor) else (weight.bits, weight.floor is not None)
-        self.packed = _pack(weight) if isinstance(weight, Tensor) else _pack_codes(weight)
+        if isinstance(weight, Stored):
+            self._codes = _codes_of(weight)
+            self.packed = _pack_stored(weight, _kind(self._codes))
+        else:
+            self._codes = None if isinstance(weight, Tensor) else (weight.bits, weight.floor is not None)
+            self.packed = _pack(weight) if isinstance(weight, Tensor) else _pack_codes(weight)
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
         self.c = CMatrix(
             _kind(self._codes),
@@ -63,6 +68,30 @@ def _kind(codes: tuple[int, bool] | None) -> int:
         return WIDE
     bits, floor = codes
     return FOUR_AND_FLOOR if bits == 4 else EIGHT_AND_FLOOR if floor else EIGHT
+
+
+def _codes_of(weight: Stored) -> tuple[int, bool] | None:
+    """Bits of the codes that rows become, and whether with floors; None for floats."""
+    if not set(weight.types.tolist()) <= set(TYPES.values()):
+        raise AssertionError("types that are not floats")
+    return None if weight.bits is None else (weight.bits, weight.bits == 4)
+
+
+def _pack_stored(weight: Stored, kind: int) -> Tensor:
+    """As `_pack` and `_pack_codes`, by the kernels and straight from the rows, which are released."""
+    out, width = weight.shape
+    blocks, groups = -(-out // LANES), -(-width // GROUP)
+    if kind == WIDE:
+        packed = torch.empty(blocks, groups * GROUP // 2, LANES, 2, dtype=torch.bfloat16)
+    else:
+        bits, halves = (4, 2) if kind == FOUR_AND_FLOOR else (8, 1 + (kind == EIGHT_AND_FLOOR))
+        packed = torch.empty(blocks, groups, LANES * (GROUP * bits // 8 + 2 * halves), dtype=torch.uint8)
+    run = kernel("paceline_pack", *(c_int32,) * 3, *(c_void_p,) * 3, c_int32)
+    rows, types = weight.rows.data_ptr(), weight.types.data_ptr()
+    if run(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
+        raise AssertionError(f"no way from types {set(weight.types.tolist())} to kind {kind}")
+    weight.release()
+    return packed
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -113,7 +142,7 @@ def check_rows(x: Tensor, width: int) -> None:
 class NativeLinear:
     """A `kernels.linear.Linear` on the CPU: rows in bfloat16, or in any float dtype where the weights are codes."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
         self._run = kernel(
             *("paceline_linear", POINTER(CMatrix), c_void_p, c_int32, c_int32, c_void_p, c_int32),
@@ -155,7 +184,7 @@ class NativeLinear:
 class NativeGated:
     """act(x G^T) * (x U^T). Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
 
-    def __init__(self, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> None:
+    def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> None:
         """`weight` [2 * out, in]: gate above up. `out` must be a multiple of `LANES`."""
         self.out, self.activation = weight.shape[0] // 2, activation
         order = torch.arange(2 * self.out).view(2, -1, LANES).transpose(0, 1).flatten()
