@@ -202,4 +202,9 @@ int paceline_pack(int32_t kind, int32_t out, int32_t in, const uint8_t* const* r
     return !pack(kind, out, in, rows, types, to, threads);
 }
 
+// Rows in ggml's types, each of `in` elements, as floats [count, in].
+void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int32_t in, float* to) {
+    for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
+}
+
 }

@@ -12,7 +12,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes
-from paceline.kernels.stored import TYPES, Stored
+from paceline.kernels.stored import FLOORS, FOUR_BITS, TYPES, Stored
 
 LANES = 16
 """Outputs per block of weights."""
@@ -72,9 +72,10 @@ def _kind(codes: tuple[int, bool] | None) -> int:
 
 def _codes_of(weight: Stored) -> tuple[int, bool] | None:
     """Bits of the codes that rows become, and whether with floors; None for floats."""
-    if not set(weight.types.tolist()) <= set(TYPES.values()):
-        raise AssertionError("types that are not floats")
-    return None if weight.bits is None else (weight.bits, weight.bits == 4)
+    kinds = set(weight.types.tolist())
+    if kinds <= set(TYPES.values()):
+        return None if weight.bits is None else (weight.bits, weight.bits == 4)
+    return (4, True) if kinds <= FOUR_BITS else (8, bool(kinds & FLOORS))
 
 
 def _pack_stored(weight: Stored, kind: int) -> Tensor:

@@ -6,12 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "product.h"
+#include "rows.h"
 
 namespace paceline {
-
-// Types of a row's elements, by ggml's numbers.
-enum Type : int32_t { F32 = 0, F16 = 1, BF16 = 30 };
 
 // Up to 16 rows of `in` elements, the outputs of a block. Null: zeros.
 struct BlockRows {
@@ -27,8 +24,6 @@ inline size_t block_bytes(int kind, int in) {
     return groups * (kind == WIDE ? GROUP * LANES * 2 : bytes_of_group(kind));
 }
 
-inline bool is_float(int type) { return type == F32 || type == F16 || type == BF16; }
-
 // To the nearest, ties to even.
 inline half to_half(float x) {
     const uint32_t bits = read<uint32_t>(&x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
@@ -37,19 +32,6 @@ inline half to_half(float x) {
     if (size >= 0x38800000) return half(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
     const float shifted = read<float>(&size) + 0.5f;  // its last bit is float16's
     return half(sign | (read<uint32_t>(&shifted) - 0x3f000000));
-}
-
-// Elements k.. of a row of floats; beyond its end the last one again, which changes no group's range.
-inline void read_group(float* to, int type, const uint8_t* row, int k, int in) {
-    const int n = std::min(GROUP, in - k);
-    if (type == F32) {
-        std::memcpy(to, row + size_t(k) * 4, size_t(n) * 4);
-    } else {
-        uint16_t own[GROUP] = {};
-        std::memcpy(own, row + size_t(k) * 2, size_t(n) * 2);
-        for (int i = 0; i < GROUP; i += LANES) store(to + i, type == F16 ? from_half(own + i) : widen(own + i));
-    }
-    for (int i = n; i < GROUP; i++) to[i] = to[n - 1];
 }
 
 // A group of 16 rows of floats, a lane for each.
@@ -152,26 +134,53 @@ inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
     }
 }
 
-inline bool packs_floats(int kind) { return kind == WIDE || kind == EIGHT || kind == FOUR_AND_FLOOR; }
+// --- codes as they are ----------------------------------------------------------------------------------------------
 
-inline void pack_floats(int kind, const BlockRows& block, uint8_t* to) {
-    const size_t bytes = kind == WIDE ? GROUP * LANES * 2 : bytes_of_group(kind);
-    for (int k = 0; k < block.in; k += GROUP, to += bytes) {
-        if (kind == WIDE)
-            pack_wide(block, k, to);
-        else if (kind == EIGHT)
-            pack_eight(FloatGroup(block, k), to);
-        else
-            pack_four(FloatGroup(block, k), to);
+// A group of one row, as it lies in lane `lane` of the group at `to`: in 8 bits the floor's code is 128.
+inline void place(int kind, const CodeGroup& own, int lane, uint8_t* to) {
+    uint8_t codes[GROUP];
+    int count = GROUP;
+    if (kind == FOUR_AND_FLOOR) {
+        count = GROUP / 2;
+        for (int i = 0; i < count; i++) codes[i] = uint8_t(own.codes[i] | own.codes[i + count] << 4);
+    } else {
+        for (int i = 0; i < count; i++) codes[i] = uint8_t(own.codes[i] + 128 - own.centre);
     }
+    for (int i = 0; i < count; i += 4) std::memcpy(to + i / 4 * 64 + lane * 4, codes + i, 4);
+    const half scale = to_half(own.scale[0]), floor = to_half(own.floor);
+    uint8_t* scales = to + bytes_of_codes(kind) + 2 * lane;
+    std::memcpy(scales, &scale, 2);
+    if (has_floor(kind)) std::memcpy(scales + 2 * LANES, &floor, 2);
 }
 
 // --- all blocks -----------------------------------------------------------------------------------------------------
 
 // Whether rows of this type can become a matrix of this kind.
-inline bool packs(int kind, int type) { return is_float(type) && packs_floats(kind); }
+inline bool packs(int kind, int type) {
+    if (kind == WIDE) return is_float(type);
+    if (kind == FOUR_AND_FLOOR) return is_float(type) || has_four_bits(type);
+    return is_float(type) || (is_coded(type) && (kind == EIGHT_AND_FLOOR || !has_floors(type)));
+}
 
-inline void pack_block(int kind, const BlockRows& block, uint8_t* to) { pack_floats(kind, block, to); }
+// Rows without codes that the kind could hold are quantised together, the others are placed.
+inline void pack_group(int kind, const BlockRows& block, int k, uint8_t* to) {
+    bool some = false;
+    for (int lane = 0; lane < LANES; lane++) some |= !block.row(lane) || !is_placed(block.types[lane]);
+    if (some && kind == FOUR_AND_FLOOR) pack_four(FloatGroup(block, k), to);
+    if (some && kind != FOUR_AND_FLOOR) pack_eight(FloatGroup(block, k), to);
+    if (some && kind == EIGHT_AND_FLOOR) {  // its scales lie where those of EIGHT do
+        std::memset(to + bytes_of_codes(kind) + 2 * LANES, 0, 2 * LANES);
+    }
+    for (int lane = 0; lane < block.count; lane++) {
+        if (block.row(lane) && is_placed(block.types[lane]))
+            place(kind, CodeGroup(block.types[lane], block.row(lane), k), lane, to);
+    }
+}
+
+inline void pack_block(int kind, const BlockRows& block, uint8_t* to) {
+    const size_t bytes = block_bytes(kind, GROUP);
+    for (int k = 0; k < block.in; k += GROUP, to += bytes) kind == WIDE ? pack_wide(block, k, to) : pack_group(kind, block, k, to);
+}
 
 // Calls work(i) for 0 <= i < count, from several threads.
 template <class Work>
