@@ -25,8 +25,19 @@ from paceline.files.wheels import cache_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (
-    *("vectors.h", "simd.h", "barrier.h", "product.h", "attention.h", "layer.h", "groups.h", "noise.h"),
-    *("rows.h", "pack.h"),
+    *(
+        "vectors.h",
+        "simd.h",
+        "barrier.h",
+        "formats.h",
+        "product.h",
+        "pack.h",
+        "floats.h",
+        "attention.h",
+        "layer.h",
+        "groups.h",
+        "noise.h",
+    ),
     "layers.cpp",
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.

@@ -2,10 +2,11 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <thread>
 
 #include "groups.h"
 #include "noise.h"
-#include "pack.h"
+#include "floats.h"
 
 using namespace paceline;
 
@@ -59,6 +60,22 @@ struct CallerState {
     Barrier barrier;
     std::vector<ThreadScratch> threads;
 };
+
+// Calls work(i) for 0 <= i < count, from several threads.
+template <class Work>
+inline void in_threads(int threads, int count, Work work) {
+    std::atomic<int> next{0};
+    auto run = [&] {
+        for (int i; (i = next.fetch_add(1)) < count;) work(i);
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int i = 1; i < std::min(threads, count); i++) others.emplace_back(run);
+    } catch (const std::exception&) {  // the system has no more threads or memory: the others do it
+    }
+    run();
+    for (std::thread& other : others) other.join();
+}
 
 int views_of(const Layer* layers, int count) {
     int views = 0;
@@ -195,15 +212,46 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
     return 0;
 }
 
-// Packs a matrix [out, in] of this kind (but its bias) from rows[i] in ggml's types[i], null for zeros. Returns 1 if
-// such rows cannot become such a matrix.
-int paceline_pack(int32_t kind, int32_t out, int32_t in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
-                  int32_t threads) {
-    return !pack(kind, out, in, rows, types, to, threads);
+// Bytes of a matrix of codes; -1 for a kind or a width that there is not.
+int64_t paceline_bytes(int kind, int out, int in) {
+    int64_t bytes = -1;
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        if (out > 0 && in > 0 && in % F::UNIT == 0) bytes = int64_t((out + LANES - 1) / LANES) * F::block_bytes(in);
+    });
+    return bytes;
 }
 
-// Rows in ggml's types, each of `in` elements, as floats [count, in].
-void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int32_t in, float* to) {
+// Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of bfloat16. Row i lies at rows[i], in the ggml
+// type types[i]; null: zeros. Types: floats, or the one that `kind` holds. Returns 1 for another type, or for a width
+// that it cannot have.
+int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
+    const bool floats = std::all_of(types, types + out, is_float) && float_group_bytes(kind);
+    for (int i = 0; i < out && !floats; i++)
+        if (rows[i] && kind_of_type(types[i]) != kind) return 1;
+    const int64_t width = (int64_t(in) + GROUP - 1) / GROUP, blocks = (int64_t(out) + LANES - 1) / LANES;
+    const int64_t bytes = floats ? width * float_group_bytes(kind) : paceline_bytes(kind, out, in) / blocks;
+    if (bytes <= 0) return 1;
+    in_threads(threads, int(blocks), [&](int block) {
+        const int first = block * LANES, count = std::min(LANES, out - first);
+        if (floats)
+            pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block);
+        else
+            pack_block(kind, in, rows + first, count, to + bytes * block);
+    });
+    return 0;
+}
+
+// The kind that holds a ggml type as it is; 0: none.
+int paceline_kind(int type) { return kind_of_type(type); }
+
+// Rows of a matrix of codes, to [count, in], in float32.
+void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
+}
+
+// Rows of floats in ggml's types, each of `in` elements, as float32 [count, in].
+void paceline_read_floats(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
     for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
 }
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.errors import OutOfMemory
+from paceline.errors import CorruptModel, OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
-from paceline.kernels.quantize import GROUP, Codes
-from paceline.kernels.stored import FLOORS, FOUR_BITS, TYPES, Stored
+from paceline.kernels.quantize import GROUP, Codes, quantize
+from paceline.kernels.stored import FLOATS, Stored
 
 LANES = 16
 """Outputs per block of weights."""
@@ -20,7 +22,8 @@ LANES = 16
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
-WIDE, EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR = 16, 8, 9, 4
+WIDE, EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED = 16, 8, 9, 4, 1
+"""Kinds of formats.h; those of GGUF's types are known there only."""
 
 
 class CMatrix(Structure):
@@ -34,65 +37,117 @@ class Matrix:
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        if isinstance(weight, Stored):
-            self._codes = _codes_of(weight)
-            self.packed = _pack_stored(weight, _kind(self._codes))
-        else:
-            self._codes = None if isinstance(weight, Tensor) else (weight.bits, weight.floor is not None)
-            self.packed = _pack(weight) if isinstance(weight, Tensor) else _pack_codes(weight)
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
-        self.c = CMatrix(
-            _kind(self._codes),
-            self.shape[0],
-            -(-self.shape[1] // GROUP) * GROUP,
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+        if isinstance(weight, Stored):
+            self._parts = _pack_stored(weight)
+        elif isinstance(weight, Codes):
+            kind = FOUR_AND_FLOOR if weight.bits == 4 else EIGHT if weight.floor is None else EIGHT_AND_FLOOR
+            self._parts = [(kind, weight.shape[0], _pack_codes(weight))]
+        else:
+            self._parts = [(WIDE, weight.shape[0], _pack(weight))]
+        width = -(-self.shape[1] // GROUP) * GROUP
+        self._table = (CMatrix * len(self._parts))(
+            *(CMatrix(kind, out, width, packed.data_ptr(), None) for kind, out, packed in self._parts)
         )
+        kind, data = STACKED, cast(self._table, c_void_p).value
+        if len(self._parts) == 1:
+            kind, data = self._table[0].kind, self._table[0].weights
+        self.c = CMatrix(kind, self.shape[0], width, data, None if self.bias is None else self.bias.data_ptr())
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each part."""
+        return tuple(kind for kind, _, _ in self._parts)
 
     def weight(self) -> Tensor:
         """W [out, in], bfloat16; of codes float32."""
+        if self.c.kind != WIDE:
+            return self.rows(torch.arange(self.shape[0]))
         out, width = self.shape
-        if self._codes is None:
-            blocks = self.packed.view(-1, self.c.width // 2, LANES, 2)
-            weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
-            return weight
-        return _unpack_codes(self.packed, self.shape, *self._codes).dequantised()
+        blocks = self._parts[0][2].view(-1, self.c.width // 2, LANES, 2)
+        weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+        return weight
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """These rows [..., in] of a matrix of codes, float32."""
+        flat = indices.flatten().long().contiguous()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
+            raise IndexError(f"rows must be from 0 to {self.shape[0] - 1}")
+        y = torch.empty(len(flat), self.c.width)
+        kernel("paceline_rows", POINTER(CMatrix), c_void_p, c_int64, c_void_p)(
+            byref(self.c), flat.data_ptr(), len(flat), y.data_ptr()
+        )
+        return y[:, : self.shape[1]].view(*indices.shape, self.shape[1])
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes
+        return sum(packed.nbytes for _, _, packed in self._parts)
 
 
-def _kind(codes: tuple[int, bool] | None) -> int:
-    if codes is None:
-        return WIDE
-    bits, floor = codes
-    return FOUR_AND_FLOOR if bits == 4 else EIGHT_AND_FLOOR if floor else EIGHT
+def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
+    """Kind, outputs and bytes of each run of blocks of one kind; in 8 bits where kinds meet within a block.
 
-
-def _codes_of(weight: Stored) -> tuple[int, bool] | None:
-    """Bits of the codes that rows become, and whether with floors; None for floats."""
-    kinds = set(weight.types.tolist())
-    if kinds <= set(TYPES.values()):
-        return None if weight.bits is None else (weight.bits, weight.bits == 4)
-    return (4, True) if kinds <= FOUR_BITS else (8, bool(kinds & FLOORS))
-
-
-def _pack_stored(weight: Stored, kind: int) -> Tensor:
-    """As `_pack` and `_pack_codes`, by the kernels and straight from the rows, which are released."""
-    out, width = weight.shape
-    blocks, groups = -(-out // LANES), -(-width // GROUP)
-    if kind == WIDE:
-        packed = torch.empty(blocks, groups * GROUP // 2, LANES, 2, dtype=torch.bfloat16)
+    Raises `CorruptModel` for a width that a type cannot have.
+    """
+    kinds = torch.empty_like(weight.types)
+    for number in weight.types.unique().tolist():
+        kinds[weight.types == number] = _kind(number, weight.bits)
+    blocks = F.pad(kinds, (0, -len(kinds) % LANES), value=int(kinds[-1])).view(-1, LANES)
+    if not torch.equal(blocks.amin(1), blocks.amax(1)):
+        packed = [(EIGHT, weight.shape[0], _pack_codes(quantize(_plain(weight), 8)))]
     else:
-        bits, halves = (4, 2) if kind == FOUR_AND_FLOOR else (8, 1 + (kind == EIGHT_AND_FLOOR))
-        packed = torch.empty(blocks, groups, LANES * (GROUP * bits // 8 + 2 * halves), dtype=torch.uint8)
-    run = kernel("paceline_pack", *(c_int32,) * 3, *(c_void_p,) * 3, c_int32)
-    rows, types = weight.rows.data_ptr(), weight.types.data_ptr()
-    if run(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
-        raise AssertionError(f"no way from types {set(weight.types.tolist())} to kind {kind}")
+        packed, first = [], 0
+        for kind, count in zip(*(x.tolist() for x in blocks[:, 0].unique_consecutive(return_counts=True)), strict=True):
+            rows = weight[first : first + count * LANES]
+            packed.append((kind, len(rows.rows), _pack_rows(kind, rows)))
+            first += count * LANES
     weight.release()
     return packed
+
+
+def _kind(number: int, bits: int | None) -> int:
+    """The kind of rows of this ggml type; `bits`: of the codes that floats become, or None."""
+    if number in FLOATS.values():
+        return WIDE if bits is None else EIGHT if bits == 8 else FOUR_AND_FLOOR
+    return int(kernel("paceline_kind", c_int32)(number))
+
+
+def _pack_rows(kind: int, weight: Stored) -> Tensor:
+    """Rows of one kind, in its layout."""
+    (out, width), size = weight.shape, kernel("paceline_bytes", c_int32, c_int32, c_int32)
+    size.restype = c_int64
+    floats = int(weight.types[0]) in FLOATS.values()
+    whole = -(-width // GROUP) * GROUP if floats else width
+    count = -(-out // LANES) * LANES * whole * 2 if kind == WIDE else size(kind, out, whole)
+    packed = torch.empty(max(count, 0), dtype=torch.uint8)
+    pack = kernel("paceline_pack", c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
+    rows, types = weight.rows.data_ptr(), weight.types.data_ptr()
+    if count < 0 or pack(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
+        raise CorruptModel(
+            f"a matrix of {out} x {width} cannot be of ggml types {weight.types.unique().tolist()}",
+            "Fetch the file again",
+        )
+    return packed.view(torch.bfloat16) if kind == WIDE else packed
+
+
+def _plain(weight: Stored) -> Tensor:
+    """The weights in float32; each type by itself, since they meet within blocks."""
+    y = torch.empty(weight.shape)
+    for number in weight.types.unique().tolist():
+        which = (weight.types == number).nonzero()[:, 0]
+        if number in FLOATS.values():
+            y[which] = read_floats(weight[which])
+        else:
+            y[which] = Matrix(replace(weight[which], mapped=False), None).weight()
+    return y
+
+
+def read_floats(weight: Stored) -> Tensor:
+    """Rows of floats, in float32."""
+    y = torch.empty(weight.shape)
+    run = kernel("paceline_read_floats", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
+    run(weight.rows.data_ptr(), weight.types.data_ptr(), *weight.shape, y.data_ptr())
+    return y
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -118,18 +173,6 @@ def _pack_codes(weight: Codes) -> Tensor:
             lanes = F.pad(numbers.half(), (0, 0, 0, spare)).unflatten(0, (-1, LANES)).transpose(1, 2)
             parts.append(lanes.contiguous().view(torch.uint8))
     return torch.cat(parts, -1).contiguous()
-
-
-def _unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, floor: bool) -> Codes:
-    out, width = shape
-    count = GROUP * LANES * bits // 8
-    fours = packed[..., :count].unflatten(2, (-1, LANES, 4))
-    if bits == 4:
-        fours = torch.cat([fours & 15, fours >> 4], 2)
-    codes = fours.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:out]
-    numbers = packed[..., count:].contiguous().view(torch.float16).unflatten(2, (-1, LANES)).permute(2, 0, 3, 1)
-    numbers = numbers.flatten(1, 2)[:, :out].contiguous()
-    return Codes(codes.contiguous(), numbers[0], numbers[1] if floor else None, bits, width)
 
 
 def check_rows(x: Tensor, width: int) -> None:

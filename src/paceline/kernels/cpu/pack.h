@@ -1,213 +1,256 @@
-// Matrices in the layout of `Matrix`, made of rows in memory: of a mapped file, say, in the types that files have.
+// GGUF's blocks into the layouts of formats.h, and rows of those back into floats. Layouts of the blocks: ggml's
+// `ggml-common.h` and `ggml-quants.c`.
 #pragma once
 
-#include <atomic>
-#include <system_error>
-#include <thread>
-#include <vector>
-
-#include "rows.h"
+#include "product.h"
 
 namespace paceline {
 
-// Up to 16 rows of `in` elements, the outputs of a block. Null: zeros.
-struct BlockRows {
-    const uint8_t* const* rows;
-    const int32_t* types;
-    int count, in;
-
-    const uint8_t* row(int lane) const { return lane < count ? rows[lane] : nullptr; }
+// Codes and scales of 32 or 256 elements of one output, whatever their format.
+struct Unit {
+    uint8_t codes[256];
+    half scale, floor;
+    uint8_t scales[16], floors[16];  // small integers of the spans; `scales[0]` of MXFP4: its exponent
 };
 
-inline size_t block_bytes(int kind, int in) {
-    const size_t groups = (size_t(in) + GROUP - 1) / GROUP;
-    return groups * (kind == WIDE ? GROUP * LANES * 2 : bytes_of_group(kind));
-}
-
-// To the nearest, ties to even.
-inline half to_half(float x) {
-    const uint32_t bits = read<uint32_t>(&x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    if (size > 0x7f800000) return half(sign | 0x7e00);
-    if (size >= 0x477ff000) return half(sign | 0x7c00);
-    if (size >= 0x38800000) return half(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
-    const float shifted = read<float>(&size) + 0.5f;  // its last bit is float16's
-    return half(sign | (read<uint32_t>(&shifted) - 0x3f000000));
-}
-
-// A group of 16 rows of floats, a lane for each.
-struct FloatGroup {
-    alignas(64) float at[GROUP][LANES];
-
-    FloatGroup(const BlockRows& block, int k) {
-        float own[GROUP];
-        for (int lane = 0; lane < LANES; lane++) {
-            if (const uint8_t* row = block.row(lane))
-                read_group(own, block.types[lane], row, k, block.in);
-            else
-                std::fill_n(own, GROUP, 0.0f);
-            for (int i = 0; i < GROUP; i++) at[i][lane] = own[i];
-        }
-    }
-
-    Floats operator[](int i) const { return load<Floats>(at[i]); }
+// Bytes and elements of a block of a GGUF type.
+struct BlockSize {
+    int bytes, elements;
 };
 
-// --- floats to codes: `quantize.py` describes them ------------------------------------------------------------------
-
-inline Floats nearest_code(const Floats& x, float least, float most) {
-    const Floats bounded = select(x > least, select(x < most, x, all(most)), all(least));  // a NaN is the least
-    return bounded + 12582912.0f - 12582912.0f;
+inline BlockSize block_size(int kind) {
+    switch (kind) {
+        case Q4_0: return {18, 32};
+        case FOUR_AND_FLOOR: return {20, 32};  // Q4_1
+        case Q5_0: return {22, 32};
+        case Q5_1: return {24, 32};
+        case EIGHT: return {34, 32};  // Q8_0
+        case Q2_K: return {84, 256};
+        case Q3_K: return {110, 256};
+        case Q4_K: return {144, 256};
+        case Q5_K: return {176, 256};
+        case Q6_K: return {210, 256};
+        case IQ4_NL: return {18, 32};
+        case IQ4_XS: return {136, 256};
+        case MXFP4: return {17, 32};
+    }
+    return {0, 0};
 }
 
-// The scale as it is stored, and by what to divide: infinity for 0.
-inline Floats stored_half(const Floats& x, uint8_t* to) {
-    half own[LANES];
-    for (int lane = 0; lane < LANES; lane++) own[lane] = to_half(x[lane]);
-    std::memcpy(to, own, sizeof own);
-    return from_half(own);
+// The kind that holds a ggml type as it is; 0: none.
+inline int kind_of_type(int type) {
+    if (type == 3) return FOUR_AND_FLOOR;
+    if (type == 8) return EIGHT;
+    return block_size(64 + type).bytes ? 64 + type : 0;
 }
 
-inline Floats divisor(const Floats& scale) { return select(scale == 0.0f, all(INFINITY), scale); }
+// --- blocks of GGUF -------------------------------------------------------------------------------------------------
 
-inline void store_codes(uint8_t* to, const Floats* codes, int count, int bits) {
-    for (int i = 0; i < count; i++) {
-        Ints code = convert<Ints>(codes[i]);
-        if (bits == 4) code |= convert<Ints>(codes[i + count]) << 4;
-        for (int lane = 0; lane < LANES; lane++) to[i / 4 * 64 + lane * 4 + i % 4] = uint8_t(code[lane]);
+// Low halves of n bytes, then high ones.
+inline void nibbles(uint8_t* to, const uint8_t* from, int n) {
+    for (int i = 0; i < n; i++) to[i] = from[i] & 15, to[i + n] = from[i] >> 4;
+}
+
+// Scales and floors of 6 bits, partly scattered.
+inline void six_bits(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 4; i++) {
+        u.scales[i] = p[i] & 63, u.scales[i + 4] = (p[i + 8] & 15) | (p[i] >> 6) << 4;
+        u.floors[i] = p[i + 4] & 63, u.floors[i + 4] = p[i + 8] >> 4 | (p[i + 4] >> 6) << 4;
     }
 }
 
-inline void pack_eight(const FloatGroup& x, uint8_t* to) {
-    Floats largest{}, codes[GROUP];
-    for (int i = 0; i < GROUP; i++) {
-        const Floats size = select(x[i] < 0.0f, -x[i], x[i]);
-        largest = select(largest > size, largest, size);
-    }
-    const Floats step = divisor(stored_half(largest / 127.0f, to + bytes_of_codes(EIGHT)));
-    for (int i = 0; i < GROUP; i++) codes[i] = nearest_code(x[i] / step, -127, 127) + 128.0f;
-    store_codes(to, codes, GROUP, 8);
+inline void read_q2_k(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 16; i++) u.scales[i] = p[i] & 15, u.floors[i] = p[i] >> 4;
+    for (int i = 0; i < 256; i++) u.codes[i] = p[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+    u.scale = read<half>(p + 80), u.floor = read<half>(p + 82);
 }
 
-inline void pack_four(const FloatGroup& x, uint8_t* to) {
-    constexpr int FITS = 4;
-    Floats low = x[0], high = x[0], mean{}, codes[GROUP];
-    for (int i = 0; i < GROUP; i++) {
-        low = select(low < x[i], low, x[i]), high = select(high > x[i], high, x[i]);
-        mean += x[i];
+inline void read_q3_k(Unit& u, const uint8_t* p) {
+    const uint8_t *low = p + 32, *scales = p + 96;
+    for (int i = 0; i < 256; i++)
+        u.codes[i] = (low[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) | (p[i % 32] >> (i / 32) & 1) << 2;
+    for (int i = 0; i < 16; i++)
+        u.scales[i] = ((scales[i % 8] >> (i / 8 * 4) & 15) | (scales[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32;
+    u.scale = read<half>(p + 108);
+}
+
+inline void read_q4_k(Unit& u, const uint8_t* p, const uint8_t* codes) {
+    u.scale = read<half>(p), u.floor = read<half>(p + 2);
+    six_bits(u, p + 4);
+    for (int i = 0; i < 4; i++) nibbles(u.codes + 64 * i, codes + 32 * i, 32);
+}
+
+inline void read_q6_k(Unit& u, const uint8_t* p) {
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *low = p + 64 * i, *high = p + 128 + 32 * i;
+        uint8_t* to = u.codes + 128 * i;
+        nibbles(to, low, 64);
+        for (int k = 0; k < 128; k++) to[k] |= (high[k % 32] >> (k / 32 * 2) & 3) << 4;
     }
-    mean = mean * (1.0f / GROUP);
-    Floats scale = (high - low) / 15.0f, floor = low;
-    for (int fit = 0; fit < FITS; fit++) {
-        // The line of least squared error for the codes nearest the last one.
-        const Floats step = divisor(scale);
-        Floats middle{}, products{}, squares{};
-        for (int i = 0; i < GROUP; i++) middle += codes[i] = nearest_code((x[i] - floor) / step, 0, 15);
-        middle = middle * (1.0f / GROUP);
-        for (int i = 0; i < GROUP; i++) {
-            const Floats off = codes[i] - middle;
-            products = fma(off, x[i], products), squares = fma(off, off, squares);
+    std::memcpy(u.scales, p + 192, 16);
+    u.scale = read<half>(p + 208);
+}
+
+inline void read_iq4_xs(Unit& u, const uint8_t* p) {
+    const unsigned high = read<uint16_t>(p + 2);
+    u.scale = read<half>(p);
+    for (int i = 0; i < 8; i++) {
+        u.scales[i] = ((p[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32;
+        nibbles(u.codes + 32 * i, p + 8 + 16 * i, 16);
+    }
+}
+
+// Four bytes of fifth bits, then 16 bytes of halves.
+inline void five_bits(Unit& u, const uint8_t* p) {
+    const uint32_t fifth = read<uint32_t>(p);
+    nibbles(u.codes, p + 4, 16);
+    for (int i = 0; i < 32; i++) u.codes[i] |= (fifth >> i & 1) << 4;
+}
+
+// One block, of the type that `kind` holds.
+inline void read_block(Unit& u, int kind, const uint8_t* p) {
+    u.scale = read<half>(p);
+    switch (kind) {
+        case Q4_0: case IQ4_NL: return nibbles(u.codes, p + 2, 16);
+        case FOUR_AND_FLOOR: u.floor = read<half>(p + 2); return nibbles(u.codes, p + 4, 16);
+        case Q5_0: return five_bits(u, p + 2);
+        case Q5_1: u.floor = read<half>(p + 2); return five_bits(u, p + 4);
+        case EIGHT:
+            for (int i = 0; i < 32; i++) u.codes[i] = p[2 + i] ^ 128;
+            return;
+        case Q2_K: return read_q2_k(u, p);
+        case Q3_K: return read_q3_k(u, p);
+        case Q4_K: return read_q4_k(u, p, p + 16);
+        case Q5_K:
+            read_q4_k(u, p, p + 48);
+            for (int i = 0; i < 256; i++) u.codes[i] |= (p[16 + i % 32] >> (i / 32) & 1) << 4;
+            return;
+        case Q6_K: return read_q6_k(u, p);
+        case IQ4_XS: return read_iq4_xs(u, p);
+        case MXFP4: u.scales[0] = p[0]; return nibbles(u.codes, p + 1, 16);
+    }
+}
+
+// --- units of a packed block ----------------------------------------------------------------------------------------
+
+// A group's codes of one output, four to a word, to or from the layout of `Format::four`.
+template <class F>
+inline void write_codes(uint8_t* at, int lane, const uint8_t* codes) {
+    uint32_t words[F::BITS] = {};
+    for (int q = 0; q < 8; q++) {
+        const uint32_t four = read<uint32_t>(codes + 4 * q);
+        if (F::LOW == 8) words[q] = four;
+        if (F::LOW == 4) words[q % 4] |= (four & 0x0f0f0f0f) << q / 4 * 4;
+        if (F::LOW == 2) words[q / 4] |= (four & 0x03030303) << q % 4 * 2;
+        if (F::BITS - F::LOW == 1) words[F::LOW] |= (four >> F::LOW & 0x01010101) << q;
+        if (F::BITS - F::LOW == 2) words[F::LOW + q / 4] |= (four >> F::LOW & 0x03030303) << q % 4 * 2;
+    }
+    for (int i = 0; i < F::BITS; i++) std::memcpy(at + 64 * i + 4 * lane, &words[i], 4);
+}
+
+template <class F>
+inline void read_codes(uint8_t* codes, const uint8_t* at, int lane) {
+    for (int q = 0; q < 8; q++) {
+        auto word = [&](int i) { return read<uint32_t>(at + 64 * i + 4 * lane); };
+        uint32_t four = word(F::LOW == 8 ? q : F::LOW == 4 ? q % 4 : q / 4);
+        if (F::LOW == 4) four = four >> q / 4 * 4 & 0x0f0f0f0f;
+        if (F::LOW == 2) four = four >> q % 4 * 2 & 0x03030303;
+        if (F::BITS - F::LOW == 1) four |= (word(F::LOW) >> q & 0x01010101) << F::LOW;
+        if (F::BITS - F::LOW == 2) four |= (word(F::LOW + q / 4) >> q % 4 * 2 & 0x03030303) << F::LOW;
+        std::memcpy(codes + 4 * q, &four, 4);
+    }
+}
+
+// Calls `half_at` and `byte_at` with all numbers of a unit but its codes and where they lie; a byte may hold two.
+template <class F, class U, class Halves, class Bytes>
+inline void each_scale(U& u, int lane, Halves half_at, Bytes byte_at) {
+    const int halves = F::HEADER ? 0 : F::CODES;
+    if (F::SCALES != POWERS) half_at(halves + 2 * lane, u.scale);
+    if (F::FLOORS) half_at(halves + 2 * (LANES + lane), u.floor);
+    if (F::SCALES == POWERS) byte_at(F::CODES + lane, u.scales[0], nullptr);
+    for (int g = 0; F::IN_UNITS && g < 8; g++) {
+        const int at = F::HEADER + g * F::BYTES + F::CODES + lane;
+        if (F::SPAN == GROUP) {
+            byte_at(at, u.scales[g], nullptr);
+            if (F::FLOORS) byte_at(at + LANES, u.floors[g], nullptr);
+        } else {
+            for (int i = 0; i < 2; i++) byte_at(at + i * LANES, u.scales[2 * g + i], F::FLOORS ? &u.floors[2 * g + i] : nullptr);
         }
-        scale = products / select(squares > 1e-9f, squares, all(1e-9f));
-        floor = mean - scale * middle;
-    }
-    uint8_t* scales = to + bytes_of_codes(FOUR_AND_FLOOR);
-    scale = stored_half(scale, scales), floor = stored_half(floor, scales + 2 * LANES);
-    const Floats step = divisor(scale);
-    for (int i = 0; i < GROUP; i++) codes[i] = nearest_code((x[i] - floor) / step, 0, 15);
-    store_codes(to, codes, GROUP / 2, 4);
-}
-
-// Pairs of neighbouring inputs, a lane per output; zeros beyond the end.
-inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
-    const int n = std::min(GROUP, block.in - k);
-    for (int lane = 0; lane < LANES; lane++) {
-        bf16 own[GROUP] = {};
-        const uint8_t* row = block.row(lane);
-        if (row && block.types[lane] == BF16) {
-            std::memcpy(own, row + size_t(k) * 2, size_t(n) * 2);
-        } else if (row) {
-            float x[GROUP];
-            read_group(x, block.types[lane], row, k, block.in);
-            for (int i = 0; i < n; i++) own[i] = narrowed(x[i]);
-        }
-        for (int i = 0; i < GROUP; i += 2) std::memcpy(to + i / 2 * 64 + lane * 4, own + i, 4);
     }
 }
 
-// --- codes as they are ----------------------------------------------------------------------------------------------
-
-// A group of one row, as it lies in lane `lane` of the group at `to`: in 8 bits the floor's code is 128.
-inline void place(int kind, const CodeGroup& own, int lane, uint8_t* to) {
-    uint8_t codes[GROUP];
-    int count = GROUP;
-    if (kind == FOUR_AND_FLOOR) {
-        count = GROUP / 2;
-        for (int i = 0; i < count; i++) codes[i] = uint8_t(own.codes[i] | own.codes[i + count] << 4);
-    } else {
-        for (int i = 0; i < count; i++) codes[i] = uint8_t(own.codes[i] + 128 - own.centre);
-    }
-    for (int i = 0; i < count; i += 4) std::memcpy(to + i / 4 * 64 + lane * 4, codes + i, 4);
-    const half scale = to_half(own.scale[0]), floor = to_half(own.floor);
-    uint8_t* scales = to + bytes_of_codes(kind) + 2 * lane;
-    std::memcpy(scales, &scale, 2);
-    if (has_floor(kind)) std::memcpy(scales + 2 * LANES, &floor, 2);
+template <class F>
+inline void write_unit(uint8_t* to, int lane, const Unit& u) {
+    for (int g = 0; g < F::UNIT / GROUP; g++) write_codes<F>(to + F::HEADER + g * F::BYTES, lane, u.codes + g * GROUP);
+    each_scale<F>(
+        u, lane, [&](int at, half x) { std::memcpy(to + at, &x, 2); },
+        [&](int at, uint8_t low, const uint8_t* high) { to[at] = high ? low | *high << 4 : low; });
 }
 
-// --- all blocks -----------------------------------------------------------------------------------------------------
-
-// Whether rows of this type can become a matrix of this kind.
-inline bool packs(int kind, int type) {
-    if (kind == WIDE) return is_float(type);
-    if (kind == FOUR_AND_FLOOR) return is_float(type) || has_four_bits(type);
-    return is_float(type) || (is_coded(type) && (kind == EIGHT_AND_FLOOR || !has_floors(type)));
+template <class F>
+inline void read_unit(Unit& u, const uint8_t* from, int lane) {
+    for (int g = 0; g < F::UNIT / GROUP; g++) read_codes<F>(u.codes + g * GROUP, from + F::HEADER + g * F::BYTES, lane);
+    each_scale<F>(
+        u, lane, [&](int at, half& x) { x = read<half>(from + at); },
+        [&](int at, uint8_t& low, uint8_t* high) {
+            low = high ? from[at] & 15 : from[at];
+            if (high) *high = from[at] >> 4;
+        });
 }
 
-// Rows without codes that the kind could hold are quantised together, the others are placed.
-inline void pack_group(int kind, const BlockRows& block, int k, uint8_t* to) {
-    bool some = false;
-    for (int lane = 0; lane < LANES; lane++) some |= !block.row(lane) || !is_placed(block.types[lane]);
-    if (some && kind == FOUR_AND_FLOOR) pack_four(FloatGroup(block, k), to);
-    if (some && kind != FOUR_AND_FLOOR) pack_eight(FloatGroup(block, k), to);
-    if (some && kind == EIGHT_AND_FLOOR) {  // its scales lie where those of EIGHT do
-        std::memset(to + bytes_of_codes(kind) + 2 * LANES, 0, 2 * LANES);
-    }
-    for (int lane = 0; lane < block.count; lane++) {
-        if (block.row(lane) && is_placed(block.types[lane]))
-            place(kind, CodeGroup(block.types[lane], block.row(lane), k), lane, to);
+inline float widened_half(half x) {
+    half all[LANES] = {x};
+    return from_half(all)[0];
+}
+
+// The weights of a unit, in the order of operations of ggml's own decoders.
+template <class F>
+inline void values(float* to, const Unit& u) {
+    const float own = F::SCALES == POWERS ? power(u.scales[0]) : widened_half(u.scale), low = F::FLOORS ? widened_half(u.floor) : 0;
+    for (int i = 0; i < F::UNIT; i++) {
+        const int span = i / F::SPAN;
+        int value = u.codes[i];
+        if constexpr (F::TABLE != nullptr) value = F::TABLE[value];
+        float scale = own, floor = low;
+        if (F::IN_UNITS) scale *= F::FLOORS ? float(u.scales[span]) : float(int8_t(u.scales[span]));
+        if (F::IN_UNITS && F::FLOORS) floor *= -float(u.floors[span]);
+        to[i] = scale * float(value - F::OFFSET);
+        if (F::FLOORS) to[i] += floor;
     }
 }
 
-inline void pack_block(int kind, const BlockRows& block, uint8_t* to) {
-    const size_t bytes = block_bytes(kind, GROUP);
-    for (int k = 0; k < block.in; k += GROUP, to += bytes) kind == WIDE ? pack_wide(block, k, to) : pack_group(kind, block, k, to);
-}
+// --- whole matrices -------------------------------------------------------------------------------------------------
 
-// Calls work(i) for 0 <= i < count, from several threads.
-template <class Work>
-inline void in_threads(int threads, int count, Work work) {
-    std::atomic<int> next{0};
-    auto run = [&] {
-        for (int i; (i = next.fetch_add(1)) < count;) work(i);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int i = 1; i < std::min(threads, count); i++) others.emplace_back(run);
-    } catch (const std::exception&) {  // the system has no more threads or memory: the others do it
-    }
-    run();
-    for (std::thread& other : others) other.join();
-}
-
-// Writes all blocks of a matrix. Returns whether there is a way from every row's type to the kind.
-inline bool pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
-    for (int row = 0; row < out; row++)
-        if (rows[row] && !packs(kind, types[row])) return false;
-    const size_t bytes = block_bytes(kind, in);
-    in_threads(threads, (out + LANES - 1) / LANES, [&](int block) {
-        const int first = block * LANES;
-        pack_block(kind, {rows + first, types + first, std::min(LANES, out - first), in}, to + block * bytes);
+// A block of 16 outputs from rows in the GGUF type that `kind` holds; null: zeros.
+inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, uint8_t* to) {
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        const int bytes = block_size(kind).bytes;
+        for (int unit = 0; unit < in / F::UNIT; unit++, to += F::HEADER + F::UNIT / GROUP * F::BYTES)
+            for (int lane = 0; lane < LANES; lane++) {
+                Unit u{};
+                if (lane < count && rows[lane]) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
+                write_unit<F>(to, lane, u);
+            }
     });
-    return true;
+}
+
+// Row `index` of a matrix of codes, [in].
+inline void row_of(const Matrix& m, int64_t index, float* to) {
+    if (m.kind == STACKED) {
+        const Matrix* part = reinterpret_cast<const Matrix*>(m.weights);
+        for (; index >= part->out; part++) index -= part->out;
+        return row_of(*part, index, to);
+    }
+    with_format(m.kind, [&](auto format) {
+        using F = decltype(format);
+        const uint8_t* p = m.weights + index / LANES * F::block_bytes(m.in);
+        for (int k = 0; k < m.in; k += F::UNIT, p += F::HEADER + F::UNIT / GROUP * F::BYTES) {
+            Unit u;
+            read_unit<F>(u, p, int(index % LANES));
+            values<F>(to + k, u);
+        }
+    });
 }
 
 }  // namespace paceline

@@ -5,28 +5,21 @@
 #include <algorithm>
 #include <vector>
 
-#include "simd.h"
 #include "barrier.h"
+#include "formats.h"
 
 namespace paceline {
 
-constexpr int GROUP = 32;  // elements of a row that share a scale
 constexpr int TILE = 8;    // rows of one pass over a block of weights
 constexpr int AHEAD = 2048;  // bytes that weights are prefetched ahead
 
-// Bits of a weight: bfloat16; codes with a scale per group; codes with a scale and a floor.
-enum Kind : int32_t { WIDE = 16, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4 };
-
-// W [out, in] in blocks of 16 outputs, as `matrix.py` lays it; both sizes are padded, `in` to whole groups.
+// W [out, in] in blocks of 16 outputs, as `matrix.py` and `pack.h` lay it; both sizes are padded, `in` to whole groups.
+// STACKED: `weights` are matrices of codes of the same width, whole blocks each (but the last) and without bias.
 struct Matrix {
     int32_t kind, out, in;
     const uint8_t* weights;
     const float* bias;  // [out, padded], or null
 };
-
-constexpr bool has_floor(int kind) { return kind != EIGHT; }
-constexpr int bytes_of_codes(int kind) { return kind == FOUR_AND_FLOOR ? GROUP * LANES / 2 : GROUP * LANES; }
-constexpr int bytes_of_group(int kind) { return bytes_of_codes(kind) + LANES * 2 * (1 + has_floor(kind)); }
 
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
@@ -35,7 +28,8 @@ struct Inputs {
     std::vector<Operand> wide;  // in bfloat16's numbers
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
-    std::vector<int32_t> shift;       // correction of a group's sum for the excess of weight codes
+    std::vector<int32_t> steps;       // the sum of a group's codes, unscaled
+    std::vector<int32_t> halves;      // the same of its two halves, 16 bits each
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
@@ -43,7 +37,8 @@ struct Inputs {
         codes.resize(std::max(codes.size(), size));
         scale.resize(std::max(scale.size(), size / GROUP));
         total.resize(scale.size());
-        shift.resize(scale.size());
+        steps.resize(scale.size());
+        halves.resize(scale.size());
     }
 
     // Sets elements from..to of a row of `size` (whole vectors of 16); `from` is the beginning of a group.
@@ -71,45 +66,77 @@ struct Inputs {
         int8_t* to = &codes[group * GROUP];
         store(to, convert<Lanes<int8_t>>(p));
         store(to + LANES, convert<Lanes<int8_t>>(q));
-        const int32_t steps = sum(p + q);
+        const int32_t first = sum(p), second = sum(q);
+        steps[group] = first + second;
+        halves[group] = (first & 0xffff) | second * 65536;
         scale[group] = top / 127.0f + broken;
-        total[group] = scale[group] * float(steps);
-        shift[group] = -EXCESS * steps;
+        total[group] = scale[group] * float(steps[group]);
     }
 
     static Ints nearest(const Floats& x) { return convert<Ints>(x + 12582912.0f - 12582912.0f); }
 };
 
-template <int KIND, int ROWS>
+// What the offset of the values adds to a group's sum, for a part of the outputs.
+template <class F>
+inline IntPart excess(const GroupScales<F>& scales, int part, const Inputs& x, size_t group) {
+    if constexpr (F::OFFSET == 0 || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
+    if constexpr (F::SPAN == GROUP) return IntPart{} + F::OFFSET * x.steps[group];
+    const ShortPart halves = (ShortPart)(IntPart{} + x.halves[group]);
+    return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), halves);
+}
+
+// The sums of a group's values times the codes of ROWS rows, for a part of the outputs; spans times their integers.
+template <class F, int ROWS, class Quad>
+inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad quad, IntPart* totals) {
+    constexpr bool SMALL = F::VALUE_BITS < 8;
+    constexpr int STEP = fours_at_once(F::VALUE_BITS, F::SPAN);
+#pragma GCC unroll 4
+    for (int from = 0; from < GROUP / 4; from += STEP) {
+        Dots<SMALL> dots[ROWS];
+        for (int r = 0; r < ROWS; r++) dots[r].start(0);
+#pragma GCC unroll 8
+        for (int q = from; q < from + STEP; q++) {
+            const Weights<SMALL> w(F::four(p, q, part));
+            for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, q));
+        }
+        for (int r = 0; r < ROWS; r++) {
+            IntPart sum;
+            if constexpr (F::SPAN == GROUP)
+                sum = dots[r].total();
+            else
+                sum = dots[r].total((4 * from < F::SPAN ? scales.first : scales.second).part[part]);
+            totals[r] = from ? totals[r] + sum : sum;
+        }
+    }
+}
+
+template <class F, int ROWS>
 inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    constexpr bool SMALL = KIND == FOUR_AND_FLOOR;
     const int groups = m.in / GROUP;
-    const uint8_t* p = m.weights + size_t(block) * groups * bytes_of_group(KIND);
+    const uint8_t *p = m.weights + block * F::block_bytes(m.in), *header = p;
     const int8_t* codes = &x.codes[size_t(row) * m.in];
-    const size_t at = size_t(row) * groups;
-    auto quad = [&](int r, int g, int q) { return read<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
     Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
-    for (int g = 0; g < groups; g++, p += bytes_of_group(KIND)) {
-        for (int line = 0; line < bytes_of_group(KIND); line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
-        const half* scales = reinterpret_cast<const half*>(p + bytes_of_codes(KIND));
-        const Floats scale = from_half(scales), floor = has_floor(KIND) ? from_half(scales + LANES) : Floats{};
+    for (int g = 0; g < groups; g++, p += F::BYTES) {
+        if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
+        for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
+        const GroupScales<F> scales(header, p + F::CODES);
+        auto quad = [&](int r, int q) { return read<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
         // A part of the outputs at a time, so that the sums of 8 rows fit into 16 registers.
         for (int part = 0; part < PARTS; part++) {
-            Dots<SMALL> dots[ROWS];
-            for (int r = 0; r < ROWS; r++) dots[r].start(SMALL || !EXCESS ? 0 : x.shift[at + r * groups + g]);
-            for (int q = 0; q < bytes_of_codes(KIND) / 64; q++) {
-                const BytePart own = read<BytePart>(p + 64 * q + part * REGISTER);
-                const Weights<SMALL> w(SMALL ? own & 15 : own);
-                for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, g, q));
-                if (!SMALL) continue;
-                const Weights<SMALL> high((BytePart)((ShortPart)own >> 4) & 15);
-                for (int r = 0; r < ROWS; r++) dots[r].add(high, quad(r, g, q + 4));
-            }
+            IntPart totals[ROWS];
+            dot<F, ROWS>(p, scales, part, quad, totals);
             for (int r = 0; r < ROWS; r++) {
+                const size_t at = size_t(row + r) * groups + g;
                 FloatPart& sum = sums[r].part[part];
-                const FloatPart dot = __builtin_convertvector(dots[r].total(), FloatPart) * x.scale[at + r * groups + g];
-                sum = fma(dot, scale.part[part], sum);
-                if (has_floor(KIND)) sum = fma(FloatPart{} + x.total[at + r * groups + g], floor.part[part], sum);
+                const IntPart own = totals[r] - excess(scales, part, x, at);
+                sum = fma(__builtin_convertvector(own, FloatPart) * x.scale[at], scales.scale.part[part], sum);
+                if constexpr (F::FLOORS && F::SPAN == GROUP)
+                    sum = fma(FloatPart{} + x.total[at], scales.floor.part[part], sum);
+                if constexpr (F::FLOORS && F::SPAN < GROUP) {
+                    const IntPart floor = weighted(paired(scales.first_floor.part[part], scales.second_floor.part[part]),
+                                                   (ShortPart)(IntPart{} + x.halves[at]));
+                    sum = fma(__builtin_convertvector(floor, FloatPart) * x.scale[at], scales.floor.part[part], sum);
+                }
             }
         }
     }
@@ -138,12 +165,15 @@ inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Float
         if constexpr (ROWS > FIRST) wide_block<ROWS - FIRST>(m, block, x, row + FIRST, out + FIRST);
         return;
     }
-    if (m.kind == EIGHT) return coded_block<EIGHT, ROWS>(m, block, x, row, out);
-    if (m.kind == EIGHT_AND_FLOOR) return coded_block<EIGHT_AND_FLOOR, ROWS>(m, block, x, row, out);
-    coded_block<FOUR_AND_FLOOR, ROWS>(m, block, x, row, out);
+    with_format(m.kind, [&](auto format) { coded_block<decltype(format), ROWS>(m, block, x, row, out); });
 }
 
 inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+    if (m.kind == STACKED) {
+        const Matrix* part = reinterpret_cast<const Matrix*>(m.weights);
+        for (; block >= blocks_of(*part); part++) block -= blocks_of(*part);
+        return block_of(rows, *part, block, x, row, out);
+    }
     switch (rows) {
         case 1: return block_of<1>(m, block, x, row, out);
         case 2: return block_of<2>(m, block, x, row, out);

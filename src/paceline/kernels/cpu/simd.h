@@ -104,8 +104,50 @@ struct Weights {
     }
 };
 
-// Sums over a group, a lane for each output: of 4 weight codes times 4 signed codes of a row at a time. SMALL: the
-// weight codes are below 16, so that sums of 8 such pairs fit 16 bits: 8 * 2 * 15 * 127 < 2^15.
+// Sums of neighbours, each times its factor.
+inline IntPart weighted(ShortPart x, ShortPart factor) {
+#if defined(__AVX512BW__)
+    return (IntPart)_mm512_madd_epi16((__m512i)x, (__m512i)factor);
+#elif defined(__AVX2__)
+    return (IntPart)_mm256_madd_epi16((__m256i)x, (__m256i)factor);
+#elif defined(__SSE2__)
+    return (IntPart)_mm_madd_epi16((__m128i)x, (__m128i)factor);
+#else
+    const IntPart a = (IntPart)x, b = (IntPart)factor;
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Two numbers of 16 bits in each lane.
+inline ShortPart paired(IntPart first, IntPart second) { return (ShortPart)((first & 0xffff) | second << 16); }
+
+// Entries of a table of 16 bytes.
+inline BytePart looked_up(const uint8_t* table, BytePart codes) {
+#if defined(__AVX512BW__)
+    return (BytePart)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(table)), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (BytePart)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(table)), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (BytePart)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#else
+    for (int i = 0; i < REGISTER; i++) codes[i] = table[codes[i]];
+    return codes;
+#endif
+}
+
+// How many fours of a span's weight codes `Dots` takes at a time, of 8 bits or fewer: those whose sums fit 16 bits, where
+// it has such sums (8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 are all below 2^15).
+constexpr int fours_at_once([[maybe_unused]] int bits, int span) {
+#if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
+    return span / 4;
+#else
+    const int most = bits == 8 || bits <= 4 ? 8 : bits == 5 ? 4 : 2;
+    return most < span / 4 ? most : span / 4;
+#endif
+}
+
+// Sums, a lane for each output: of 4 weight codes times 4 signed codes of a row at a time, `fours_at_once` times. SMALL:
+// the weight codes have fewer than 8 bits.
 template <bool SMALL>
 class Dots {
    public:
@@ -147,7 +189,16 @@ class Dots {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
         return sums_;
 #else
-        return SMALL ? in_pairs((ShortPart)sums_) : sums_;
+        return SMALL ? weighted((ShortPart)sums_, ShortPart{} + 1) : sums_;
+#endif
+    }
+
+    // Small codes' total times a small integer.
+    IntPart total(IntPart factor) const {
+#if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
+        return sums_ * factor;
+#else
+        return weighted((ShortPart)sums_, paired(factor, factor));
 #endif
     }
 
@@ -157,20 +208,8 @@ class Dots {
     // Adds sums of two products.
     template <class Pairs>
     void add(Pairs pairs) {
-        sums_ = SMALL ? (IntPart)((ShortPart)sums_ + (ShortPart)pairs) : sums_ + in_pairs((ShortPart)pairs);
-    }
-
-    // Sums of neighbours.
-    static IntPart in_pairs(ShortPart x) {
-#if defined(__AVX512BW__)
-        return (IntPart)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-        return (IntPart)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
-#elif defined(__SSE2__)
-        return (IntPart)_mm_madd_epi16((__m128i)x, _mm_set1_epi16(1));
-#else
-        return ((IntPart)x << 16 >> 16) + ((IntPart)x >> 16);
-#endif
+        sums_ = SMALL ? (IntPart)((ShortPart)sums_ + (ShortPart)pairs)
+                      : sums_ + weighted((ShortPart)pairs, ShortPart{} + 1);
     }
 };
 

@@ -1,0 +1,144 @@
+"""GGUF's types in their own bits: packed, unpacked and multiplied."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.errors import CorruptModel
+from paceline.kernels.cpu.build import SETS, available, library
+from paceline.kernels.cpu.matrix import EIGHT, NativeGated, NativeLinear
+from paceline.kernels.quantize import round_activations
+from paceline.kernels.stored import Stored
+from tests.kernels.sets import using
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+
+HALVES = {
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
+}
+"""Type -> where a block has its halves, which random bytes must not make infinite."""
+
+
+def number(kind: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[kind]
+
+
+def random_blocks(kind: str, out: int, width: int, seed: int = 0) -> Tensor:
+    """Rows of random codes and scales, uint8 [out, bytes]."""
+    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
+    noise = np.random.default_rng(seed)
+    blocks = noise.integers(0, 256, (out * width // size, count), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = (noise.standard_normal(len(blocks)) * 0.01).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":
+        blocks[:, 0] = noise.integers(110, 128, len(blocks))
+        blocks[:2, 0] = (0, 1)
+    return torch.from_numpy(blocks).view(out, -1)
+
+
+def stored(kind: str, out: int, width: int, seed: int = 0) -> tuple[Stored, Tensor]:
+    """A matrix, and its weights in float32."""
+    data = random_blocks(kind, out, width, seed)
+    return Stored.of(data, int(number(kind)), width), torch.from_numpy(gguf.dequantize(data.numpy(), number(kind)))
+
+
+def near(y: Tensor, weight: Tensor, x: Tensor) -> bool:
+    rows = round_activations(x).values(x.shape[-1]).double()
+    size = weight.double().abs() + 2 * weight.double().abs().amax(1, keepdim=True)
+    return bool(((y.double() - rows @ weight.double().T).abs() <= 2e-6 * (rows.abs() @ size.T)).all())
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_weights_are_ggufs_own_to_the_bit(kind: str) -> None:
+    for out, width in ((1, 256), (37, 512)):
+        matrix, weight = stored(kind, out, width)
+        ours = NativeLinear(matrix, None).matrix
+        assert torch.equal(ours.weight(), weight)
+        some = torch.tensor([[out - 1, 0], [out // 2, 0]])
+        assert torch.equal(ours.rows(some), weight[some])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_weight_costs_hardly_more_bits_than_in_the_file(kind: str) -> None:
+    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
+    limit = {"Q4_1": 5.0}.get(kind, 8 * count / size + 0.15)
+    matrix = NativeLinear(stored(kind, 64, 1024)[0], None).matrix
+    assert 8 * matrix.nbytes / (64 * 1024) <= limit
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_products_are_those_of_float64_and_the_same_bits_anywhere(kind: str) -> None:
+    matrix, weight = stored(kind, 37, 512)
+    results = []
+    sets = [SETS[name] for name in available()]
+    for one in sets:
+        with using(one):
+            ours = NativeLinear(matrix, None)
+            for count in (1, 2, 3, 5, 8, 19):
+                x = torch.randn(count, 512, generator=torch.Generator().manual_seed(3))
+                y = ours.precise(x)
+                assert near(y, weight, x), (one.name, count)
+                alone = torch.cat([ours.precise(row[None]) for row in x])
+                assert torch.equal(y, alone), (one.name, count)
+        results.append(y)
+    fused = [y for one, y in zip(sets, results, strict=True) if one.name != "portable"]
+    assert all(torch.equal(y, fused[0]) for y in fused)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_extreme_codes_do_not_saturate(kind: str) -> None:
+    """All bits set, against rows whose codes are all 127 or -127."""
+    data = random_blocks(kind, 16, 256)
+    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
+    for fill in (0, 255):
+        blocks = torch.full_like(data, fill).view(-1, count)
+        for at in HALVES[kind]:
+            blocks[:, at : at + 2] = torch.tensor([0, 0x2C], dtype=torch.uint8)
+        if kind == "MXFP4":
+            blocks[:, 0] = 120
+        rows = blocks.view(16, -1)
+        weight = torch.from_numpy(gguf.dequantize(rows.numpy(), number(kind)))
+        ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
+        for x in (torch.ones(3, 256), -torch.ones(3, 256)):
+            assert near(ours.precise(x), weight, x)
+
+
+def test_stacked_types_keep_their_own_bits() -> None:
+    parts = [stored("Q4_K", 48, 256, 1), stored("Q6_K", 16, 256, 2), stored("Q4_K", 24, 256, 3)]
+    weight, x = torch.cat([w for _, w in parts]), torch.randn(5, 256)
+    bias = torch.randn(88)
+    ours = NativeLinear(Stored.stack([part for part, _ in parts]), bias)
+    assert len(ours.matrix.kinds) == 3
+    assert torch.equal(ours.weight(), weight)
+    assert torch.equal(ours.precise(x), torch.cat([NativeLinear(p, None).precise(x) for p, _ in parts], 1) + bias)
+
+
+def test_types_that_meet_within_a_block_become_8_bits() -> None:
+    parts = [stored("Q4_K", 24, 256, 1), stored("Q6_K", 24, 256, 2)]
+    ours = NativeLinear(Stored.stack([part for part, _ in parts]), None)
+    assert ours.matrix.kinds == (EIGHT,)
+    weight = torch.cat([w for _, w in parts])
+    assert (ours.weight() - weight).abs().max() < weight.abs().max() / 120
+
+
+def test_gate_and_up_are_reordered_as_pointers() -> None:
+    matrix, weight = stored("Q5_K", 64, 256)
+    x = torch.randn(3, 256)
+    whole = NativeLinear(matrix, None).precise(x)
+    gate, up = whole.chunk(2, -1)
+    torch.testing.assert_close(NativeGated(matrix, None, "silu")(x), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("Q4_K", 288), ("Q4_0", 48)])
+def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> None:
+    data = torch.zeros(16, 400, dtype=torch.uint8)
+    with pytest.raises(CorruptModel, match=f"16 x {width}"):
+        NativeLinear(Stored.of(data, int(number(kind)), width), None)
+    with pytest.raises(CorruptModel, match="ggml types"):
+        NativeLinear(Stored.of(data, 99, 256), None)
