@@ -41,7 +41,7 @@ class Decoder:
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
         table = (config.vocab_size, config.hidden)
-        self._embed = weights.get("model.embed_tokens.weight", table)
+        self._embed = weights.embedding("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
@@ -52,7 +52,8 @@ class Decoder:
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-            self._head = linear(weights.head("model.embed_tokens.weight", table, self._embed))
+            own = isinstance(self._embed, NativeLinear)
+            self._head = self._embed if own else linear(weights.head("model.embed_tokens.weight", table))
         else:
             self._head = linear(weights.head("lm_head.weight", table))
         weights.finish()
@@ -111,7 +112,10 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
-        x = F.embedding(tokens, self._embed)
+        if isinstance(self._embed, NativeLinear):
+            x = self._embed.matrix.rows(tokens).to(self.dtype)
+        else:
+            x = F.embedding(tokens, self._embed)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def logits(self, x: Tensor) -> Tensor:

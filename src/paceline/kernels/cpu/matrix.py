@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
-
 from dataclasses import replace
 
 import torch
@@ -103,6 +102,11 @@ def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
             first += count * LANES
     weight.release()
     return packed
+
+
+def packs(number: int) -> bool:
+    """Whether the kernels, which must be available, read this ggml type."""
+    return _kind(number, None) != 0
 
 
 def _kind(number: int, bits: int | None) -> int:
