@@ -15,6 +15,7 @@ from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
+from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
@@ -146,6 +147,13 @@ class Shards(LazyTensors):
         path, read = self._sources[name]
         with library_errors(f"cannot read {name} from {path}", _AGAIN):
             return read(name)
+
+    def stored(self, name: str) -> Stored | None:
+        tensor, (path, _) = self[name], self._sources[name]
+        if tensor.ndim != 2 or tensor.dtype not in FLOATS:
+            return None
+        # The safetensors library maps whole files.
+        return Stored.floats(tensor, None, tensor.untyped_storage().nbytes() == path.stat().st_size)
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:

@@ -19,7 +19,9 @@ from torch import Tensor
 from paceline.checkpoints.gguf_codes import gguf_codes
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import open_regular
+from paceline.kernels.cpu.matrix import packs
 from paceline.kernels.quantize import Codes, quantize
+from paceline.kernels.stored import Stored
 
 _DAMAGED = (ValueError, KeyError, IndexError, OverflowError, struct.error, MemoryError, TypeError)
 _PIECE = 1 << 18
@@ -106,6 +108,14 @@ class GGUFTensor:
         if self.kind in FLOATS:
             return None
         return gguf_codes(self._data(), self.kind, self.shape) or quantize(self.read(), 8)
+
+    def stored(self) -> Stored:
+        """Return a matrix where it lies; of a type that the kernels do not read, as floats that become 8-bit codes."""
+        number = int(self.info.tensor_type)
+        if not packs(number):
+            return Stored.floats(self.read().float(), 8)
+        data = torch.from_numpy(self._data()).view(self.shape[0], -1).view(torch.uint8)
+        return Stored.of(data, number, self.shape[1], mapped=True)
 
     def _data(self) -> Any:
         return self.info.data if self.index is None else self.info.data[self.index]

@@ -15,6 +15,7 @@ from paceline.checkpoints.gguf_file import FLOATS, GGUFFile, GGUFTensor
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import EXPERTS
 from paceline.kernels.quantize import Codes
+from paceline.kernels.stored import Stored
 from paceline.models.lazy import LazyTensors
 
 
@@ -100,6 +101,12 @@ class GGUFTensors(LazyTensors):
     def codes(self, name: str) -> Codes | None:
         codes, convert = self._tensors[name].codes(), self._conversion(name)
         return codes[convert(torch.arange(len(codes.codes)))] if codes and convert else codes
+
+    def stored(self, name: str) -> Stored | None:
+        if len(self.shape(name)) != 2:
+            return None
+        stored, convert = self._tensors[name].stored(), self._conversion(name)
+        return stored[convert(torch.arange(len(stored.rows)))] if convert else stored
 
     def mostly_codes(self) -> bool:
         sizes = [(tensor.kind in FLOATS, math.prod(tensor.shape)) for tensor in self._tensors.values()]

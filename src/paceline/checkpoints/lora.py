@@ -21,8 +21,9 @@ from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import library_errors, read_json
 from paceline.files.schema import ADAPTER, shown
 from paceline.kernels.quantize import Codes
+from paceline.kernels.stored import Stored
 from paceline.models.families import ties_head
-from paceline.models.lazy import LazyTensors, codes_of, shape_of
+from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
@@ -195,8 +196,15 @@ class Merged(LazyTensors):
 
     def codes(self, name: str) -> Codes | None:
         """Return the base's codes of a matrix that the adapter does not change, else None."""
+        return None if self._changed(name) else codes_of(self._base, name)
+
+    def stored(self, name: str) -> Stored | None:
+        """Return a matrix of the base that the adapter does not change, else None."""
+        return None if self._changed(name) else stored_of(self._base, name)
+
+    def _changed(self, name: str) -> bool:
         changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
-        return None if changed or (name == HEAD and self._untied) else codes_of(self._base, name)
+        return changed or (name == HEAD and self._untied)
 
     def mostly_codes(self) -> bool:
         return isinstance(self._base, LazyTensors) and self._base.mostly_codes()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import FLOATS, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
+from paceline.kernels.stored import Stored
 
 
 class Linear(Protocol):
@@ -56,11 +57,13 @@ def products(make: Make) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
+def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linear:
     """The fastest product for the weight's dtype and device. It may hold a copy in another layout.
 
     With codes, activations are rounded to 8 bits, each row by itself; the result has the activations' dtype.
     """
+    if isinstance(weight, Stored):
+        return NativeLinear(weight, bias)
     if (make := _MAKE.get()) and isinstance(weight, Tensor):
         return make(weight, bias)
     if _native(weight):
@@ -71,9 +74,9 @@ def linear(weight: Tensor | Codes, bias: Tensor | None = None) -> Linear:
     return _Packed(weight, bias) if packs else _Plain(weight, bias)
 
 
-def gated(weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Activation:
+def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Activation:
     """x -> act(x G^T) * (x U^T) for gate G above up U in `weight` [2 * out, in]."""
-    if _native(weight) and not _MAKE.get():
+    if isinstance(weight, Stored) or (_native(weight) and not _MAKE.get()):
         return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
     act = ACTIVATIONS[activation]
@@ -177,7 +180,13 @@ def _native(weight: Tensor | Codes) -> bool:
     if values.device.type != "cpu":
         return False
     # The library comes last: the first request for it compiles it.
-    return (isinstance(weight, Codes) or weight.dtype in FLOATS) and library() is not None
+    return (isinstance(weight, Codes) or weight.dtype in FLOAT_KINDS) and library() is not None
+
+
+def takes_stored(width: int, dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
+    """Return whether matrices of this width are taken as `Stored`: codes, or floats in this dtype."""
+    runs = coded or (dtype == torch.bfloat16 and not _MAKE.get())
+    return runs and device.type == "cpu" and width % LANES == 0 and library() is not None
 
 
 def free_rows(device: torch.device) -> int:

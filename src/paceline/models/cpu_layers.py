@@ -16,7 +16,7 @@ from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_in
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOATS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.models.layers import Layer, Mixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
@@ -111,7 +111,7 @@ class NativeLayers:
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
-                *(byref(passed.c), FLOATS[x.dtype], x.data_ptr()),
+                *(byref(passed.c), FLOAT_KINDS[x.dtype], x.data_ptr()),
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
             ):
@@ -151,7 +151,7 @@ def whole(size: int) -> int:
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     """Whether `NativeLayers` can run them: all products native."""
-    return dtype in FLOATS and all(map(_parts, layers)) and library() is not None
+    return dtype in FLOAT_KINDS and all(map(_parts, layers)) and library() is not None
 
 
 class _Parts(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import Linear, linear
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, RMSNorm
 from paceline.models.stack import LayerStack
@@ -41,7 +41,7 @@ class Decoder:
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
         table = (config.vocab_size, config.hidden)
-        self._embed = weights.get("model.embed_tokens.weight", table)
+        self._embed = weights.embedding("model.embed_tokens.weight", table)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
@@ -52,9 +52,11 @@ class Decoder:
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-            self._head = linear(weights.head("model.embed_tokens.weight", table, self._embed))
+        if config.tied and isinstance(self._embed, NativeLinear):
+            self._head: Linear = self._embed
         else:
-            self._head = linear(weights.head("lm_head.weight", table))
+            name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+            self._head = linear(weights.head(name, table))
         weights.finish()
         progress(config.layers, config.layers)
 
@@ -111,7 +113,10 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
-        x = F.embedding(tokens, self._embed)
+        if isinstance(self._embed, NativeLinear):
+            x = self._embed.matrix.rows(tokens).to(self.dtype)
+        else:
+            x = F.embedding(tokens, self._embed)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def logits(self, x: Tensor) -> Tensor:

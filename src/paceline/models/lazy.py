@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantize import Codes, Mode
+from paceline.kernels.stored import Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -32,6 +33,10 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return the codes that a matrix is stored in; None for floats and for tensors that are computed when read."""
         return None
 
+    def stored(self, name: str) -> Stored | None:
+        """Return a matrix where it lies, in the type of the file; None for tensors that are computed when read."""
+        return None
+
     def mostly_codes(self) -> bool:
         """Whether most weights are stored in codes."""
         return False
@@ -44,6 +49,11 @@ class LazyTensors(Mapping[str, Tensor]):
 def codes_of(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
     """Return `LazyTensors.codes`; None for tensors in memory."""
     return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
+
+
+def stored_of(tensors: Mapping[str, Tensor], name: str) -> Stored | None:
+    """Return `LazyTensors.stored`; None for tensors in memory."""
+    return tensors.stored(name) if isinstance(tensors, LazyTensors) else None
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -63,6 +73,9 @@ class Renamed(LazyTensors):
 
     def codes(self, name: str) -> Codes | None:
         return codes_of(self._tensors, self._names[name])
+
+    def stored(self, name: str) -> Stored | None:
+        return stored_of(self._tensors, self._names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])

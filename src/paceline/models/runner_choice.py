@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline.kernels.cpu.build import built_for, library, obstacle
-from paceline.kernels.cpu.matrix import FLOATS
+from paceline.kernels.cpu.matrix import FLOAT_KINDS
 from paceline.kernels.quantize import Mode
 from paceline.models.config import ModelConfig
 
@@ -28,7 +28,7 @@ def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, qua
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
-    if dtype not in FLOATS:
+    if dtype not in FLOAT_KINDS:
         return Runner(f"torch, in {kind}")  # as was asked
     kernels, reason = library(), obstacle()
     if kernels is None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, InvalidOption
 from paceline.kernels.activations import Activation
-from paceline.kernels.linear import Linear, gated, linear
+from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.kernels.linear import Linear, gated, linear, takes_stored
 from paceline.kernels.quantize import Codes, quantize, stack
-from paceline.models.lazy import Quantised, codes_of
+from paceline.kernels.stored import FLOATS, Stored
+from paceline.models.lazy import Quantised, codes_of, stored_of
 
 _HEAD_BITS = 8
 """Least bits of an output head: it is one product of many, and decides every token."""
@@ -50,15 +53,32 @@ class Weights:
             )
         self._left.discard(name)
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes:
-        """Take the matrix of a product: a tensor in the model's dtype, or codes if the weights are quantised."""
-        return self._coded(name, shape, self._bits) if self._bits else self.get(name, shape)
+    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
+        """Take the matrix of a product: in the model's dtype, or codes if the weights are quantised."""
+        return self._matrix(name, shape, self._bits)
 
-    def head(self, name: str, shape: tuple[int, int], held: Tensor | None = None) -> Tensor | Codes:
-        """Take the matrix of an output head. `held`: the tensor, if it has been read already."""
-        if self._bits:
-            return self._coded(name, shape, _HEAD_BITS)
-        return self.get(name, shape) if held is None else held
+    def head(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
+        """Take the matrix of an output head."""
+        return self._matrix(name, shape, self._bits and _HEAD_BITS)
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> Tensor | NativeLinear:
+        """Take an embedding: a tensor in the model's dtype; of the file's own codes a product, which has their rows and
+        is a tied head too."""
+        if self._bits and name in self and takes_stored(shape[1], self._dtype, True, self.device):
+            own = stored_of(self._tensors, name)
+            if own is not None and own.bits is None and not _is_float(own):
+                self._check(name, own.shape, shape)
+                return NativeLinear(own, None)
+        return self.get(name, shape)
+
+    def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
+        if not takes_stored(shape[1], self._dtype, bits is not None, self.device):
+            return self._coded(name, shape, bits) if bits else self.get(name, shape)
+        own = stored_of(self._tensors, name) if name in self else None
+        if own is None or not (bits or _is_float(own)):
+            return Stored.floats(self.get(name, shape, torch.float32 if bits else None), bits)
+        self._check(name, own.shape, shape)
+        return replace(own, bits=bits or own.bits) if _is_float(own) and own.bits is None else own
 
     def borrowed(self, rows: Tensor) -> Tensor | Codes:
         """An output head of rows of another model, quantised if these weights are."""
@@ -87,7 +107,7 @@ class Weights:
         out, width = shape[0] * 2 // len(parts), shape[1]
         return gated(*self._stacked(dict.fromkeys(parts, out), width), activation)
 
-    def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes, Tensor | None]:
+    def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes | Stored, Tensor | None]:
         """The projections stacked, and their biases if any has one."""
         weight = [self.matrix(name + ".weight", (out, width)) for name, out in parts.items()]
         bias = None
@@ -114,8 +134,14 @@ class Weights:
             )
 
 
-def _stack(parts: Sequence[Tensor | Codes]) -> Tensor | Codes:
-    """Stack matrices, which are all tensors or all codes."""
+def _is_float(matrix: Stored) -> bool:
+    return int(matrix.types[0]) in FLOATS.values()
+
+
+def _stack(parts: Sequence[Tensor | Codes | Stored]) -> Tensor | Codes | Stored:
+    """Stack matrices, which are all of one class."""
+    if stored := [part for part in parts if isinstance(part, Stored)]:
+        return Stored.stack(stored)
     if codes := [part for part in parts if isinstance(part, Codes)]:
         return stack(codes)
     tensors = [part for part in parts if isinstance(part, Tensor)]

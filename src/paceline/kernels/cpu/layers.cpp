@@ -4,7 +4,7 @@
 
 #include "groups.h"
 #include "noise.h"
-#include "pack.h"
+#include "floats.h"
 
 using namespace paceline;
 
@@ -218,18 +218,24 @@ int64_t paceline_bytes(int kind, int out, int in) {
     return bytes;
 }
 
-// Packs a matrix of codes into the `paceline_bytes` at `to`. Row i lies at rows[i], in the ggml type types[i]; null:
-// zeros. Returns 1 if a row is of another type than the one that `kind` holds, or of a width that it cannot have.
-int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
-                  int threads) {
-    const int64_t bytes = block_size(kind).bytes ? paceline_bytes(kind, out, in) : -1;
-    if (bytes < 0) return 1;
-    for (int i = 0; i < out; i++)
+// Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of bfloat16. Row i lies at rows[i], in the ggml
+// type types[i]; null: zeros. Types: floats, or the one that `kind` holds. Returns 1 for another type, or for a width
+// that it cannot have.
+int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
+    const bool floats = std::all_of(types, types + out, is_float) && float_group_bytes(kind);
+    for (int i = 0; i < out && !floats; i++)
         if (rows[i] && kind_of_type(types[i]) != kind) return 1;
-    const int blocks = (out + LANES - 1) / LANES;
-    Team(threads).split(blocks, 1, [&](Span mine, int) {
-        for (int block = mine.from; block < mine.to; block++)
-            pack_block(kind, in, rows + block * LANES, std::min(LANES, out - block * LANES), to + bytes / blocks * block);
+    const int64_t width = (int64_t(in) + GROUP - 1) / GROUP, blocks = (int64_t(out) + LANES - 1) / LANES;
+    const int64_t bytes = floats ? width * float_group_bytes(kind) : paceline_bytes(kind, out, in) / blocks;
+    if (bytes <= 0) return 1;
+    Team(threads).split(int(blocks), 1, [&](Span mine, int) {
+        for (int block = mine.from; block < mine.to; block++) {
+            const int first = block * LANES, count = std::min(LANES, out - first);
+            if (floats)
+                pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block);
+            else
+                pack_block(kind, in, rows + first, count, to + bytes * block);
+        }
     });
     return 0;
 }
@@ -240,6 +246,11 @@ int paceline_kind(int type) { return kind_of_type(type); }
 // Rows of a matrix of codes, to [count, in], in float32.
 void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
+}
+
+// Rows of floats in ggml's types, each of `in` elements, as float32 [count, in].
+void paceline_read_floats(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
+    for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
 }
 
 }

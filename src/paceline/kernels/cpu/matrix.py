@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from paceline.errors import CorruptModel, OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes, quantize
-from paceline.kernels.stored import Stored
+from paceline.kernels.stored import FLOATS, Stored
 
 LANES = 16
 """Outputs per block of weights."""
@@ -21,10 +21,10 @@ LANES = 16
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
-EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED = 8, 9, 4, 1
+EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED, WIDE = 8, 9, 4, 1, 16
 """Kinds of formats.h; those of GGUF's types are known there only."""
 
-FLOATS = {torch.bfloat16: 16, torch.float16: 17, torch.float32: 32}
+FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels run, and their kinds."""
 
 
@@ -46,7 +46,7 @@ class Matrix:
             kind = FOUR_AND_FLOOR if weight.bits == 4 else EIGHT if weight.floor is None else EIGHT_AND_FLOOR
             self._parts = [(kind, weight.shape[0], _pack_codes(weight))]
         else:
-            self._parts = [(FLOATS[weight.dtype], weight.shape[0], _pack(weight))]
+            self._parts = [(FLOAT_KINDS[weight.dtype], weight.shape[0], _pack(weight))]
         width = -(-self.shape[1] // GROUP) * GROUP
         self._table = (CMatrix * len(self._parts))(
             *(CMatrix(kind, out, width, packed.data_ptr(), None) for kind, out, packed in self._parts)
@@ -64,10 +64,12 @@ class Matrix:
     def weight(self) -> Tensor:
         """W [out, in] in its own float type; of codes float32."""
         packed = self._parts[0][2]
-        if packed.dtype not in FLOATS:
+        if packed.dtype not in FLOAT_KINDS:
             return self.rows(torch.arange(self.shape[0]))
         out, width = self.shape
-        weight: Tensor = packed.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+        n = 2 if packed.dtype == torch.bfloat16 else 1
+        blocks = packed.view(-1, self.c.width // n, LANES, n)
+        weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
         return weight
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -87,51 +89,73 @@ class Matrix:
 
 
 def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
-    """Kind, outputs and bytes of each run of blocks of one type; in 8 bits where types meet within a block.
+    """Kind, outputs and bytes of each run of blocks of one kind; in 8 bits where kinds meet within a block.
 
     Raises `CorruptModel` for a width that a type cannot have.
     """
-    kind_of = kernel("paceline_kind", c_int32)
-    spans = [(kind_of(types[0]), len(types), len(set(types)) > 1) for types in _split(weight.types, LANES)]
-    if any(mixed for _, _, mixed in spans):
-        return [(EIGHT, weight.shape[0], _pack_codes(quantize(_plain(weight), 8)))]
-    parts: list[tuple[int, int]] = []
-    for kind, count, _ in spans:
-        if parts and parts[-1][0] == kind:
-            count += parts.pop()[1]
-        parts.append((kind, count))
-    packed, first = [], 0
-    for kind, count in parts:
-        packed.append((kind, count, _pack_rows(kind, weight[slice(first, first + count)])))
-        first += count
+    kinds = torch.empty_like(weight.types)
+    for number in weight.types.unique().tolist():
+        kinds[weight.types == number] = _kind(number, weight.bits)
+    blocks = F.pad(kinds, (0, -len(kinds) % LANES), value=int(kinds[-1])).view(-1, LANES)
+    if not torch.equal(blocks.amin(1), blocks.amax(1)):
+        packed = [(EIGHT, weight.shape[0], _pack_codes(quantize(_plain(weight), 8)))]
+    else:
+        packed, first = [], 0
+        for kind, count in zip(*(x.tolist() for x in blocks[:, 0].unique_consecutive(return_counts=True)), strict=True):
+            rows = weight[first : first + count * LANES]
+            packed.append((kind, len(rows.rows), _pack_rows(kind, rows)))
+            first += count * LANES
+    weight.release()
     return packed
 
 
-def _split(values: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [values[i : i + size] for i in range(0, len(values), size)]
+def packs(number: int) -> bool:
+    """Whether the kernels, which must be available, read this ggml type."""
+    return _kind(number, None) != 0
+
+
+def _kind(number: int, bits: int | None) -> int:
+    """The kind of rows of this ggml type; `bits`: of the codes that floats become, or None."""
+    if number in FLOATS.values():
+        return WIDE if bits is None else EIGHT if bits == 8 else FOUR_AND_FLOOR
+    return int(kernel("paceline_kind", c_int32)(number))
 
 
 def _pack_rows(kind: int, weight: Stored) -> Tensor:
-    """Rows of one type, in the layout of its kind."""
+    """Rows of one kind, in its layout."""
     (out, width), size = weight.shape, kernel("paceline_bytes", c_int32, c_int32, c_int32)
     size.restype = c_int64
-    count = size(kind, out, width)
+    floats = int(weight.types[0]) in FLOATS.values()
+    whole = -(-width // GROUP) * GROUP if floats else width
+    count = -(-out // LANES) * LANES * whole * 2 if kind == WIDE else size(kind, out, whole)
     packed = torch.empty(max(count, 0), dtype=torch.uint8)
-    rows, types = (c_void_p * out)(*weight.rows), (c_int32 * out)(*weight.types)
     pack = kernel("paceline_pack", c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
+    rows, types = weight.rows.data_ptr(), weight.types.data_ptr()
     if count < 0 or pack(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
         raise CorruptModel(
-            f"a matrix of {out} x {width} cannot be of ggml types {sorted(set(weight.types))}", "Fetch the file again"
+            f"a matrix of {out} x {width} cannot be of ggml types {weight.types.unique().tolist()}",
+            "Fetch the file again",
         )
-    return packed
+    return packed.view(torch.bfloat16) if kind == WIDE else packed
 
 
 def _plain(weight: Stored) -> Tensor:
     """The weights in float32; each type by itself, since they meet within blocks."""
     y = torch.empty(weight.shape)
-    for kind in set(weight.types):
-        which = [i for i, other in enumerate(weight.types) if other == kind]
-        y[which] = Matrix(weight[which], None).weight()
+    for number in weight.types.unique().tolist():
+        which = (weight.types == number).nonzero()[:, 0]
+        if number in FLOATS.values():
+            y[which] = read_floats(weight[which])
+        else:
+            y[which] = Matrix(replace(weight[which], mapped=False), None).weight()
+    return y
+
+
+def read_floats(weight: Stored) -> Tensor:
+    """Rows of floats, in float32."""
+    y = torch.empty(weight.shape)
+    run = kernel("paceline_read_floats", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
+    run(weight.rows.data_ptr(), weight.types.data_ptr(), *weight.shape, y.data_ptr())
     return y
 
 
@@ -220,8 +244,7 @@ class NativeGated:
         whole = -(-self.out // LANES) * LANES  # whose last outputs are another's once more, and unused
         one = torch.arange(whole).clamp(max=self.out - 1)
         order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
-        gates = weight[order.tolist()] if isinstance(weight, Stored) else weight[order]
-        self.both = NativeLinear(gates, None if bias is None else bias[order])
+        self.both = NativeLinear(weight[order], None if bias is None else bias[order])
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)

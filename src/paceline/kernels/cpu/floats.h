@@ -1,0 +1,167 @@
+// Matrices of rows of floats, rounded to codes where the matrix has them: `quantize.py` describes how.
+#pragma once
+
+#include "pack.h"
+
+namespace paceline {
+
+// Types of a row's elements, by ggml's numbers.
+enum Type : int32_t { F32 = 0, F16 = 1, BF16 = 30 };
+
+inline bool is_float(int type) { return type == F32 || type == F16 || type == BF16; }
+
+// Up to 16 rows of `in` elements, the outputs of a block. Null: zeros.
+struct BlockRows {
+    const uint8_t* const* rows;
+    const int32_t* types;
+    int count, in;
+
+    const uint8_t* row(int lane) const { return lane < count ? rows[lane] : nullptr; }
+};
+
+// To the nearest, ties to even.
+inline half to_half(float x) {
+    const uint32_t bits = read<uint32_t>(&x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    if (size > 0x7f800000) return half(sign | 0x7e00);
+    if (size >= 0x477ff000) return half(sign | 0x7c00);
+    if (size >= 0x38800000) return half(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+    const float shifted = read<float>(&size) + 0.5f;  // its last bit is float16's
+    return half(sign | (read<uint32_t>(&shifted) - 0x3f000000));
+}
+
+// Elements k.. of a row of floats; beyond its end the last one again, which changes no group's range.
+inline void read_group(float* to, int type, const uint8_t* row, int k, int in) {
+    const int n = std::min(GROUP, in - k);
+    if (type == F32) {
+        std::memcpy(to, row + size_t(k) * 4, size_t(n) * 4);
+    } else {
+        uint16_t own[GROUP] = {};
+        std::memcpy(own, row + size_t(k) * 2, size_t(n) * 2);
+        for (int i = 0; i < GROUP; i += LANES) store(to + i, type == F16 ? from_half(own + i) : widen(own + i));
+    }
+    for (int i = n; i < GROUP; i++) to[i] = to[n - 1];
+}
+
+// A group of 16 rows of floats, a lane for each.
+struct FloatGroup {
+    alignas(64) float at[GROUP][LANES];
+
+    FloatGroup(const BlockRows& block, int k) {
+        float own[GROUP];
+        for (int lane = 0; lane < LANES; lane++) {
+            if (const uint8_t* row = block.row(lane))
+                read_group(own, block.types[lane], row, k, block.in);
+            else
+                std::fill_n(own, GROUP, 0.0f);
+            for (int i = 0; i < GROUP; i++) at[i][lane] = own[i];
+        }
+    }
+
+    Floats operator[](int i) const { return load<Floats>(at[i]); }
+};
+
+inline Floats nearest_code(const Floats& x, float least, float most) {
+    const Floats bounded = select(x > least, select(x < most, x, all(most)), all(least));  // a NaN is the least
+    return bounded + 12582912.0f - 12582912.0f;
+}
+
+// The scale as it is stored, and by what to divide: infinity for 0.
+inline Floats stored_half(const Floats& x, uint8_t* to) {
+    half own[LANES];
+    for (int lane = 0; lane < LANES; lane++) own[lane] = to_half(x[lane]);
+    std::memcpy(to, own, sizeof own);
+    return from_half(own);
+}
+
+inline Floats divisor(const Floats& scale) { return select(scale == 0.0f, all(INFINITY), scale); }
+
+inline void store_codes(uint8_t* to, const Floats* codes, int count, int bits) {
+    for (int i = 0; i < count; i++) {
+        Ints code = convert<Ints>(codes[i]);
+        if (bits == 4) code |= convert<Ints>(codes[i + count]) << 4;
+        for (int lane = 0; lane < LANES; lane++) to[i / 4 * 64 + lane * 4 + i % 4] = uint8_t(code[lane]);
+    }
+}
+
+inline void pack_eight(const FloatGroup& x, uint8_t* to) {
+    Floats largest{}, codes[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        const Floats size = select(x[i] < 0.0f, -x[i], x[i]);
+        largest = select(largest > size, largest, size);
+    }
+    const Floats step = divisor(stored_half(largest / 127.0f, to + GROUP * LANES));
+    for (int i = 0; i < GROUP; i++) codes[i] = nearest_code(x[i] / step, -127, 127) + 128.0f;
+    store_codes(to, codes, GROUP, 8);
+}
+
+inline void pack_four(const FloatGroup& x, uint8_t* to) {
+    constexpr int FITS = 4;
+    Floats low = x[0], high = x[0], mean{}, codes[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        low = select(low < x[i], low, x[i]), high = select(high > x[i], high, x[i]);
+        mean += x[i];
+    }
+    mean = mean * (1.0f / GROUP);
+    Floats scale = (high - low) / 15.0f, floor = low;
+    for (int fit = 0; fit < FITS; fit++) {
+        // The line of least squared error for the codes nearest the last one.
+        const Floats step = divisor(scale);
+        Floats middle{}, products{}, squares{};
+        for (int i = 0; i < GROUP; i++) middle += codes[i] = nearest_code((x[i] - floor) / step, 0, 15);
+        middle = middle * (1.0f / GROUP);
+        for (int i = 0; i < GROUP; i++) {
+            const Floats off = codes[i] - middle;
+            products = fma(off, x[i], products), squares = fma(off, off, squares);
+        }
+        scale = products / select(squares > 1e-9f, squares, all(1e-9f));
+        floor = mean - scale * middle;
+    }
+    uint8_t* scales = to + GROUP * LANES / 2;
+    scale = stored_half(scale, scales), floor = stored_half(floor, scales + 2 * LANES);
+    const Floats step = divisor(scale);
+    for (int i = 0; i < GROUP; i++) codes[i] = nearest_code((x[i] - floor) / step, 0, 15);
+    store_codes(to, codes, GROUP / 2, 4);
+}
+
+// Pairs of neighbouring inputs, a lane per output; zeros beyond the end.
+inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
+    const int n = std::min(GROUP, block.in - k);
+    for (int lane = 0; lane < LANES; lane++) {
+        bf16 own[GROUP] = {};
+        const uint8_t* row = block.row(lane);
+        if (row && block.types[lane] == BF16) {
+            std::memcpy(own, row + size_t(k) * 2, size_t(n) * 2);
+        } else if (row) {
+            float x[GROUP];
+            read_group(x, block.types[lane], row, k, block.in);
+            for (int i = 0; i < n; i++) own[i] = narrowed(x[i]);
+        }
+        for (int i = 0; i < GROUP; i += 2) std::memcpy(to + i / 2 * 64 + lane * 4, own + i, 4);
+    }
+}
+
+inline int float_group_bytes(int kind) {
+    return LANES * (kind == WIDE ? 2 * GROUP : kind == EIGHT ? GROUP + 2 : kind == FOUR_AND_FLOOR ? GROUP / 2 + 4 : 0);
+}
+
+inline void pack_float_block(int kind, const BlockRows& block, uint8_t* to) {
+    for (int k = 0; k < block.in; k += GROUP, to += float_group_bytes(kind)) {
+        if (kind == WIDE)
+            pack_wide(block, k, to);
+        else if (kind == EIGHT)
+            pack_eight(FloatGroup(block, k), to);
+        else
+            pack_four(FloatGroup(block, k), to);
+    }
+}
+
+// Elements of a row, as floats.
+inline void read_row(float* to, int type, const uint8_t* row, int in) {
+    float group[GROUP];
+    for (int k = 0; k < in; k += GROUP) {
+        read_group(group, type, row, k, in);
+        std::copy_n(group, std::min(GROUP, in - k), to + k);
+    }
+}
+
+}  // namespace paceline
