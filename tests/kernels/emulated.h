@@ -167,6 +167,15 @@ inline __m512i mask_broadcast_i32x4(__m512i src, __mmask16 mask, __m128i v) {
     Of<int32_t> s(src), x(castsi128_si512(v));
     return each<int32_t>(src, [&](int i) { return mask >> i & 1 ? x.lane[i % 4] : s.lane[i]; });
 }
+inline __m512i broadcast_i32x4(__m128i v) { return mask_broadcast_i32x4(__m512i(), 0xffff, v); }
+inline __m512i shuffle_epi8(__m512i table, __m512i at) {
+    Of<uint8_t> t(table), x(at);
+    return each<uint8_t>(at, [&](int i) { return x.lane[i] & 128 ? 0 : t.lane[(i & ~15) + (x.lane[i] & 15)]; });
+}
+inline __m512i cvtepu8_epi32(__m128i v) {
+    Of<uint8_t> x(castsi128_si512(v));
+    return each<int32_t>(__m512i(), [&](int i) { return x.lane[i]; });
+}
 // Lanes of every 128 bits: `half` of a and of b in turns.
 template <class T>
 inline __m512i unpack(__m512i a, __m512i b, int half) {
@@ -220,6 +229,9 @@ inline __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
 #define _mm256_dpbusd_avx_epi32 emulated::dpbusd_avx_epi32
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_castsi128_si512 emulated::castsi128_si512
+#define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
+#define _mm512_cvtepu8_epi32 emulated::cvtepu8_epi32
 #define _mm512_mask_broadcast_i32x4 emulated::mask_broadcast_i32x4
 #define _mm512_unpacklo_epi32 emulated::unpacklo_epi32
 #define _mm512_unpackhi_epi32 emulated::unpackhi_epi32

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.kernels.cpu.build import SETS, available, library
 from paceline.kernels.cpu.matrix import EIGHT, NativeGated, NativeLinear
-from paceline.kernels.quantize import round_activations
+from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import Stored
 from tests.kernels.sets import using
 
@@ -95,7 +95,7 @@ def test_products_are_those_of_float64_and_the_same_bits_anywhere(kind: str) -> 
 def test_extreme_codes_do_not_saturate(kind: str) -> None:
     """All bits set, against rows whose codes are all 127 or -127."""
     data = random_blocks(kind, 16, 256)
-    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
+    count = gguf.GGML_QUANT_SIZES[number(kind)][1]
     for fill in (0, 255):
         blocks = torch.full_like(data, fill).view(-1, count)
         for at in HALVES[kind]:
@@ -128,7 +128,7 @@ def test_types_that_meet_within_a_block_become_8_bits() -> None:
 
 
 def test_gate_and_up_are_reordered_as_pointers() -> None:
-    matrix, weight = stored("Q5_K", 64, 256)
+    matrix, _ = stored("Q5_K", 64, 256)
     x = torch.randn(3, 256)
     whole = NativeLinear(matrix, None).precise(x)
     gate, up = whole.chunk(2, -1)
@@ -142,3 +142,19 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
         NativeLinear(Stored.of(data, int(number(kind)), width), None)
     with pytest.raises(CorruptModel, match="ggml types"):
         NativeLinear(Stored.of(data, 99, 256), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_floats_are_packed_as_torch_would(dtype: torch.dtype, bits: int | None) -> None:
+    for out, width in ((16, 32), (130, 208), (5, 48)):
+        weight = (torch.randn(out, width, generator=torch.Generator().manual_seed(out)) / 9).to(dtype)
+        weight[0, :20] = 0
+        ours = NativeLinear(Stored.floats(weight, bits), None).weight()
+        if bits is None:
+            assert torch.equal(ours, weight.bfloat16())
+        else:  # a fit may end elsewhere where sums round otherwise
+            codes = quantize(weight, bits).dequantised()
+            assert (ours == codes).float().mean() > 0.98
+            error, least = ((x - weight.float()).square().mean() for x in (ours, codes))
+            assert error <= 1.001 * least

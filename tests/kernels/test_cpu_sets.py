@@ -12,11 +12,12 @@ from torch import Tensor
 
 from paceline import Sampling
 from paceline.kernels.cpu.build import SETS, InstructionSet, available, library
-from paceline.kernels.cpu.matrix import NativeNorm
+from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
 from tests.kernels.sets import using
 from tests.kernels.test_cpu import KINDS, make, random
+from tests.kernels.test_cpu_formats import HALVES, stored
 from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -66,6 +67,12 @@ def test_products(sets: list[InstructionSet], kind: str) -> None:
         return out
 
     same_on(widened(sets) if kind == "bfloat16" else sets, compute)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_products_of_ggufs_types(sets: list[InstructionSet], kind: str) -> None:
+    matrix, _ = stored(kind, 37, 512)
+    same_on(sets, lambda: [NativeLinear(matrix, None).precise(random(rows, 512, seed=rows)) for rows in (1, 3, 8, 13)])
 
 
 def test_norms(sets: list[InstructionSet]) -> None:

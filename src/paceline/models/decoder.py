@@ -52,12 +52,19 @@ class Decoder:
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-            own = isinstance(self._embed, NativeLinear)
-            self._head = self._embed if own else linear(weights.head("model.embed_tokens.weight", table))
+            own = self._embed if isinstance(self._embed, NativeLinear) else None
+            self._head = own or linear(weights.head("model.embed_tokens.weight", table))
         else:
             self._head = linear(weights.head("lm_head.weight", table))
         weights.finish()
         progress(config.layers, config.layers)
+
+    @property
+    def kinds_within(self) -> int | None:
+        """See `protocols.Shallow`. On a GPU early exits run without the graphs that other passes run by."""
+        plan = self.config.plan
+        firsts = [plan.index(layer) for layer in plan]
+        return max(2, max(firsts) + 1) if self.device.type == "cpu" and len(plan) > 1 else None
 
     def new_cache(self) -> SlabCache:
         return self._stack.new_cache(self._cache_type)

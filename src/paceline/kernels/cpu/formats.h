@@ -99,25 +99,25 @@ struct GroupScales {
     GroupScales(const uint8_t* header, const uint8_t* at) {
         const half* halves = reinterpret_cast<const half*>(F::IN_UNITS ? header : at);
         if constexpr (F::SCALES == POWERS) {
-            const Ints e = convert<Ints>(load<Lanes<uint8_t>>(at));
+            const Ints e = from_bytes(at);
             scale = as<Floats>(select(e < 2, 0x200000 + (e & 1) * 0x200000, (e - 1) << 23));
             return;
         }
         scale = from_half(halves);
         if (F::FLOORS) floor = from_half(halves + LANES);
         if constexpr (F::IN_UNITS && F::FLOORS) {
-            const Ints x = convert<Ints>(load<Lanes<uint8_t>>(at)), y = convert<Ints>(load<Lanes<uint8_t>>(at + LANES));
+            const Ints x = from_bytes(at), y = from_bytes(at + LANES);
             floor = -floor;
             if (F::SPAN == GROUP)
                 scale = scale * convert<Floats>(x), floor = floor * convert<Floats>(y);
             else
                 first = x & 15, second = y & 15, first_floor = x >> 4, second_floor = y >> 4;
         } else if constexpr (F::IN_UNITS) {
-            first = convert<Ints>(load<Lanes<int8_t>>(at));
+            first = from_bytes(at) << 24 >> 24;
             if (F::SPAN == GROUP)
                 scale = scale * convert<Floats>(first);
             else
-                second = convert<Ints>(load<Lanes<int8_t>>(at + LANES));
+                second = from_bytes(at + LANES) << 24 >> 24;
         }
     }
 };

@@ -96,6 +96,7 @@ inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad q
         for (int r = 0; r < ROWS; r++) dots[r].start(0);
 #pragma GCC unroll 8
         for (int q = from; q < from + STEP; q++) {
+            asm volatile("" ::: "memory");  // else compilers read the rows' codes for all of it first, and run out of registers
             const Weights<SMALL> w(F::four(p, q, part));
             for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, q));
         }

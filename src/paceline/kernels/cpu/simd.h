@@ -79,6 +79,21 @@ inline Floats from_half(const half* from) {
 #endif
 }
 
+// 16 numbers of one byte.
+inline Ints from_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+    Ints v;
+    v.part[0] = (IntPart)_mm512_cvtepu8_epi32(read<__m128i>(from));
+    return v;
+#elif defined(__AVX2__)
+    Ints v;
+    for (int i = 0; i < PARTS; i++) v.part[i] = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8 * i)));
+    return v;
+#else
+    return convert<Ints>(load<Lanes<uint8_t>>(from));
+#endif
+}
+
 // --- products of codes: exact ---------------------------------------------------------------------------------------
 
 // Weight codes of 8 bits are 128 too high. `EXCESS` is how much of it `Dots` leaves in.
