@@ -94,8 +94,8 @@ def _feed(
     prompt: bool,
     layers: int | None = None,
 ) -> None:
-    """Feed the tokens that the slot lacks, as a prompt in chunks of these sizes in turn, or as chains in rounds: through
-    the first `layers`, or all."""
+    """Feed the tokens that the slot lacks, as a prompt in chunks of these sizes in turn, or as chains in rounds.
+    `layers`: how many of the first they pass; None for all."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))
