@@ -127,6 +127,15 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Shallow(Protocol):
+    """A target that can stop after some layers (`Want.layers`)."""
+
+    @property
+    def kinds_within(self) -> int | None:
+        """Least number of first layers among which is one of each kind; None where passes differ if they stop early."""
+
+
+@runtime_checkable
 class EmbeddingAndHead(Protocol):
     """The parts of a target that a learned drafter borrows: embedding and output head."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.kernels.cpu.build import SETS, available, library
 from paceline.kernels.cpu.matrix import EIGHT, NativeGated, NativeLinear
-from paceline.kernels.quantize import round_activations
+from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import Stored
 from tests.kernels.sets import using
 
@@ -142,3 +142,19 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
         NativeLinear(Stored.of(data, int(number(kind)), width), None)
     with pytest.raises(CorruptModel, match="ggml types"):
         NativeLinear(Stored.of(data, 99, 256), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_floats_are_packed_as_torch_would(dtype: torch.dtype, bits: int | None) -> None:
+    for out, width in ((16, 32), (130, 208), (5, 48)):
+        weight = (torch.randn(out, width, generator=torch.Generator().manual_seed(out)) / 9).to(dtype)
+        weight[0, :20] = 0
+        ours = NativeLinear(Stored.floats(weight, bits), None).weight()
+        if bits is None:
+            assert torch.equal(ours, weight.bfloat16())
+        else:  # a fit may end elsewhere where sums round otherwise
+            codes = quantize(weight, bits).dequantised()
+            assert (ours == codes).float().mean() > 0.98
+            error, least = ((x - weight.float()).square().mean() for x in (ours, codes))
+            assert error <= 1.001 * least

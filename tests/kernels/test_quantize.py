@@ -304,7 +304,7 @@ def test_routers_of_experts_stay_in_float(mode: Mode, monkeypatch: pytest.Monkey
         made.append((name, bits))
         return quantize(self.get(name, shape), bits)
 
-    monkeypatch.setattr(Weights, "_coded", seen)
+    monkeypatch.setattr(Weights, "_matrix", seen)
     experts = Experts(3, 2, 16, True, "mlp", ("gate_proj", "up_proj", "down_proj"))
     config = replace(TINY, layers=1, experts=experts, special=(replace(TINY.plan[0], sparse=True),))
     tensors = random_tensors(config)
@@ -361,8 +361,10 @@ def test_heads_and_targets_are_quantised_apart(
     make, tensors = HEADS[name]
     host: TargetWithHead = target(modes[0])
     made: list[str] = []
-    coded = Weights._coded
-    monkeypatch.setattr(Weights, "_coded", lambda self, *given: (made.append(given[0]), coded(self, *given))[1])
+    matrix = Weights._matrix
+    monkeypatch.setattr(
+        Weights, "_matrix", lambda self, *given: (made.extend([given[0]] * bool(given[2])), matrix(self, *given))[1]
+    )
     drafter = make(held(tensors, modes[1]), host)
     assert bool(made) == bool(modes[1])
     sampling = Sampling(max_new_tokens=30)

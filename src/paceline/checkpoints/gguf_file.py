@@ -56,13 +56,14 @@ class _FastReader(gguf.GGUFReader):
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
         """Return `count` length-prefixed strings as views of the file, and the offset where they end."""
-        view, found = self.data.data, []
+        view, limit, found = self.data.data, len(self.data), list[Any]()
+        read, append = struct.Struct("<Q").unpack_from, found.append
         for _ in range(count):
-            end = start + 8 + int.from_bytes(view[start : start + 8], "little")
-            if end > len(view):
+            first = start + 8
+            start = first + read(view, start)[0]
+            if start > limit:
                 raise ValueError("a string runs past the end of the file")
-            found.append(view[start + 8 : end])
-            start = end
+            append(view[first:start])
         return found, start
 
 

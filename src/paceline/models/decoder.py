@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
-from paceline.kernels.linear import Linear, linear
+from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, RMSNorm
 from paceline.models.stack import LayerStack
@@ -52,13 +52,19 @@ class Decoder:
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         if config.tied:
             weights.skip("lm_head.weight")
-        if config.tied and isinstance(self._embed, NativeLinear):
-            self._head: Linear = self._embed
+            own = self._embed if isinstance(self._embed, NativeLinear) else None
+            self._head = own or linear(weights.head("model.embed_tokens.weight", table))
         else:
-            name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-            self._head = linear(weights.head(name, table))
+            self._head = linear(weights.head("lm_head.weight", table))
         weights.finish()
         progress(config.layers, config.layers)
+
+    @property
+    def kinds_within(self) -> int | None:
+        """See `protocols.Shallow`. On a GPU early exits run without the graphs that other passes run by."""
+        plan = self.config.plan
+        firsts = [plan.index(layer) for layer in plan]
+        return max(2, max(firsts) + 1) if self.device.type == "cpu" and len(plan) > 1 else None
 
     def new_cache(self) -> SlabCache:
         return self._stack.new_cache(self._cache_type)

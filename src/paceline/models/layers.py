@@ -23,7 +23,9 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
         self.weight, self.eps = weight, eps
-        self._doubled = torch.cat([weight, torch.zeros_like(weight)])
+        # Not by `cat`, which imports torch's compiler where shapes alone are checked: two seconds.
+        self._doubled = weight.new_zeros(2 * len(weight))
+        self._doubled[: len(weight)] = weight
         self._native: NativeNorm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,7 +44,8 @@ class HeadNorm:
 
     def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
         """`q`, `k` [D]: the weights of all query heads and of all key heads."""
-        self.weight = torch.cat([q.expand(heads, -1), k.expand(kv_heads, -1)])
+        self.weight = q.new_empty(heads + kv_heads, len(q))
+        self.weight[:heads], self.weight[heads:] = q, k
         self._norm = RMSNorm(torch.ones_like(q), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
