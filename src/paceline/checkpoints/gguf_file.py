@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.gguf_codes import gguf_codes
+from paceline.checkpoints.gguf_codes import BITS, gguf_codes
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import open_regular
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import packs
 from paceline.kernels.quantize import Codes, quantize
 from paceline.kernels.stored import Stored
@@ -109,6 +110,14 @@ class GGUFTensor:
         if self.kind in FLOATS:
             return None
         return gguf_codes(self._data(), self.kind, self.shape) or quantize(self.read(), 8)
+
+    def kept_bits(self) -> int | None:
+        """Return the bits of the codes that a matrix keeps on a CPU; None if it is of floats or changes its codes."""
+        if self.kind in FLOATS:
+            return None
+        if library() is None:
+            return BITS.get(self.kind)
+        return int(next(filter(str.isdigit, self.kind))) if packs(int(self.info.tensor_type)) else None
 
     def stored(self) -> Stored:
         """Return a matrix where it lies; of a type that the kernels do not read, as floats that become 8-bit codes."""

@@ -146,10 +146,8 @@ def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> tuple[str, dict
 
 def _gguf_codes(header: GGUFFile | None) -> dict[str, float]:
     """Return the codes that --quantize keeps: bits -> share of the elements of the file's matrices."""
-    from paceline.checkpoints.gguf_codes import BITS
-
     matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
-    sizes = _dtypes((str(BITS.get(x.kind, "")), math.prod(x.shape)) for x in matrices)
+    sizes = _dtypes((str(x.kept_bits() or ""), math.prod(x.shape)) for x in matrices)
     return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
 
 
