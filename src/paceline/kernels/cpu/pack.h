@@ -47,8 +47,9 @@ inline int kind_of_type(int type) {
 // --- blocks of GGUF -------------------------------------------------------------------------------------------------
 
 // Low halves of n bytes, then high ones.
-inline void nibbles(uint8_t* to, const uint8_t* from, int n) {
-    for (int i = 0; i < n; i++) to[i] = from[i] & 15, to[i + n] = from[i] >> 4;
+inline void nibbles(uint8_t* __restrict to, const uint8_t* __restrict from, int n) {
+    for (int i = 0; i < n; i++) to[i] = from[i] & 15;
+    for (int i = 0; i < n; i++) to[i + n] = from[i] >> 4;
 }
 
 // Scales and floors of 6 bits, partly scattered.
@@ -82,10 +83,12 @@ inline void read_q4_k(Unit& u, const uint8_t* p, const uint8_t* codes) {
 
 inline void read_q6_k(Unit& u, const uint8_t* p) {
     for (int i = 0; i < 2; i++) {
-        const uint8_t *low = p + 64 * i, *high = p + 128 + 32 * i;
-        uint8_t* to = u.codes + 128 * i;
-        nibbles(to, low, 64);
-        for (int k = 0; k < 128; k++) to[k] |= (high[k % 32] >> (k / 32 * 2) & 3) << 4;
+        nibbles(u.codes + 128 * i, p + 64 * i, 64);
+        for (int quarter = 0; quarter < 4; quarter++) {
+            uint8_t* __restrict to = u.codes + 128 * i + 32 * quarter;
+            const uint8_t* __restrict high = p + 128 + 32 * i;
+            for (int k = 0; k < 32; k++) to[k] |= (high[k] >> 2 * quarter & 3) << 4;
+        }
     }
     std::memcpy(u.scales, p + 192, 16);
     u.scale = read<half>(p + 208);
@@ -226,11 +229,13 @@ inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, 
     with_format(kind, [&](auto format) {
         using F = decltype(format);
         const int bytes = block_size(kind).bytes;
+        const Unit zeros{};
+        Unit u{};
         for (int unit = 0; unit < in / F::UNIT; unit++, to += F::HEADER + F::UNIT / GROUP * F::BYTES)
             for (int lane = 0; lane < LANES; lane++) {
-                Unit u{};
-                if (lane < count && rows[lane]) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
-                write_unit<F>(to, lane, u);
+                const bool own = lane < count && rows[lane];
+                if (own) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
+                write_unit<F>(to, lane, own ? u : zeros);
             }
     });
 }
