@@ -1,7 +1,6 @@
 """Acceptance of drafts of every size, by drafter and category: the figures that `paceline doctor` predicts from.
 
-In every round of the demo model's greedy replies each drafter proposes drafts of every size that the controller may
-choose, which are scored and never verified. Nothing is timed.
+Each drafter is replayed over the demo model's greedy replies, with drafts of every size that the controller may choose.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 from common import PROMPTS, Grid, progress, provenance, report
 
 import paceline
-from paceline.bench.doctor.acceptance import STORED, Acceptance, ShadowDrafter, name_of, observe
+from paceline.bench.doctor.acceptance import STORED, Acceptance, observe, write_replies
 from paceline.bench.questions import pick, read_questions
+from paceline.bench.replay.predict import size_name
 from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller
 from paceline.types import DraftBudget
@@ -31,7 +31,7 @@ def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str
     """Return size -> category -> [tokens, rows] per round."""
     gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
     return {
-        name_of(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
+        size_name(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
         for size, by_kind in gains.items()
     }
 
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     for question in questions:
         texts.setdefault(question.category, []).append(question.text)
     loaded = paceline.load("demo", drafter=None).model
+    replies = write_replies(loaded, texts, args.tokens)
     result: dict[str, Any] = {
         **{key: provenance()[key] for key in ("command", "date", "commit")},
         "file": loaded.path.name,
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         if drafter is None:
             continue
         sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)
-        found = observe(loaded, ShadowDrafter(drafter, sizes), sizes, texts, args.tokens)
+        found, _ = observe(loaded, drafter, sizes, replies)
         tables[name] = table(found, sizes)
         result["prompt_tokens"] = {kind: round(k.prompt, 1) for kind, k in found.kinds.items()}
         rows = [[size, *[f"{tokens:.2f}" for tokens, _ in line.values()]] for size, line in tables[name].items()]

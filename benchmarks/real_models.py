@@ -109,6 +109,10 @@ def prompt_ids(path: str, lengths: Sequence[int]) -> list[list[int]]:
     return [list(tokenizer.encode(PROMPT)), *(list(long[:length]) for length in lengths)]
 
 
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
 def in_own_process(system: str, task: dict[str, Any]) -> dict[str, Any]:
     name, _, instructions = system.partition(":")
     environment = dict(os.environ) | ({"PACELINE_ISA": instructions} if instructions else {})
@@ -146,14 +150,14 @@ def main() -> None:
     source = provenance(**vars(args))
     for model in args.models:
         path = str(known[model]() if model in known else Path(model))
-        Path(path).read_bytes()  # into the page cache
+        sizes = [len(file.read_bytes()) for file in _files(Path(path))]  # reads them into the page cache
         task = {"path": path, "prompts": prompt_ids(path, args.prompts), "tokens": args.tokens}
         runs: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
         for turn in progress(range(args.repeats), model):
             first = turn % len(args.systems)
             for system in args.systems[first:] + args.systems[:first]:
                 runs[system].append(in_own_process(system, task))
-        grids.append(table(f"{model} ({Path(path).stat().st_size / 1e6:.0f} MB)", args.systems, runs))
+        grids.append(table(f"{model} ({sum(sizes) / 1e6:.0f} MB)", args.systems, runs))
         results[model] = runs
     lines = [f"prefill: prompts of {' / '.join(map(str, args.prompts))} tokens; decode: {args.tokens} tokens; medians"]
     report(grids, lines)
@@ -162,7 +166,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["1.5b", "demo"], help="demo, 1.5b, 0.5b or GGUF files")
+    parser.add_argument("--models", nargs="+", default=["1.5b", "demo"], help="demo, 1.5b, 0.5b, GGUF files or folders")
     parser.add_argument("--systems", nargs="+", default=["paceline", "llama.cpp"], help="paceline[:SET], llama.cpp")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1600, 3700], help="lengths to read (1600 3700)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens to time (96)")

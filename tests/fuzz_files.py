@@ -28,10 +28,11 @@ from paceline.checkpoints.lora import open_model
 from paceline.errors import PacelineError
 from paceline.files.locate import resolve
 from paceline.models.decoder import Decoder
+from paceline.models.lazy import Quantised
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.testing.tiny import TINY, random_tensors
-from tests.checkpoints.test_gguf import write
+from tests.checkpoints.test_gguf import Q, write
 from tests.models.test_config import OLDER
 from tests.models.test_families import CASES, SIZES
 from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, head_of
@@ -134,8 +135,9 @@ class Files:
         self._families = [{"model_type": name} | SIZES | OLDER[name] for name in OLDER]
         self._families += [_family(name, changes) for name, changes in CASES.values()]
         self._gguf = []
-        for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe"):
-            write(folder / f"{name}.gguf", name, fields={f"{name}.rope.freq_base": 1e6})
+        names = ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe")
+        for name, kind in zip(names, (Q.F32, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.F16, Q.BF16), strict=True):
+            write(folder / f"{name}.gguf", name, kind=kind, fields={f"{name}.rope.freq_base": 1e6})
             self._gguf.append((folder / f"{name}.gguf").read_bytes())
         write(folder / "spm.gguf", fields=_SENTENCEPIECE)
         self._gguf.append((folder / "spm.gguf").read_bytes())
@@ -222,9 +224,14 @@ def use(path: Path) -> None:
     config = native(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     checkpoint.tokenizer.encode("abc")
-    if config is not None:
-        target = Decoder(config, checkpoint.tensors, torch.float32, torch.device("cpu"))
-        run(target, [1, 2, 3], Sampling(max_new_tokens=3))
+    if config is None:
+        return
+    # The second as a GGUF's own codes are run.
+    for dtype, tensors in (
+        (torch.float32, checkpoint.tensors),
+        (torch.bfloat16, Quantised(checkpoint.tensors, "int8")),
+    ):
+        run(Decoder(config, tensors, dtype, torch.device("cpu")), [1, 2, 3], Sampling(max_new_tokens=3))
 
 
 def _family(name: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ ORDER = (
         "checkpoints",
         "drafters",
         "engine",
+        "recording",
         "session",
         "llm",
         "__init__",

@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline.files.garbage import uncollected
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -68,7 +70,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        return getattr(import_module(f"paceline.{_HOME[name]}"), name)
+        with uncollected():
+            module = import_module(f"paceline.{_HOME[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
 

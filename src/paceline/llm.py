@@ -16,18 +16,22 @@ from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.loader import Device, DType, Loaded, load_model, wrap
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
+from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.engine import Engine
+from paceline.engine.prediction import predicted_ids
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.request import Request
 from paceline.engine.results import Batch, Completion, Stream
 from paceline.engine.scheduler import Task
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from paceline.files.garbage import uncollected
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
+from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, recommended
 from paceline.session import Session
 from paceline.text.sandbox import SANDBOX
@@ -53,6 +57,7 @@ class LLM:
         which a request names one (`start`); the first is the default."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
+        self.recorder: ReplyRecorder | None = None
 
     def __repr__(self) -> str:
         return f"LLM(model={str(self.model.path)!r}, drafter={self.drafter!r})"
@@ -157,13 +162,9 @@ class LLM:
         return stream.completion
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any) -> Stream:
-        """Write one reply chunk by chunk, one chunk per token. Nothing is computed before the first chunk is requested.
-
-        `sampling`, `changes`: as for `generate`.
-        """
+        """Write one reply chunk by chunk, one per token, and none before it is requested. Arguments: see `generate`."""
         sampling = self._sampling(sampling, changes)
-        tokens = self.prompt_ids(prompt, raw=raw)
-        return Stream(self.engine, self.start(tokens, sampling))
+        return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling))
 
     def batch(
         self,
@@ -187,7 +188,7 @@ class LLM:
         each = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidOption(f"{len(prompts)} prompts have {len(each)} samplings", "Give one for all, or one each")
-        if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in (n, width)):
+        if any(type(x) is not int or x < 1 for x in (n, width)):
             raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
         tasks = []
         for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
@@ -229,7 +230,16 @@ class LLM:
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, speculation)
         request.prompt_logprobs = scores
+        if sampling.prediction:
+            request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room))
+        if self.recorder:
+            self.recorder.watch(request, sampling, sample)
         return request
+
+    def record(self, path: str | Path) -> ReplyRecorder:
+        """Append every reply from now on to a recording, to be closed. Raises `InvalidData`, and `OSError`."""
+        self.recorder = ReplyRecorder(Path(path), self.model)
+        return self.recorder
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the ids of a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
@@ -286,12 +296,11 @@ def _changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
 
 def _a(thing: object) -> str:
     """The name of the thing's type with its article."""
-    if thing is None:
-        return "None"
-    name = type(thing).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    name = "None" if thing is None else type(thing).__name__
+    return name if thing is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
+@uncollected()
 def load(
     model: str | Path | PreTrainedModel = "demo",
     *,
@@ -303,6 +312,7 @@ def load(
     device: Device = "auto",
     quantize: Precision = "auto",
     draft_quantize: Precision = "auto",
+    draft_vocab: DraftVocab = "auto",
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -315,16 +325,17 @@ def load(
     adapter in PEFT's layout, which names its base model itself; or a causal model already loaded with transformers,
     with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
-    drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model, best
-    one with the target's own tokenizer; with an adapter "model:REF@ADAPTER"), a head trained for the model
-    ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone is the
-    one that comes with Paceline), "early-exit:LAYERS", several joined by "+" (the first that has a proposal drafts), or
-    a `Drafter`. A list of names loads each of them, for requests that name their drafter (as a server's do).
+    drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model; with an
+    adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF", "block:REF",
+    "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone comes with Paceline), "early-exit:LAYERS", several
+    joined by "+", or a `Drafter`. A list loads each of them, for requests that name theirs (as a server's do).
     draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: "auto" runs a GGUF on the codes that it is stored in, and other files as they are; "none" (or a dtype)
-    asks for floats; "int8" and "int4" hold the target's projections and output head as integers, in a GGUF file's own
-    codes if it has them (docs/how-to/quantize.md). `draft_quantize`: the same for a drafter that has weights.
+    asks for floats; "int8" and "int4" hold projections and output head as integers, in a GGUF file's own codes if it
+    has them (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" holds a draft model in 4 bits.
+    draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
+    ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
     allow_pickle: read weights from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no safetensors.
     progress: show bars for download and load on stderr.
     exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
@@ -336,6 +347,7 @@ def load(
     budget = to_tree(draft)
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
     check_precision(quantize)
+    check_draft_vocab(draft_vocab)
     read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -348,7 +360,9 @@ def load(
         _check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
     head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
-    opened = partial(open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head)
+    opened = partial(
+        open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head, draft_vocab=draft_vocab
+    )
     llm = LLM(loaded, _drafters(drafter, opened), budget)
     _check_exact(llm, exact)
     return llm
@@ -384,7 +398,7 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
 
 
 def _check_exact(llm: LLM, wanted: bool) -> None:
-    """Run the self-check, which belongs to loading and not to the first reply."""
+    """Run the self-check at loading."""
     if llm.guarantee != "bits" and wanted:
         raise InvalidOption(
             f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "

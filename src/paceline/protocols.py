@@ -127,12 +127,12 @@ class Target(Protocol):
 
 
 @runtime_checkable
-class Shallow(Protocol):
-    """A target that can stop after some layers (`Want.layers`)."""
+class Divisible(Protocol):
+    """A target of which a part shows how all of it computes."""
 
-    @property
-    def kinds_within(self) -> int | None:
-        """Least number of first layers among which is one of each kind; None where passes differ if they stop early."""
+    def excerpt(self) -> Target:
+        """Return the fewest first layers that have one of each kind, and the head's first outputs if its kernels treat
+        all alike; the target itself where parts run otherwise."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,44 +14,36 @@ import torch
 from typer.testing import CliRunner
 
 import paceline.llm
+from paceline.bench.costs import PREFIX, PassTimer, lengthen, passes
 from paceline.bench.doctor import advice
 from paceline.bench.doctor import run as examination
 from paceline.bench.doctor.acceptance import (
     Acceptance,
     Gain,
-    RoundCounts,
-    ShadowDrafter,
     TextKind,
-    name_of,
     observe,
     stored,
     stored_drafters,
+    write_replies,
 )
-from paceline.bench.doctor.machine import (
-    PREFIX,
-    Machine,
-    PassTimer,
-    bandwidth,
-    by_threads,
-    lengthen,
-    passes,
-)
+from paceline.bench.doctor.machine import Machine, bandwidth, by_threads
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
+from paceline.bench.replay.predict import size_name
 from paceline.cli import app
-from paceline.drafters.base import Ask
-from paceline.drafters.stack import DrafterWrapper
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
-from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
 from paceline.protocols import KVCache
+from paceline.recording.rows import RecordedReply
 from paceline.sampling.parameters import Sampling
-from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Draft, DraftBudget, Forward, Rows, Want
+from paceline.testing import Oracle, tiny_target
+from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.toys import toy_llm, toy_model
 
-PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 SIZES = {
     "chains": [DraftBudget.chain(n) for n in (1, 2, 4, 6)],
     "trees": [DraftBudget(1, 1, 3), DraftBudget(4, 4, 3), DraftBudget(9, 4, 3)],
@@ -72,86 +64,50 @@ class FakeTimer:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_shadow_drafts_count_the_rounds_that_every_size_would_take(kind: str) -> None:
-    target, sizes, sampling = tiny_target(), SIZES[kind], Sampling(max_new_tokens=45)
-    shadow = ShadowDrafter(Suffix(floor=0.0), sizes)
-    text, _, plain = run(target, PROMPT, sampling, shadow, sizes[-1])
-    assert text == run(target, PROMPT, sampling)[0]
-    assert (plain.rounds, plain.drafted) == (45, 0), "shadow drafts are never verified"
-    totals = [RoundCounts() for _ in sizes]
-    shadow.count([*PROMPT, *text], totals)
-    for size, counts in zip(sizes, totals, strict=True):
-        stats = run(target, PROMPT, sampling, Suffix(floor=0.0), size)[2]
-        assert (counts.rounds, counts.tokens, counts.drafted) == (stats.rounds, 45, stats.drafted)
-    assert stats.accepted > 5
+def test_every_size_is_observed_as_it_would_be_used(kind: str) -> None:
+    model, sizes = toy_model(), SIZES[kind]
+    texts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
+    found, _ = observe(model, Suffix(), sizes, write_replies(model, texts, 24))
+    assert list(found.kinds) == ["a", "b"]
+    for size in sizes:
+        done = [toy_llm(Suffix(), size).generate(text, Sampling(max_new_tokens=24)) for text in texts["b"]]
+        tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
+        assert found.kinds["b"].gains[size].tokens == pytest.approx(tokens / rounds)
+    assert found.kinds["b"].gains[sizes[-1]].rows >= 4
+    assert found.kinds["b"].prompt == sum(len(toy_llm().prompt_ids(text)) for text in texts["b"]) / 2
+    assert found.source == "observed here, over 3 short replies"
+
+
+def test_early_exit_is_observed_as_it_writes() -> None:
+    model, sizes = toy_model(), SIZES["chains"]
+    drafter = EarlyExit(ExitConfig(32, 1), {}, model.target, threshold=0.0)
+    found, seconds = observe(model, drafter, sizes, write_replies(model, {"a": ["ab ab ab"]}, 24))
+    for size in sizes:
+        again = EarlyExit(ExitConfig(32, 1), {}, model.target, threshold=0.0)
+        stats = toy_llm(again, size).generate("ab ab ab", Sampling(max_new_tokens=24)).stats
+        assert found.kinds["a"].gains[size].tokens == pytest.approx(stats.tokens / stats.rounds)
+    assert all(taken > 0 for taken in seconds.values())
 
 
 def test_a_drafter_that_errs_is_seen_to_err() -> None:
-    target, sampling = tiny_target(), Sampling(max_new_tokens=40)
-    text = run(target, PROMPT, sampling)[0]
-    rounds = []
+    model, size = toy_model(), DraftBudget.chain(4)
+    how = Sampling(max_new_tokens=40, ignore_eos=True, seed=0)
+    done = toy_llm().generate("ab ab ab", how)
+    reply = RecordedReply(tuple(toy_llm().prompt_ids("ab ab ab")), tuple(done.token_ids), "length", how)
+    tokens = []
     for accuracy in (0.0, 0.6, 1.0):
-        shadow = ShadowDrafter(Oracle([*PROMPT, *text], accuracy, 37), [DraftBudget.chain(4)])
-        run(target, PROMPT, sampling, shadow, DraftBudget.chain(4))
-        counts = RoundCounts()
-        shadow.count([*PROMPT, *text], [counts])
-        rounds.append(counts.rounds)
-    assert rounds[0] == 40
-    assert rounds[2] == 8
-    assert rounds[2] < rounds[1] < rounds[0]
+        found, _ = observe(model, Oracle(reply.token_ids, accuracy, 37), [size], {"a": [reply]})
+        tokens.append(found.kinds["a"].gains[size].tokens)
+    assert tokens[0] == 1.0
+    assert tokens[2] == 5.0
+    assert tokens[0] < tokens[1] < tokens[2]
 
 
-def test_a_pass_has_four_rows_at_least() -> None:
-    text, counts = list(range(19)), RoundCounts()
-    drafts = {
-        10: Draft(),
-        11: Draft.chain((11, 99)),
-        12: Draft.chain(tuple(range(12, 19))),
-        13: Draft.chain((13, 14, 15, 16, 17, 99, 99)),
-    }
-    counts.add(drafts, text)
-    assert counts == RoundCounts(3, 9, 9, 4 + 4 + 8)
-
-
-def test_a_reply_in_which_nothing_was_asked_has_no_rounds() -> None:
-    counts = RoundCounts()
-    counts.add({}, list(range(12)))
-    assert counts == RoundCounts()
-
-
-def test_only_the_first_draft_of_a_round_is_timed_and_sizes_take_turns() -> None:
-    clock = FakeTimer()
-
-    class Slow(DrafterWrapper):
-        """A second to catch up with each token, and one for each level."""
-
-        known = 0
-
-        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-            length = len(asks[0].token_ids)
-            clock.now += length - max(self.known, length - 1) + asks[0].budget.depth
-            self.known = length
-            return super().propose(asks)
-
-    sizes = [DraftBudget.chain(1), DraftBudget.chain(3)]
-    shadow = ShadowDrafter(Slow(Oracle([], 0.0, 37)), sizes, clock)
-    run(tiny_target(), PROMPT, Sampling(max_new_tokens=11), shadow, sizes[-1])
-    assert [len(taken) for taken in shadow.seconds] == [5, 5], "ten rounds: the last one has room for no draft"
-    assert shadow.seconds[0] == [2.0] * 5
-    assert shadow.seconds[1][:4] == [4.0] * 4
-
-
-def test_acceptance_is_counted_over_all_replies_of_a_kind() -> None:
-    model, sizes = toy_model(), SIZES["chains"]
-    prompts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
-    found = observe(model, ShadowDrafter(Suffix(), sizes), sizes, prompts, 24)
-    assert list(found.kinds) == ["a", "b"]
-    llm = toy_llm(Suffix(), DraftBudget.chain(4))
-    done = [llm.generate(text, Sampling(max_new_tokens=24)) for text in prompts["b"]]
-    tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
-    assert found.kinds["b"].gains[DraftBudget.chain(4)].tokens == pytest.approx(tokens / rounds)
-    assert found.kinds["b"].prompt == sum(len(llm.prompt_ids(text)) for text in prompts["b"]) / 2
-    assert found.source == "observed here, over 3 short replies"
+def test_a_reply_in_which_nothing_was_drafted_has_its_rounds() -> None:
+    model, size = toy_model(), DraftBudget.chain(4)
+    found, seconds = observe(model, NGram(max_n=9, min_n=9), [size], write_replies(model, {"a": ["q"]}, 5))
+    assert found.kinds["a"].gains[size] == Gain(1.0, 4.0)
+    assert seconds[size] < 1.0
 
 
 # --- what is stored -----------------------------------------------------------------------------------------------
@@ -193,7 +149,7 @@ def test_what_is_stored_is_possible(drafter: str, sizes: list[DraftBudget]) -> N
 def test_a_size_that_is_not_stored_is_not_made_up() -> None:
     assert stored(demo(), "eagle3", [DraftBudget.chain(3), DraftBudget(24, 6, 4)]) is None
     assert stored(demo(), "block", [DraftBudget.chain(3)]) is None
-    assert [name_of(DraftBudget.chain(3)), name_of(DraftBudget(24, 6, 4))] == ["3", "24x6x4"]
+    assert [size_name(DraftBudget.chain(3)), size_name(DraftBudget(24, 6, 4))] == ["3", "24x6x4"]
 
 
 # --- what is timed ------------------------------------------------------------------------------------------------
@@ -218,6 +174,13 @@ def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
     probe.feed(PREFIX)
     assert passes(probe, (1, 4, 8), repeats=3) == {1: 16.0, 4: 16.0, 8: 20.0}
     assert probe.length == PREFIX, "what was verified is not kept"
+
+
+def test_a_prompts_chunks_get_dearer_with_the_text_before_them() -> None:
+    machine = replace(MACHINE, prefill_growth=1e-6)
+    assert machine.feed(PREFIX, 0) == pytest.approx(0.001 * PREFIX)
+    assert machine.feed(100, 450) == pytest.approx(100 * (0.001 + 1e-6 * 400))
+    assert MACHINE.feed(4, 0) == pytest.approx(0.010), "no cheaper than a pass of so many rows"
 
 
 def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
@@ -258,6 +221,7 @@ MACHINE = Machine(
     passes={1: 0.010, 4: 0.010, 8: 0.016, 16: 0.032},
     growth=0.0,
     prefill=0.001,
+    prefill_growth=0.0,
     host=0.002,
     bandwidth=20e9,
     weights=100_000_000,
@@ -294,10 +258,10 @@ def test_a_draft_that_does_not_pay_is_not_made() -> None:
 
 
 def test_a_longer_text_makes_every_pass_dearer() -> None:
-    machine = Machine(MACHINE.passes, 1e-5, 0.001, 0.0, 20e9, None, {})
+    machine = Machine(MACHINE.passes, 1e-5, 0.001, 1e-6, 0.0, 20e9, None, {})
     assert machine.verify(4, PREFIX + 1000) == pytest.approx(0.020)
-    assert machine.verify(4, 10) == pytest.approx(0.010)
-    assert machine.verify(6, 10) == pytest.approx(0.013)
+    assert machine.verify(4, 10) == pytest.approx(0.010 - 190e-5)
+    assert machine.verify(6, PREFIX) == pytest.approx(0.013)
     assert machine.floor is None
 
 
@@ -410,8 +374,3 @@ def test_a_drafter_that_is_none_is_named_before_anything_is_loaded(monkeypatch: 
     result = CliRunner().invoke(app, ["doctor", "demo", "--drafter", "clairvoyant"])
     assert result.exit_code == 1
     assert "clairvoyant" in result.stderr
-
-
-def test_an_engine_with_an_shadow_knows_how_much_to_ask_for() -> None:
-    (policy,) = Engine(tiny_target(), ShadowDrafter(Suffix(), SIZES["trees"]), SIZES["trees"][-1]).policies
-    assert policy.draft == DraftBudget(9, 4, 3)

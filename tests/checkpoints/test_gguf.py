@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.checkpoints import gguf_file
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.checkpoints.gguf_tensors import unpair
+from paceline.checkpoints.loader import HeadTokens, load_model
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.locate import resolve
+from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import linear
-from paceline.kernels.quantize import Codes, Mode
+from paceline.kernels.quantize import Codes, Mode, quantize
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
@@ -237,8 +242,52 @@ def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int 
         else:
             assert isinstance(codes, Stored)
             assert (codes.types == int(kind)).all()
-            assert codes.bits == (None if bits else 8 if mode == "int8" or head else 4)
+            assert codes.is_float == (bits is None)
+            assert codes.form == (8 if mode == "int8" or head else 4)
         assert torch.equal(linear(codes).weight(), tensor) == (bits is not None)
+
+
+def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "packs", lambda number: False)
+    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_1)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    name = "model.layers.0.mlp.up_proj"
+    weight = tensors[name + ".weight"]
+    floats = Weights(tensors, torch.bfloat16, torch.device("cpu")).linear({name: FFN}, HIDDEN)
+    assert torch.equal(floats.weight(), weight.bfloat16())
+    codes = Weights(Quantised(tensors, "int4"), torch.bfloat16, torch.device("cpu")).linear({name: FFN}, HIDDEN)
+    assert torch.equal(codes.weight(), quantize(weight, 8).dequantised())
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16])
+def test_requantised_matrices_have_the_bits_asked_for(tmp_path: Path, kind: Q) -> None:
+    """Of a draft model: whatever the file holds, and the output head too."""
+    write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    opened = open_checkpoint(tmp_path / "m.gguf")
+    weights = Weights(Quantised(opened.tensors, "int4", requantise=True), torch.float32, torch.device("cpu"))
+    for name, tensor in opened.tensors.items():
+        if tensor.ndim < 2 or "embed" in name:
+            continue
+        matrix = weights.head(name, tensor.shape) if name == "lm_head.weight" else weights.matrix(name, tensor.shape)
+        if isinstance(matrix, Codes):
+            assert matrix.bits == 4
+        product = linear(matrix)
+        if isinstance(product, NativeLinear):
+            assert product.matrix.nbytes <= -(-tensor.shape[0] // 16) * 16 * tensor.shape[1] * 5 / 8
+        assert torch.equal(product.weight(), tensor) == (kind in (Q.Q4_0, Q.Q4_1))
+        assert (product.weight() - tensor).square().mean() < 0.01 * tensor.square().mean()
+
+
+def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q8_0)
+    load = partial(load_model, tmp_path / "m.gguf", quantize="auto")
+    keep_all: HeadTokens = lambda tokenizer, size: None  # noqa: E731
+    assert load().quantize == ("int8" if library() else None)
+    assert load(head_tokens=keep_all).quantize == ("int4" if library() else None)
+    assert load(head_tokens=keep_all, quantize="none").quantize is None
+    assert load(head_tokens=keep_all, dtype="float32").quantize is None
 
 
 @pytest.mark.parametrize(

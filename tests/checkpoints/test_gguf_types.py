@@ -158,6 +158,12 @@ def test_codes_stand_for_the_values_of_the_gguf_library(tmp_path: Path, kind: Q)
         assert torch.equal(codes.dequantised(), values)
 
 
+def test_types_are_those_of_the_gguf_library() -> None:
+    for kind in gguf_file._TYPES.values():
+        theirs = Q(kind.number)
+        assert (kind.name, (kind.elements, kind.size)) == (theirs.name, gguf.GGML_QUANT_SIZES[theirs])
+
+
 def test_floats_have_no_codes(tmp_path: Path) -> None:
     store(tmp_path / "t.gguf", torch.randn(ROWS, COLUMNS).numpy(), Q.F32)
     assert read_gguf(tmp_path / "t.gguf").tensors["t"].codes() is None
@@ -167,7 +173,7 @@ def test_codes_of_a_part_of_a_stack(tmp_path: Path) -> None:
     store(tmp_path / "t.gguf", random_blocks(Q.Q4_1).reshape(3, 2, -1), Q.Q4_1)
     whole = read_gguf(tmp_path / "t.gguf").tensors["t"]
     for index in range(3):
-        codes = gguf_file.GGUFTensor(whole.info, index).codes()
+        codes = whole.part(index).codes()
         assert codes is not None
         assert torch.equal(codes.dequantised(), whole.read()[index])
 
@@ -193,7 +199,7 @@ def test_a_part_of_a_stack_is_read_alone(tmp_path: Path) -> None:
     whole = read_gguf(tmp_path / "t.gguf").tensors["t"]
     assert whole.shape == (3, 2, COLUMNS)
     for index in range(3):
-        part = gguf_file.GGUFTensor(whole.info, index)
+        part = whole.part(index)
         assert part.shape == (2, COLUMNS)
         assert torch.equal(part.read(), whole.read()[index])
 

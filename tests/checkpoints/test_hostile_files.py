@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,12 @@ def test_a_config_field_of_the_wrong_kind_or_range_is_named(
     assert isinstance(error, CorruptModel)
     assert ("rope scaling" if field.startswith("rope_") and isinstance(value, dict) else field) in error.cause
     assert "must be" in error.cause or "supported" in error.cause
+
+
+def test_heads_that_no_matrix_can_hold(folder: Path) -> None:
+    """The kernels count a matrix's rows in 32 bits."""
+    configured(folder, num_attention_heads=2**12, num_key_value_heads=2**12, head_dim=2**20)
+    assert "4096 heads of size 1048576 are more" in refused(lambda: judged(folder)).cause
 
 
 JSON_FILES = [
@@ -379,6 +386,43 @@ def test_a_gguf_array_of_empty_strings_in_a_sparse_file(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(1 << 30)
     assert "68719476736 elements" in refused(lambda: gguf_judged(path)).cause
+
+
+def gguf_of(*fields: tuple[bytes, int, bytes], tensors: int = 0) -> bytes:
+    """A header of fields, each a key, the number of a type, and a value."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(fields))
+    return head + b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + x for key, kind, x in fields)
+
+
+NUMBERS = struct.pack("<IQ", 0, 1 << 22) + bytes(1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (gguf_of(*((b"%d" % i, 9, NUMBERS) for i in range(4))), "12582912 elements"),
+        (gguf_of((b"a", 8, struct.pack("<Q", 1 << 29)) * 1), "runs past the end"),
+        (gguf_of((b"a", 9, struct.pack("<IQ", 9, 1))), "type 9"),
+        (gguf_of((b"a", 99, b"")), "type 99"),
+        (gguf_of((b"a", 0, b"1"), (b"a", 0, b"1")), "a twice"),
+        (gguf_of((b"\xff", 0, b"1")), "utf-8"),
+        (gguf_of((b"general.alignment", 4, struct.pack("<I", 24))), "alignment of 24"),
+        (gguf_of((b"general.alignment", 8, struct.pack("<Q", 2) + b"32")), "alignment of 32"),
+        (gguf_of(tensors=1) + struct.pack("<QI", 0, 4_000_000_000), "4000000000 dimensions"),
+        (gguf_of(tensors=1) + struct.pack("<QIQIQ", 0, 1, 1 << 63, 0, 0), "runs past the end"),
+        (gguf_of(tensors=1) + struct.pack("<QIQIQ", 0, 1, 8, 0, (1 << 64) - 1), "runs past the end"),
+        (gguf_of(tensors=1) + struct.pack("<QIQIQ", 0, 1, 33, 2, 0), "33 elements in blocks of 32"),
+        (gguf_of(tensors=1) + struct.pack("<QIQIQ", 0, 1, 0, 0, 0), "is empty"),
+        (gguf_of(tensors=1 << 62), " twice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_gguf_header_that_is_wrong(tmp_path: Path, data: bytes, cause: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    assert cause in refused(lambda: gguf_judged(path)).cause
 
 
 def test_a_gguf_that_stacks_absurdly_many_experts(tmp_path: Path) -> None:

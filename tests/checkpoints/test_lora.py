@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from paceline.checkpoints.lora import LoraAdapter, open_model, split_adapter
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.models.lazy import codes_of
+from paceline.models.lazy import Quantised, codes_of
 from paceline.sampling.parameters import Sampling
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
@@ -315,6 +316,22 @@ def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path:
         assert (own is None) == (changed or "norm" in name), name
         assert own is None or torch.equal(own.dequantised(), merged[name])
     assert codes_of(base.tensors, "model.layers.0.self_attn.q_proj.weight") is not None
+
+
+@pytest.mark.parametrize("changed", ["q_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_merged_projections_run_beside_the_codes_of_the_base(tmp_path: Path, kind: str, changed: str) -> None:
+    from tests.checkpoints.test_gguf import write
+
+    write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
+    config = open_checkpoint(tmp_path / "m.gguf").config
+    sizes = {key: config[key] for key in SIZES if key in config}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    train(model.eval(), tmp_path / "lora", target_modules=[changed], r=2, lora_alpha=1)
+    merged = open_model(tmp_path / "m.gguf", tmp_path / "lora")
+    expected = logits(merged, [1, 2, 0, 4])
+    ours = logits(replace(merged, tensors=Quantised(merged.tensors, "int8")), [1, 2, 0, 4])
+    assert float((ours - expected).norm() / expected.norm()) < 0.2
 
 
 def test_an_adapters_tokenizer_comes_with_it(pair: tuple[Path, Path]) -> None:

@@ -92,6 +92,7 @@ def test_a_quantised_model_writes_from_the_command_line(folder: Path, modes: tup
         (["--quantize", "int3"], "quantize must be auto, none, int8 or int4, got 'int3'"),
         (["--draft-quantize", "q4"], "draft_quantize must be auto, none, int8 or int4, got 'q4'"),
         (["--draft-quantize", "int8", "--drafter", "suffix"], "suffix has no weights"),
+        (["--draft-vocab", "many"], "draft_vocab: there is no file many"),
     ],
 )
 def test_quantisation_that_is_not_possible(folder: Path, args: list[str], part: str) -> None:

@@ -89,7 +89,7 @@ def test_options_reach_the_library(shop: Shop) -> None:
             "revision": "r",
         }
         | {"adapter": "a", "token": "t", "allow_pickle": False, "progress": False}
-        | {"quantize": "int8", "draft_quantize": "int4"}
+        | {"quantize": "int8", "draft_quantize": "int4", "draft_vocab": "auto"}
     ]
 
 

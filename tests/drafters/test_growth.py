@@ -11,11 +11,12 @@ import torch
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Chosen, Growth, pack_level
 from paceline.drafters.model import SHARED, DraftModel
+from paceline.engine.draft_length import Controller
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
-from paceline.sampling.sampler import Prefix, Ranked
-from paceline.testing import TINY, random_tensors
+from paceline.sampling.sampler import Prefix, Ranked, RuleName
+from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
 from tests.toys import ask_for
@@ -47,6 +48,7 @@ def no_token(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
     return logits.fill_(-torch.inf)
 
 
+_CHAIN, _SAMPLING = DraftBudget.chain(6), Sampling()
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.9, seed=3),
@@ -155,3 +157,74 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
     assert rows.parents == ((-1, -1, 1, -1), (-1, 0, 0))
     alone = pack_level([replace(thin, row_of={ROOT: -1, 0: 0})], [8], [20], CPU)
     assert (alone.tokens.shape[1], alone.counts) == (MIN_ROWS, (2,))
+
+
+def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: DraftBudget = _CHAIN) -> int:
+    """Tokens of a draft where a level takes so many seconds."""
+    drafter = DraftModel(Counted(), 37)
+    drafter.admit(0, [1, 2, 3])
+    drafter._level_seconds = seconds
+    ask = ask_for(0, draft, sampling, [1, 2, 3])
+    return len(drafter.propose([replace(ask, pace=pace)])[0].tokens)
+
+
+@pytest.mark.parametrize("draft", [_CHAIN, DraftBudget(20, 6, 3)], ids=["chain", "tree"])
+def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> None:
+    """The dearer a level, the shorter; one that costs more than a token is never drafted, a free one always."""
+    lengths = [drafted(10.0, seconds, draft=draft) for seconds in (0.0, 0.02, 0.05, 1.0)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == draft.nodes
+    assert lengths[-1] <= draft.branch, "the first level comes with reading the text"
+    assert lengths[0] > lengths[-1]
+
+
+def test_where_nothing_was_measured_drafts_are_whole() -> None:
+    assert drafted(0.0, 1.0) == _CHAIN.nodes
+
+
+def test_a_request_too_unlikely_for_its_row_leaves_the_batch() -> None:
+    drafter = DraftModel(Counted(), 37)
+    texts = [[1, 2, 3], [4, 5]]
+    for slot, text in enumerate(texts):
+        drafter.admit(slot, text)
+    batch = asks([Sampling()] * 2, [_CHAIN] * 2, texts)
+    lengths = [len(d.tokens) for d in drafter.propose([batch[0], replace(batch[1], price=1.0)])]
+    assert lengths == [_CHAIN.nodes, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", [None, _CHAIN], ids=["controller", "fixed"])
+def test_an_early_stop_changes_no_text(temperature: float, draft: DraftBudget | None) -> None:
+    """Stopping at random moments, as a machine's whims might have it."""
+
+    class Whim(DraftModel):
+        stops = 0
+
+        def _pays(self, growths: Sequence[Growth]) -> bool:
+            assert all(growth.ask.pace >= 0 for growth in growths)
+            self.stops += 1
+            return self.stops % 3 != 0
+
+    target, sampling = tiny_target(), Sampling(max_new_tokens=60, temperature=temperature, seed=2)
+    whim = Whim(tiny_target(seed=9), 37)
+    assert run(target, [1, 5, 9], sampling, whim, draft)[0] == run(target, [1, 5, 9], sampling)[0]
+    assert whim.stops > 0
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_drafters_learn_the_pace_but_not_under_rules_that_draw(rule: RuleName, monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = set()
+
+    class Noting(DraftModel):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            paces.update(ask.pace for ask in asks)
+            return super().propose(asks)
+
+    def choose(self: Controller, *args: int) -> DraftBudget:
+        self.pace = 5.0
+        return self.sizes[-1]
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=2, rule=rule)
+    run(tiny_target(), [1, 5, 9], sampling, Noting(tiny_target(), 37), None)
+    assert paces == ({5.0} if rule == "match" else {0.0})

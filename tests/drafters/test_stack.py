@@ -12,6 +12,7 @@ from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import RuleName
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.toys import ask_for
 
@@ -110,3 +111,49 @@ def test_forks_reach_every_part() -> None:
     parts = [Fed(1, []), Fed(2, [])]
     DrafterStack(parts).fork(3, 0, [1, 2])
     assert [p.told for p in parts] == [[("fork", 3, 0, (1, 2))]] * 2
+
+
+def text_of(repeated: Sequence[int], times: int = 3) -> list[int]:
+    return [*repeated] * times
+
+
+@pytest.mark.parametrize("lookup", [Suffix, NGram])
+def test_a_lookup_that_is_not_sure_leaves_it_to_the_next(lookup: type[Drafter]) -> None:
+    """A token that was followed by something else every time, and a text that repeats itself."""
+    for text, first in (([1, 2, 1, 3, 1, 4, 1, 5, 1], 30), (text_of([11, 12, 13, 14, 15, 16, 17]), 11)):
+        stack = DrafterStack([lookup(), Recorder(30, [0])])
+        stack.admit(0, text)
+        assert stack.propose([ask_for(0, stack.draft, Sampling(), text)])[0].tokens[0] == first
+        alone = lookup()
+        alone.admit(0, text)
+        assert alone.propose([ask_for(0, stack.draft, Sampling(), text)])[0].tokens
+
+
+@pytest.mark.parametrize("lookup", [Suffix, NGram])
+def test_an_unsure_lookup_drafts_where_the_next_cannot(lookup: type[Drafter]) -> None:
+    stack, text = DrafterStack([lookup(), Recorder(30, [])]), [1, 2, 1, 3, 1, 4, 1, 5, 1]
+    stack.admit(0, text)
+    assert stack.propose([ask_for(0, stack.draft, Sampling(), text)])[0].tokens
+
+
+@pytest.mark.parametrize("lookup", [Suffix, NGram])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_a_lookup_continues_a_chain_where_a_match_begins(lookup: type[Drafter], rule: RuleName) -> None:
+    text = [11, 12, 13, 14, 15, 16, 17, 18, 9, 8, 7, 11, 12, 13, 14]
+    stack = DrafterStack([lookup(), Recorder(15, [0], draft=DraftBudget.chain(3))])
+    stack.admit(0, [*text[:-4], 5, 6, 11, 12, 13, 14, 15, 16, 17, 18, 9, 30, 11, 12, 13, 14])
+    text = [*text[:-4], 5, 6, 11, 12, 13, 14, 15, 16, 17, 18, 9, 30, 11, 12, 13, 14]
+    sampling = Sampling(temperature=1.0, rule=rule, seed=1)
+    parts = stack._drafters
+    made = stack._extended(ask_for(0, DraftBudget.chain(9), sampling, text), Draft.chain([15]))
+    assert made.tokens[:4] == ((15, 16, 17, 18) if rule == "match" else (15,))
+    assert made.parents == (*range(len(made.tokens)),)
+    assert len(made.tokens) <= 9
+    whole = stack._extended(ask_for(0, DraftBudget.chain(1), sampling, text), Draft.chain([15]))
+    assert whole.tokens == (15,), "a full budget has room for no more"
+    unknown = stack._extended(ask_for(0, DraftBudget.chain(9), sampling, text), Draft.chain([35]))
+    assert unknown.tokens == (35,), "after which nothing is known"
+    tree = Draft((15, 16), (0, 0))
+    assert stack._extended(ask_for(0, DraftBudget(9, 3, 2), sampling, text), tree) is tree
+    assert parts[0].free
+    assert not parts[1].free

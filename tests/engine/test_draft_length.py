@@ -216,3 +216,12 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
             rows = 2 + size.nodes
             controller.learn([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows)
         assert sizes[-100:].count(expected) > 80, sizes[-100:]
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_pace_is_that_of_all_requests_at_the_best_size(together: int) -> None:
+    world = World(DraftBudget.chain(4), 0.02, 0.1, 0.9, together)
+    assert world.controller.pace == 0.0
+    world.speed(100)
+    tokens, seconds = (sum(part) for part in zip(*(world.round() for _ in range(100)), strict=True))
+    assert world.controller.pace == pytest.approx(together * tokens / seconds, rel=0.25)

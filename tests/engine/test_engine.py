@@ -20,7 +20,7 @@ from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
-from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS
+from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack
 
 
 class Watched(Decoder):
@@ -145,6 +145,16 @@ def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
     target = tiny_target()
     target.__class__ = Leaky
     assert guarantee(target) == "rounding"
+
+
+def test_an_excerpt_is_a_part_of_the_target() -> None:
+    target = tiny_target()
+    part, cache = target.excerpt(), target.new_cache()
+    slot = cache.acquire()
+    rows = pack([3], [Draft.chain([5, 7])], [slot], [0], target.device)
+    shown = part.forward(rows, cache, Want()).logits
+    whole = target.forward(rows, cache, Want(layers=part.config.layers)).logits
+    assert torch.equal(shown, whole[..., : shown.shape[-1]])
 
 
 def test_stats_for_json() -> None:

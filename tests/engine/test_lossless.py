@@ -31,7 +31,7 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.noise import Noise
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import TINY, Oracle, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Rows, Want
 from paceline.verify.tree import pack_prefix
 from tests.tiny_heads import (
@@ -49,6 +49,8 @@ from tests.verify.test_tree import drafts
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
 OTHER = tiny_target(seed=9)
+EVEN = torch.arange(0, 37, 2)
+TRIMMED = Decoder(TINY, random_tensors(TINY, 9), torch.float64, torch.device("cpu"), head_tokens=EVEN)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 EXIT = ExitConfig(hidden=32, layers=1)
@@ -61,12 +63,15 @@ DRAFTERS: dict[str, Make] = {
     "suffix that remembers": lambda text: Suffix(remember=True),
     "the model itself": lambda text: DraftModel(SMALL, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
+    "another model with a trimmed head": lambda text: DraftModel(TRIMMED, 37, EVEN),
     "block": lambda text: Block(TINY_BLOCK, block_tensors(), TOY),
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
+    "eagle-1 with a trimmed head": lambda text: Eagle(replace(EAGLE_1, head_tokens=EVEN), eagle_tensors(EAGLE_1), TOY),
     "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
     "another model's text": lambda text: TextDrafter(FOREIGN),
     "stack": lambda text: DrafterStack([NGram(), DraftModel(OTHER, 37)]),
+    "cascade": lambda text: DrafterStack([Suffix(), NGram(), DraftModel(SMALL, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), TOY),
     "early exit": lambda text: EarlyExit(EXIT, {}, TOY, threshold=0.0),

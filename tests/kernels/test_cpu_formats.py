@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -9,10 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel
+from paceline.files.reading import map_file
 from paceline.kernels.cpu.build import SETS, available, library
-from paceline.kernels.cpu.matrix import EIGHT, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, NativeGated, NativeLinear
 from paceline.kernels.quantize import quantize, round_activations
-from paceline.kernels.stored import Stored
+from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.kernels.sets import using
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -127,6 +132,67 @@ def test_types_that_meet_within_a_block_become_8_bits() -> None:
     assert (ours.weight() - weight).abs().max() < weight.abs().max() / 120
 
 
+def test_floats_beside_codes_of_the_kind_that_they_become() -> None:
+    matrix, weight = stored("Q4_1", 32, 256)
+    floats = Stored.floats(weight.half(), 4)
+    ours = NativeLinear(Stored.stack([matrix, floats]), None).weight()
+    assert torch.equal(ours[:32], weight)
+    assert (ours[32:] - weight).abs().max() < weight.abs().max() / 15
+
+
+def test_the_first_outputs_are_those_of_the_whole() -> None:
+    parts = [stored("Q4_K", 48, 256, 1)[0], stored("Q6_K", 16, 256, 2)[0]]
+    whole, x = NativeLinear(Stored.stack(parts), torch.randn(64)), torch.randn(5, 256)
+    for count, expected in ((32, 32), (64, 48)):  # those of another type have kernels of their own
+        part = whole.first(count).precise(x)
+        assert torch.equal(part, whole.precise(x)[:, :expected])
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "F16"])
+def test_pieces_are_packed_as_the_whole_and_their_pages_given_back(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = random_blocks("Q4_K", 1000, 2560) if kind == "Q4_K" else torch.randn(1000, 1000).half().view(torch.uint8)
+    width = 2560 if kind == "Q4_K" else 1000
+    whole = NativeLinear(replace(Stored.of(raw, int(number(kind)), width), form=torch.float16), None)
+    (tmp_path / "rows").write_bytes(raw.numpy().tobytes())
+    data = map_file(tmp_path / "rows").bytes(0, raw.numel()).view(raw.shape)
+    order = torch.randperm(1000)
+    matrix = replace(Stored.of(data, int(number(kind)), width, mapped=True), form=torch.float16)
+    assert int(data.sum()) > 0
+    before = resident(tmp_path / "rows")
+    monkeypatch.setattr("paceline.kernels.cpu.matrix._PIECE", 1 << 16)
+    ours = NativeLinear(matrix[order], None)
+    assert torch.equal(ours.weight(), whole.weight()[order])
+    if before is not None:
+        assert before > raw.numel() * 0.9
+        assert (resident(tmp_path / "rows") or 0) < 3 * mmap.PAGESIZE
+    assert torch.equal(data, raw), "pages that were given back are read again"
+
+
+def resident(path: Path) -> int | None:
+    """Bytes of a mapped file in memory, None where the system does not say."""
+    maps = Path("/proc/self/smaps")
+    if not maps.exists():
+        return None
+    _, _, rest = maps.read_text().partition(str(path))
+    return int(rest.partition("Rss:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_floats_beside_codes_become_codes_of_8_bits(kind: str, bits: int | None) -> None:
+    """As an adapter leaves them, which changes one of the projections that are stacked."""
+    codes, weight = stored(kind, 48, 256, 1)
+    other = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)) / 16
+    floats, x = Stored.floats(other, bits or torch.bfloat16), torch.randn(5, 256)
+    for parts, weights in (([codes, floats], [weight, other]), ([floats, codes], [other, weight])):
+        ours = NativeLinear(Stored.stack(parts), None)
+        assert near(ours.precise(x), ours.weight(), x)
+        for own, given in zip(ours.weight().split([len(w) for w in weights]), weights, strict=True):
+            assert torch.equal(own, given if given is weight else quantize(given, 8).dequantised())
+
+
 def test_gate_and_up_are_reordered_as_pointers() -> None:
     matrix, _ = stored("Q5_K", 64, 256)
     x = torch.randn(3, 256)
@@ -140,21 +206,42 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
     data = torch.zeros(16, 400, dtype=torch.uint8)
     with pytest.raises(CorruptModel, match=f"16 x {width}"):
         NativeLinear(Stored.of(data, int(number(kind)), width), None)
-    with pytest.raises(CorruptModel, match="ggml types"):
+    with pytest.raises(CorruptModel, match="ggml type 99"):
         NativeLinear(Stored.of(data, 99, 256), None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_floats_are_packed_as_torch_would(dtype: torch.dtype, bits: int | None) -> None:
-    for out, width in ((16, 32), (130, 208), (5, 48)):
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", HALVES)
+def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> None:
+    """As if their values had been floats; types that take no more bits stay."""
+    matrix, weight = stored(kind, 37, 512)
+    fewer, own = NativeLinear(replace(matrix, form=bits, fewer=True), None), NativeLinear(matrix, None)
+    if gguf.GGML_QUANT_SIZES[number(kind)][1] * 8 <= (bits + 1) * gguf.GGML_QUANT_SIZES[number(kind)][0]:
+        assert fewer.matrix.kinds == own.matrix.kinds
+        assert torch.equal(fewer.weight(), weight)
+    else:
+        assert fewer.matrix.nbytes < own.matrix.nbytes
+        assert torch.equal(fewer.weight(), NativeLinear(Stored.floats(weight, bits), None).weight())
+
+
+def test_stacked_types_become_one_where_fewer_bits_are_asked() -> None:
+    parts = [stored("Q5_0", 24, 256, 1)[0], stored("Q8_0", 24, 256, 2)[0]]
+    ours = NativeLinear(Stored.stack([replace(part, form=4, fewer=True) for part in parts]), None)
+    assert ours.matrix.kinds == (FOUR_AND_FLOOR,)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("form", [*FLOATS, 8, 4])
+def test_floats_are_packed_as_torch_would(dtype: torch.dtype, form: Form) -> None:
+    for out, width in ((16, 32), (130, 208), (5, 48), (17, 37)):
         weight = (torch.randn(out, width, generator=torch.Generator().manual_seed(out)) / 9).to(dtype)
         weight[0, :20] = 0
-        ours = NativeLinear(Stored.floats(weight, bits), None).weight()
-        if bits is None:
-            assert torch.equal(ours, weight.bfloat16())
+        ours = NativeLinear(Stored.floats(weight, form), None).weight()
+        if isinstance(form, torch.dtype):
+            assert ours.dtype == form
+            assert torch.equal(ours, weight.to(form))
         else:  # a fit may end elsewhere where sums round otherwise
-            codes = quantize(weight, bits).dequantised()
+            codes = quantize(weight, form).dequantised()
             assert (ours == codes).float().mean() > 0.98
             error, least = ((x - weight.float()).square().mean() for x in (ours, codes))
             assert error <= 1.001 * least

@@ -14,12 +14,14 @@ from torch import Tensor
 from paceline.engine.self_check import guarantee
 from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
+from paceline.models.layers import Mixture
 from paceline.models.lazy import Quantised
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -270,6 +272,15 @@ def test_windows_whose_rings_have_wrapped() -> None:
         assert relative(alone, right) < 0.02
 
 
+def test_a_window_longer_than_any_text_hides_nothing() -> None:
+    results = []
+    for window in (100_000, 2**31 - 1, 2**31, 2**32 + 3):
+        target = native(replace(BASE, **plan(window, None)))
+        results.append(torch.cat([out.logits[0, :1] for out in plain(target, text(30), text(4, 5))]))
+    for logits in results[1:]:
+        assert torch.equal(logits, results[0])
+
+
 def test_taps_and_layers_may_be_cut_anywhere() -> None:
     """Early exit, and a pass that goes on where drafting has stopped."""
     target = native(replace(BASE, layers=4))
@@ -289,7 +300,7 @@ def test_taps_and_layers_may_be_cut_anywhere() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("mode", [None, "int8"])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode | None) -> None:
-    target = native(replace(BASE, **MODELS[name]), mode)
+    target = native(replace(BASE, **MODELS[name] | {"tied": False}), mode)
     prefix, path = ([token % 66 for token in text(n, n)] for n in (20, 5))
     alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
     target._embed[66] = torch.nan
@@ -298,6 +309,13 @@ def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode |
     out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0]
     assert torch.equal(out[[0, *lines]], alone)
     assert not out[1].isfinite().any()
+
+
+def test_a_routers_scores_are_not_rounded_before_they_are_compared() -> None:
+    """In bfloat16 these two scores are equal."""
+    router = NativeLinear(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(), None)
+    _, chosen = Mixture(router, [], 1, True)._route(torch.tensor([[1.0, 2**-10]]).bfloat16())
+    assert chosen.tolist() == [[1]]
 
 
 def test_experts_of_equal_scores_are_chosen_by_number() -> None:

@@ -50,11 +50,6 @@ def same_on(sets: list[InstructionSet], compute: Callable[[], Tensor | list[Tens
             assert torch.equal(x, y), (one.name, sets[0].name)
 
 
-def widened(sets: list[InstructionSet]) -> list[InstructionSet]:
-    """Those without an instruction for bfloat16, which processors may round otherwise than two fused multiply-adds."""
-    return [one for one in sets if one.name != "avx512bf16"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(sets: list[InstructionSet], kind: str) -> None:
     def compute() -> list[Tensor]:
@@ -66,7 +61,7 @@ def test_products(sets: list[InstructionSet], kind: str) -> None:
                 out += [ours.precise(x), ours(x.bfloat16())]
         return out
 
-    same_on(widened(sets) if kind == "bfloat16" else sets, compute)
+    same_on(sets, compute)
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -87,7 +82,7 @@ def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name
         logits, taps = whole(native(replace(BASE, **MODELS[name]), mode), text(150), (1, 2, "final"))
         return [logits, *taps.values()]
 
-    same_on(widened(sets), compute)
+    same_on(sets, compute)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -103,4 +98,4 @@ def test_texts(sets: list[InstructionSet], mode: Mode | None) -> None:
         samplings = (Sampling(max_new_tokens=60), Sampling(max_new_tokens=60, temperature=1.0, seed=3))
         return [torch.tensor(run(target, text(30), sampling)[0]) for sampling in samplings]
 
-    same_on(widened(sets), compute)
+    same_on(sets, compute)

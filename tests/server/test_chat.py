@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
@@ -146,6 +147,37 @@ def test_speculation_can_be_chosen_and_leaves_the_text_alone(served: Serving, pl
     few = ask({"drafter": "suffix", "max_draft": 1})
     assert len(few["accepted_at"]) <= 1
     assert few["drafted"] <= few["rounds"]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_prediction_is_drafted_and_counted(served: Serving, plain: LLM, parts: bool) -> None:
+    text = alone(plain, max_new_tokens=48).text
+    halves: Any = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+    prediction: Any = {"type": "content", "content": halves if parts else text}
+    made = served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=48, prediction=prediction)
+    assert made.choices[0].message.content == text
+    assert made.usage is not None
+    assert made.usage.completion_tokens_details is not None
+    assert made.usage.completion_tokens_details.accepted_prediction_tokens == 48
+    assert made.usage.completion_tokens_details.rejected_prediction_tokens == 0
+    assert made.usage.model_dump()["speculation"]["rounds"] <= 6
+    other: Any = {"type": "content", "content": "zzzz" * 100_000}
+    made = served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=48, prediction=other)
+    assert made.choices[0].message.content == text
+    assert made.usage is not None
+    assert made.usage.completion_tokens_details is not None
+    counts = made.usage.completion_tokens_details
+    assert counts.accepted_prediction_tokens is not None
+    assert counts.rejected_prediction_tokens is not None
+    assert counts.accepted_prediction_tokens < 48
+    assert counts.accepted_prediction_tokens + counts.rejected_prediction_tokens == 48, "a reply has room for no more"
+
+
+@pytest.mark.parametrize("wrong", ["text", {"type": "content"}, {"type": "image", "content": "a"}, {"content": "a"}])
+def test_what_is_no_prediction_is_refused(served: Serving, wrong: Any) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=4, prediction=wrong)
+    assert "prediction" in str(caught.value.param)
 
 
 def test_a_trace_says_how_each_token_came_about(served: Serving, plain: LLM) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.recording.file import Recording
 from paceline.server.limits import Settings
 from tests.toys import toy_llm
 
@@ -44,3 +46,20 @@ def test_a_model_may_have_several_names(started: list[Settings], options: list[s
     done = CliRunner().invoke(app, ["serve", "--model", "/srv/my-model", "--quiet", "--drafter", "none", *options])
     assert done.exit_code == 0, done.output
     assert (started[0].model, list(started[0].aliases)) == (model, aliases)
+
+
+@pytest.mark.usefixtures("started")
+def test_record_begins_a_recording_that_its_owner_alone_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, path = toy_llm(), tmp_path / "r.jsonl"
+    monkeypatch.setattr(import_module("paceline.cli.serve").LoadOptions, "load", lambda *_, **__: llm)
+
+    def serve(*_: Any) -> None:
+        llm.generate("hello", max_new_tokens=5)
+
+    monkeypatch.setattr("paceline.server.listen.run", serve)
+    done = CliRunner().invoke(app, ["serve", "--quiet", "--record", str(path)])
+    assert done.exit_code == 0, done.output
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(Recording(path)) == 1

@@ -8,11 +8,11 @@ import pytest
 
 from paceline.checkpoints.loader import Loaded
 from paceline.errors import InvalidData, InvalidOption, UnsupportedModel
+from paceline.files.jsonl import Journal, JsonlFile
 from paceline.llm import LLM
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import derive_seed
-from paceline.train.jsonl import Journal, JsonlFile
 from paceline.train.prompts import Prompts, is_held
 from paceline.train.self_prompts import SHORTEST, UserTurn, write_prompts
 from paceline.train.writing import Progress

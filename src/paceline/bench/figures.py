@@ -35,6 +35,21 @@ def ratio_interval(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": median(values), "low": low, "high": high}
 
 
+def ratio_of_sums(
+    above: Sequence[float], below: Sequence[float], draws: int = 2000, level: float = 0.95
+) -> dict[str, float]:
+    """Return sum(above) / sum(below) with a percentile-bootstrap interval over the pairs, {"value", "low", "high"}, the
+    same in every run."""
+    generator, pairs = random.Random(0), list(zip(above, below, strict=True))
+
+    def ratio(chosen: Sequence[tuple[float, float]]) -> float:
+        return sum(a for a, _ in chosen) / max(sum(b for _, b in chosen), 1e-12)
+
+    found = sorted(ratio(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
+    cut = round(draws * (1 - level) / 2)
+    return {"value": ratio(pairs), "low": found[cut], "high": found[draws - 1 - cut]}
+
+
 def ratios(
     samples: Sequence[Sample], system: str, base: str, figure: Callable[[Sample], float] = lambda sample: sample.speed
 ) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
-from paceline.files.reading import MIB, library_errors, read_json, read_json_if_exists
+from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.families import ties_head
@@ -96,7 +98,7 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
     Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
     """
     if files := _shards(path, safe):
-        return Shards(files, _open_safetensors)
+        return Shards(files, _open_safetensors, mapped=True)
     if not (files := _shards(path, pickled)):
         raise ModelNotFound(f"{path} holds no {safe} or its index", "Fetch the weights too")
     if not allow_pickle:
@@ -132,8 +134,13 @@ class Shards(LazyTensors):
     """Tensors by name over one or more files. Headers are checked here, tensors are read at each access."""
 
     def __init__(
-        self, files: Mapping[Path, tuple[str, ...] | None], opener: Callable[[Path], tuple[list[str], Read]]
+        self,
+        files: Mapping[Path, tuple[str, ...] | None],
+        opener: Callable[[Path], tuple[list[str], Read]],
+        mapped: bool = False,
     ) -> None:
+        """`mapped`: whether what `opener` reads of `FLOATS` are pages of the file."""
+        self._mapped = mapped
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
             if not path.is_file():
@@ -149,17 +156,30 @@ class Shards(LazyTensors):
             return read(name)
 
     def stored(self, name: str) -> Stored | None:
-        tensor, (path, _) = self[name], self._sources[name]
-        if tensor.ndim != 2 or tensor.dtype not in FLOATS:
-            return None
-        # The safetensors library maps whole files.
-        return Stored.floats(tensor, None, tensor.untyped_storage().nbytes() == path.stat().st_size)
+        tensor = self[name]
+        return Stored.floats(tensor, None, self._mapped) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
+
+
+_SAFE_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
+    """Floats are mapped here, and not by the library, so that `Stored` may give their pages back."""
     with library_errors(f"{path} is damaged or cut off", _AGAIN):
-        file: Any = safe_open(path, framework="pt", device="cpu")
-        return list(file.keys()), file.get_tensor
+        file: Any = safe_open(path, framework="pt", device="cpu")  # checks the header
+        buffer = map_file(path).buffer
+        start = 8 + int.from_bytes(buffer[:8], "little")
+        entries = json.loads(buffer[8:start])
+
+    def read(name: str) -> Tensor:
+        kind, shape = entries[name]["dtype"], entries[name]["shape"]
+        if kind not in _SAFE_FLOATS or 0 in shape:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+        first = start + entries[name]["data_offsets"][0]
+        return torch.frombuffer(buffer, dtype=_SAFE_FLOATS[kind], count=math.prod(shape), offset=first).view(shape)
+
+    return list(file.keys()), read
 
 
 def _open_pickle(path: Path) -> tuple[list[str], Read]:

@@ -6,7 +6,6 @@ Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None, int]
 """Codes [out, blocks, block], scale and floor [out, blocks, groups of a block], bits."""
 
 
-def gguf_codes(data: Any, kind: str, shape: tuple[int, ...]) -> Codes | None:
+def gguf_codes(data: Tensor, kind: str, shape: tuple[int, ...]) -> Codes | None:
     """Return the matrix [out, in] that the bytes `data` hold in this type; None for types without codes here.
 
     Equal bit for bit to `gguf.dequantize`, in K-quants up to rounding a group's scale and floor to float16.
@@ -25,7 +24,7 @@ def gguf_codes(data: Any, kind: str, shape: tuple[int, ...]) -> Codes | None:
     if kind not in _DECODERS or len(shape) != 2:
         return None
     bytes_of_block, decode = _DECODERS[kind]
-    codes, scale, floor, bits = decode(torch.from_numpy(data).view(shape[0], -1, bytes_of_block))
+    codes, scale, floor, bits = decode(data.view(shape[0], -1, bytes_of_block))
     return Codes(codes.flatten(1), scale.flatten(1), None if floor is None else floor.flatten(1), bits, shape[1])
 
 

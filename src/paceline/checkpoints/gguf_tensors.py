@@ -157,7 +157,7 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, 
                 f"{name} stacks {tensor.shape[0]} experts; at most {EXPERTS} are read", "Fetch the file again"
             )
         pattern = f"{prefix}.{layout.experts[part]}.{kind}"
-        return {pattern.format(e): GGUFTensor(tensor.info, e) for e in range(tensor.shape[0])}
+        return {pattern.format(e): tensor.part(e) for e in range(tensor.shape[0])}
     return {f"{prefix}.{layout.names[part]}.{kind}": tensor} if part in layout.names else {}
 
 

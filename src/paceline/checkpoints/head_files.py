@@ -214,12 +214,13 @@ def _read_eagle(folder: _Folder) -> Found:
 
 def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> EagleConfig:
     raw = folder.raw
+    flags: Any = {flag: bool(raw.get(flag)) for flag in EAGLE_FLAGS}
     return EagleConfig(
         layer=layer,
         taps=taps,
         target_hidden=raw.get("target_hidden_size") or layer.hidden,
         draft_vocab=raw.get("draft_vocab_size") or layer.vocab_size,
-        **{flag: bool(raw.get(flag)) for flag in EAGLE_FLAGS},
+        **flags,
     )
 
 

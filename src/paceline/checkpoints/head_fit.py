@@ -16,6 +16,7 @@ from paceline.files.schema import HEAD
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.protocols import TargetWithHead
+from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
@@ -93,9 +94,9 @@ def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
     return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
 
 
-def vocabulary_of(model: Loaded) -> dict[str, int]:
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
     """Return token -> id, without the padding rows that GGUF converters add."""
-    return {t: i for t, i in model.tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
+    return {t: i for t, i in tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def fingerprint(target: Loaded) -> str:
@@ -104,7 +105,7 @@ def fingerprint(target: Loaded) -> str:
     The first half is a hash of the vocabulary, the hidden size and the number of layers; the second holds the signs of
     64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
     """
-    vocabulary, sizes = vocabulary_of(target), sizes_of(target)
+    vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
     rows = torch.linspace(0, max(vocabulary.values(), default=0), _ROWS, device=target.target.device).long()
     signs = host_of(target).embed(rows)[:, :_COLUMNS] > 0

@@ -20,6 +20,7 @@ from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
 from paceline.kernels.quantize import Mode, Precision, check_precision
+from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
@@ -29,12 +30,14 @@ from paceline.text.tokenizer import Tokenizer
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+HeadTokens = Callable[[Tokenizer, int], Tensor | None]
+"""(a draft model's tokenizer, size of its vocabulary) -> the tokens, ascending, to cut its head to; None: keep all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model: `eos` are its EOS ids, `generation` its generation_config, `quantize` how its weights are
-    held."""
+    """A loaded model: `eos` are its EOS ids, `generation` its generation_config, `quantize` how its weights are held,
+    `head_tokens` the tokens, ascending, that a draft model's head was cut to (None: all)."""
 
     target: Target
     tokenizer: Tokenizer
@@ -42,6 +45,7 @@ class Loaded:
     generation: dict[str, Any]
     path: Path
     quantize: Mode | None = None
+    head_tokens: Tensor | None = None
 
 
 def load_model(
@@ -56,9 +60,11 @@ def load_model(
     allow_pickle: bool = False,
     progress: bool = False,
     exact: bool = False,
+    head_tokens: HeadTokens | None = None,
 ) -> Loaded:
-    """See `paceline.load`. Raises `PacelineError`."""
+    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
     check_precision(quantize)
+    limit_threads()
     where = pick_device(device)
     with progress_bar("compiling the CPU kernels, once", progress):
         pick_dtype(dtype, where)  # raises before anything is fetched
@@ -72,16 +78,19 @@ def load_model(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
-    mode = weights_held(config, checkpoint.tensors, quantize, dtype, where)
-    tensors = Quantised(checkpoint.tensors, mode) if mode else checkpoint.tensors
+    mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
+    tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
+    kept = None
+    if head_tokens and config and where.type == "cpu":
+        kept = head_tokens(checkpoint.tokenizer, config.vocab_size)
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
-            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance)
+            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance, kept)
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept)
 
 
 def weights_held(
@@ -90,14 +99,19 @@ def weights_held(
     quantize: Precision,
     dtype: DType,
     device: torch.device,
+    drafts: bool = False,
 ) -> Mode | None:
     """Return how matrices without codes are quantised, or None where all are floats. `config`: None if transformers
     runs the model.
 
-    By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster.
+    By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster. A model
+    that `drafts` has 4 bits where there are kernels: the fastest precision that keeps 97 % of the acceptance
+    (benchmarks/results/2026-11-23-drafts.md).
     """
     if quantize in ("int8", "int4"):
         return quantize
+    if drafts and quantize == dtype == "auto" and config and device.type == "cpu" and library():
+        return "int4"
     if quantize == dtype == "auto" and config and device.type == "cpu" and isinstance(tensors, LazyTensors):
         return "int8" if tensors.mostly_codes() and library() else None
     return None

@@ -21,6 +21,7 @@ from paceline.cli.generate import generate
 from paceline.cli.info import info
 from paceline.cli.options import AsJson
 from paceline.cli.perplexity import perplexity
+from paceline.cli.record import record, replay, tune
 from paceline.cli.serve import serve
 from paceline.cli.train import train
 
@@ -73,7 +74,7 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, serve, demo, info, doctor, bench, perplexity, train):
+for _command in (chat, serve, demo, info, doctor, bench, record, replay, tune, perplexity, train):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 

@@ -86,7 +86,9 @@ def _report(plain: Completion, fast: Completion) -> None:
     console.print(f"texts identical: [red]NO[/red], they differ from token {differs} on")
     if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
-    console.print("This machine guarantees equal texts only up to rounding; try --dtype float32.")
+    console.print(
+        "This machine guarantees equal texts only up to rounding; see what `paceline info` says of its layers."
+    )
 
 
 def _row(name: str, stats: Stats, plain: Stats) -> tuple[str, ...]:

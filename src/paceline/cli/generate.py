@@ -15,6 +15,7 @@ import typer
 from paceline.cli.commands import options_of
 from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
+from paceline.cli.record import recording
 from paceline.cli.show import summary
 from paceline.cli.writing import ReplyWriter, write_batch, write_one_by_one
 from paceline.errors import InvalidOption, ModelNotFound
@@ -49,6 +50,7 @@ class OutputOptions:
     batch: int = _io(
         "Prompts of --prompts to answer at once. Each gets the reply that it gets alone.", min=1, default=1
     )
+    record: Path | None = _io("Append the replies to this recording, for replay and tune.", metavar="FILE")
     output: Path | None = _io("Write to this file instead of stdout.", "-o", metavar="FILE")
 
 
@@ -94,16 +96,22 @@ def generate(
             with contextlib.suppress(OSError):
                 file.truncate(0)
         writer = ReplyWriter(llm, sampling.resolve(llm, logprobs=out.logprobs), out.raw, out.as_json, file)
-        if out.samples > 1 or (out.batch > 1 and out.prompts is not None):
-            failed = write_batch(writer, rows, out.samples, max(out.batch, out.samples), quiet)
-        elif out.prompts is None:
-            completion, failed = writer.write(rows[0]), 0
-            if not quiet:
-                typer.echo(summary(completion, writer.sampling), err=True)
-        else:
-            failed = write_one_by_one(writer, rows, quiet)
+        with recording(llm, out.record):
+            failed = _write(writer, rows, out, quiet)
         if failed:
             raise typer.Exit(1)
+
+
+def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet: bool) -> int:
+    """Answer the rows. Return how many failed."""
+    if out.samples > 1 or (out.batch > 1 and out.prompts is not None):
+        return write_batch(writer, rows, out.samples, max(out.batch, out.samples), quiet)
+    if out.prompts is not None:
+        return write_one_by_one(writer, rows, quiet)
+    completion = writer.write(rows[0])
+    if not quiet:
+        typer.echo(summary(completion, writer.sampling), err=True)
+    return 0
 
 
 def _model_and_prompt(

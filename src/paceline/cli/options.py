@@ -72,7 +72,10 @@ Quantize = Annotated[
         metavar="MODE",
     ),
 ]
-DraftQuantize = Annotated[str, option("The same for the drafter's weights.", panel="Speculation", metavar="MODE")]
+DraftQuantize = Annotated[
+    str,
+    option("The same for the drafter; auto holds a draft model in 4 bits.", panel="Speculation", metavar="MODE"),
+]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
 Number = TypeVar("Number", int, float)
@@ -100,11 +103,13 @@ def set_threads(threads: int | None) -> None:
     """Apply --threads, with a warning if it exceeds the number of cores."""
     import torch
 
+    from paceline.kernels.threads import cores, limit_threads
+
     if threads is None:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or threads
-    if threads > cores:
-        note(f"warning: --threads {threads} is more than the {cores} cores available, which slows every pass down")
+    if threads > (most := cores()):
+        note(f"warning: --threads {threads} is more than the {most} cores available, which slows every pass down")
+    limit_threads()  # before, since it lowers what has been set
     torch.set_num_threads(threads)
 
 
@@ -159,6 +164,13 @@ class LoadOptions(ModelOptions):
         default="auto",
     )
     draft_quantize: DraftQuantize = "auto"
+    draft_vocab: str = _speculation(
+        "Tokens a draft model or EAGLE head chooses from: auto, a number or FILE.\n\n0 is all of them. FILE holds "
+        "answers of the model (JSONL, as `paceline train` writes them): the most frequent tokens are taken. auto takes "
+        "the 49,152 lowest ids of a vocabulary beyond 65,536.",
+        metavar="SIZE",
+        default="auto",
+    )
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
         """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
@@ -168,6 +180,7 @@ class LoadOptions(ModelOptions):
             draft=parse_draft(self.draft),
             quantize=self.quantize,
             draft_quantize=self.draft_quantize,
+            draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
         )
 
 

@@ -53,6 +53,11 @@ class ServerOptions:
     cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
     grace: float = _server("Seconds that active replies have to finish after SIGTERM.", min=0, default=20.0)
     log_prompts: bool = _server("Log requests with their prompts.", default=False)
+    record: Path | None = _server(
+        "Append all prompts and replies to this recording, for replay and tune.\n\nIt holds what users write, as "
+        "token ids, and a new file can be read by its owner alone. Tell your users.",
+        metavar="FILE",
+    )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
     @property
@@ -128,6 +133,8 @@ def serve(
 
     def prepare() -> tuple[LLM, Worker]:
         llm = model.load(progress=progress_wanted(quiet), drafter=drafters)
+        if server.record:
+            llm.record(server.record)
         return llm, Worker(llm, limits.worker_limits(llm), Speculation(drafter))
 
     llm, worker = _in_own_thread(prepare)
@@ -146,6 +153,8 @@ def serve(
     )
     announce = partial(_announce, name, drafter or "none", bool(settings.api_keys), quiet)
     run(create_app(worker, llm, settings), worker, server.host, server.port, server.grace, announce)
+    if llm.recorder:
+        llm.recorder.close()
 
 
 def _in_own_thread(work: Callable[[], T]) -> T:

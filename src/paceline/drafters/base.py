@@ -19,7 +19,9 @@ class Ask:
     """A request for one draft after the text `prefix`.
 
     `budget`: limits of the draft. `price`: the cost of verifying one more node, in tokens: a node that is less likely
-    to be accepted is not worth drafting.
+    to be accepted is not worth drafting. `pace`: tokens per second that the requests of this round get together, as
+    measured: what drafting for a second longer must bring. 0 where that is unknown, or must not matter. `sure`: the
+    least probability of a first token that is worth a draft, since another drafter stands by.
     """
 
     slot: int
@@ -27,6 +29,8 @@ class Ask:
     budget: DraftBudget
     sampler: Sampler
     price: float = 0.0
+    pace: float = 0.0
+    sure: float = 0.0
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -68,8 +72,14 @@ class Drafter(ABC):
     taps: tuple[Tap, ...] = ()
     """Hidden states that `feed` and `observe` should receive."""
 
+    free: bool = False
+    """Whether it looks drafts up in the text, at no cost worth mentioning; such a one heeds `Ask.sure`."""
+
     draft: DraftBudget = DraftBudget.chain(5)
     """Maximum draft if the user gives no size (`draft="auto"`): the draft length is chosen up to it."""
+
+    replayable: bool = True
+    """Whether drafts follow from text, noise and taps alone, so that they can be repeated without the target."""
 
     def bind(self, cache: KVCache) -> None:  # noqa: B027
         """Receive the engine's cache of the target, once, before the first `admit`: between rounds it holds all of a
@@ -112,6 +122,10 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Return one draft per ask, in order; `Draft()` where the drafter proposes nothing."""
+
+    def extend(self, ask: Ask, draft: Draft) -> Draft:
+        """Return another drafter's chain for this ask, continued where this drafter knows how it goes on at no cost."""
+        return draft
 
     @abstractmethod
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:

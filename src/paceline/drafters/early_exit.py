@@ -37,6 +37,7 @@ class EarlyExit(Growing):
     """
 
     draft = DraftBudget.chain(5)
+    replayable = False
 
     def __init__(
         self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Target, threshold: float = 0.5

@@ -34,9 +34,10 @@ from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
+from paceline.drafters.trimmed import DraftVocab, head_tokens
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.kernels.quantize import Precision, check_precision
-from paceline.models.heads import ExitConfig, HeadConfig, HeadFile, kind_of
+from paceline.models.heads import EagleConfig, ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.lazy import Quantised
 from paceline.types import DraftBudget
 
@@ -91,18 +92,24 @@ def open_drafter(
     quantize: Precision = "auto",
     read: Callable[..., Loaded] | None = None,
     head: HeadOpener = open_head,
+    draft_vocab: DraftVocab = "auto",
 ) -> Drafter | None:
     """`make_drafter`, with models read by `read` (default: `load_model` onto the target's device) and heads by `head`,
-    and their weights quantised as `quantize` says."""
+    their weights quantised as `quantize` says, and output heads over large vocabularies cut as `draft_vocab` says."""
     device: Any = target.target.device.type
     open_model = read or partial(load_model, device=device)
 
+    choose = partial(head_tokens, draft_vocab, target)
+
     def load_draft(reference: str) -> Loaded:
         base, merged = split_adapter(reference)
-        return open_model(base, adapter=merged, quantize=quantize)
+        return open_model(base, adapter=merged, quantize=quantize, head_tokens=choose)
 
     def read_head(reference: str | Path) -> HeadFile:
         found = head(reference)
+        if isinstance(found.config, EagleConfig) and "d2t" not in found.tensors:
+            kept = choose(target.tokenizer, target.target.vocab_size)
+            found = replace(found, config=replace(found.config, head_tokens=kept))
         return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
@@ -170,9 +177,9 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     if name == "model":
         loaded = load(reference)
         # Tokenizers are compared by their tokens, not by how many there are.
-        if vocabulary_of(target) != vocabulary_of(loaded):
+        if vocabulary_of(target.tokenizer) != vocabulary_of(loaded.tokenizer):
             return cross(target, loaded, part)
-        return DraftModel(loaded.target, target.target.vocab_size)
+        return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
     if name == "early-exit" and (reference.isdecimal() or not reference):
         return _early_exit(reference, target, read)
     path = reference or shipped(_KINDS[name], target)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,10 @@ from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
+_NEXT = 0.85
+"""Probability that a token is accepted after an accepted one, before it is drafted."""
+_OUTLIER, _MEMORY = 2.0, 8.0
+"""Bound of a measured time, in means; number of times that the mean remembers."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
 
@@ -42,6 +48,10 @@ class Nodes(ABC):
     @abstractmethod
     def others(self, first: Sequence[int]) -> list[int]:
         """Return the nodes that are kept besides those in `first`, oldest first."""
+
+    def promise(self, nodes: Sequence[int]) -> float:
+        """Return the probability that one of these nodes, siblings or cousins, is accepted; 1 where it is unknown."""
+        return 1.0
 
     def draft(self, first: Sequence[int] = ()) -> Draft:
         """Return the draft. `first`: nodes that are kept in any case, and come before the others."""
@@ -83,6 +93,9 @@ class Chosen(Nodes):
         """Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree."""
         taken = set(first)
         return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
+
+    def promise(self, nodes: Sequence[int]) -> float:
+        return min(1.0, sum(math.exp(self.scores[node]) for node in nodes))
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
         """Return the `count` nodes with the highest scores, oldest first."""
@@ -161,8 +174,12 @@ class Growing(Drafter):
     draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
     `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape.
 
-    A request's draft is the same in every batch, as far as the bits of its logits are.
+    Where `Ask.pace` is known, a level is grown only if it promises more tokens than decoding gives in its time. A
+    request's draft is otherwise the same in every batch, as far as the bits of its logits are.
     """
+
+    _level_seconds: float | None = None
+    """Mean time of a level after the root's; None before the first."""
 
     @abstractmethod
     def limit(self, ask: Ask) -> DraftBudget:
@@ -193,8 +210,20 @@ class Growing(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         growths = [Growth.begin(ask, self.limit(ask)) for ask in asks]
-        grow_trees(growths, self.roots, self.level, self.rank)
+        grow_trees(growths, self.roots, self._timed_level, self.rank, self._pays)
         return [self.end(growth) for growth in growths]
+
+    def _timed_level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        began = perf_counter()
+        logits = self.level(growths)
+        seconds, mean = perf_counter() - began, self._level_seconds
+        self._level_seconds = seconds if mean is None else mean + (min(seconds, _OUTLIER * mean) - mean) / _MEMORY
+        return logits
+
+    def _pays(self, growths: Sequence[Growth]) -> bool:
+        """Return whether a level more is worth its time, for all these trees together."""
+        gain = _NEXT * sum(growth.nodes.promise(growth.chosen) for growth in growths)
+        return gain >= growths[0].ask.pace * (self._level_seconds or 0.0)
 
 
 def grow_trees(
@@ -202,8 +231,10 @@ def grow_trees(
     roots: Callable[[Sequence[Growth]], Sequence[Tensor]],
     level: Callable[[Sequence[Growth]], Sequence[Tensor]],
     rank: Callable[[Growth, Tensor, Sequence[Sequence[int]], int], list[Ranked]],
+    pays: Callable[[Sequence[Growth]], bool] = lambda growths: True,
 ) -> None:
-    """Grow all trees together, one call of `roots` and then one of `level` per depth (see `Growing`)."""
+    """Grow all trees together, one call of `roots` and then one of `level` per depth (see `Growing`), while it
+    `pays`."""
     growing = [growth for growth in growths if growth.nodes.budget.nodes]
     read = roots
     while growing:
@@ -213,6 +244,9 @@ def grow_trees(
             for node, best in zip(growth.chosen, ranked, strict=True):
                 nodes.grow(node, best)
         growing = [growth for growth in growing if growth.descend()]
+        growing = [growth for growth in growing if _NEXT * growth.nodes.promise(growth.chosen) >= growth.ask.price]
+        if growing and not pays(growing):
+            break
         read = level
 
 

@@ -13,7 +13,7 @@ from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedDrafter, CachedSlot
 from paceline.drafters.growth import Growing, Growth, pack_level
 from paceline.protocols import Saved, Target
-from paceline.sampling.sampler import Ranked
+from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
@@ -33,11 +33,13 @@ class SavedText(Saved):
 class DraftModel(CachedDrafter[CachedSlot], Growing):
     """Drafts with any `Target` of the same vocabulary, which may live on another device in another dtype."""
 
-    draft = DraftBudget.chain(5)
+    draft = DraftBudget.chain(8)
 
-    def __init__(self, model: Target, vocab_size: int) -> None:
-        """`vocab_size`: the target's; logits of a padded draft vocabulary are cut to it."""
+    def __init__(self, model: Target, vocab_size: int, head_tokens: Tensor | None = None) -> None:
+        """`vocab_size`: the target's; logits of a padded draft vocabulary are cut to it. `head_tokens`: the tokens
+        below it that the model's logits are of, ascending; None: all."""
         self._model, self._vocab = model, vocab_size
+        self._subset = None if head_tokens is None else Subset(head_tokens, vocab_size)
         super().__init__(model.new_cache(), CachedSlot)
 
     def save(self, slot: int) -> SavedText | None:
@@ -89,5 +91,6 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """Cut or pad the logits to the target's vocabulary."""
-        logits = pad(logits, (0, self._vocab - logits.shape[-1]), value=-math.inf)
-        return super().rank(growth, logits, paths, count)
+        if self._subset is None:
+            logits = pad(logits, (0, self._vocab - logits.shape[-1]), value=-math.inf)
+        return growth.ask.rank(logits, paths, count, self._subset)

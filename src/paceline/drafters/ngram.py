@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class NGram(Drafter):
     Raises `InvalidOption` unless 1 <= min_n <= max_n <= 64.
     """
 
+    free = True
     draft = DraftBudget.chain(15)
 
     def __init__(self, max_n: int = 5, min_n: int = 1) -> None:
@@ -49,21 +50,27 @@ class NGram(Drafter):
         self._slots.pop(slot, None)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [_propose(ask.budget, self._slots[ask.slot]) for ask in asks]
+        return [Draft.chain(_continuation(ask, self._slots[ask.slot], ())) for ask in asks]
+
+    def extend(self, ask: Ask, draft: Draft) -> Draft:
+        more = _continuation(replace(ask, sure=1.0), self._slots[ask.slot], draft.tokens)
+        tokens = (*draft.tokens, *more)
+        return replace(draft, tokens=tokens, parents=tuple(range(len(tokens))))
 
 
-def _propose(budget: DraftBudget, index: _Index) -> Draft:
+def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
+    """Return what follows the text and then `path`; only after the longest match if another drafter stands by."""
     index.catch_up()
-    n, start = index.lookup()
-    count = min(budget.nodes, budget.depth)
+    n, start = index.lookup(path)
+    count = min(ask.budget.nodes, ask.budget.depth) - len(path)
     if n < index.max_n:
-        count = min(count, max(_FREE, 2 * n))
-    if n == 0 or count == 0:
-        return Draft()
+        count = 0 if ask.sure else min(count, max(_FREE, 2 * n))
+    if n == 0 or count <= 0:
+        return []
     tokens = index.text[start : start + count]
     while len(tokens) < count:
         tokens += tokens
-    return Draft.chain(tokens[:count])
+    return tokens[:count]
 
 
 @dataclass(slots=True)
@@ -83,14 +90,16 @@ class _Index:
     def catch_up(self) -> None:
         """Index the tokens added since the last call. O(max_n) per token."""
         for end in range(self.done + 1, len(self.text)):
-            for key in self._keys(end):
+            for key in self._keys(self.text, end):
                 self.follows[key] = end
         self.done = max(self.done, len(self.text) - 1)
 
-    def lookup(self) -> tuple[int, int]:
-        """Return the longest n whose last n tokens occurred before, and the index after that occurrence; or (0, 0)."""
+    def lookup(self, path: Sequence[int] = ()) -> tuple[int, int]:
+        """Return the longest n whose last n tokens, of the text and then `path`, occurred before in the text, and the
+        index after that occurrence; or (0, 0)."""
         best = (0, 0)
-        for n, key in enumerate(self._keys(len(self.text)), self.min_n):
+        end = [*self.text[-self.max_n :], *path]
+        for n, key in enumerate(self._keys(end, len(end)), self.min_n):
             start = self.follows.get(key)
             if start is None:
                 # A longer n-gram holds this one, so it is not known either.
@@ -98,10 +107,10 @@ class _Index:
             best = (n, start)
         return best
 
-    def _keys(self, end: int) -> Iterator[int]:
+    def _keys(self, text: Sequence[int], end: int) -> Iterator[int]:
         """Keys of the n-grams before `end`, shortest first. Exact: numbers in base 2**32 without a digit 0."""
         key = 0
         for n in range(1, min(self.max_n, end) + 1):
-            key = key << _ID_BITS | self.text[end - n] + 1
+            key = key << _ID_BITS | text[end - n] + 1
             if n >= self.min_n:
                 yield key

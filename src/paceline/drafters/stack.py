@@ -12,6 +12,9 @@ from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
+_SURE = 0.5
+"""Probability from which a lookup's first token is worth more than a learned drafter's, which takes time (LOG.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedStack(Saved):
@@ -27,9 +30,11 @@ class SavedStack(Saved):
 class DrafterStack(Drafter):
     """For each request the first drafter with a draft wins; a later one is asked only where the earlier have none.
 
-    All observe every token, so each can take over in any round. None is asked for more than its own `draft` budget (a
-    lookup drafts for nothing, a draft model pays a pass per token); the stack's budget has room for any of them. A
-    drafter belongs to one stack only. Raises `InvalidOption` for an empty stack.
+    A lookup speaks before a learned drafter only if it is sure (`Ask.sure`), and continues a chain that the other has
+    made where it finds a match at its end (`Drafter.extend`). All observe every token, so each can take over in any
+    round. None is asked for more than its own `draft` budget (a lookup drafts for nothing, a draft model pays a pass
+    per token); the stack's budget has room for any of them. A drafter belongs to one stack only. Raises `InvalidOption`
+    for an empty stack.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -37,6 +42,7 @@ class DrafterStack(Drafter):
             raise InvalidOption("a drafter stack must hold at least one drafter, got none", "Give one, or drafter=None")
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
+        self.replayable = all(d.replayable for d in drafters)
         sizes = [d.draft for d in drafters]
         self.draft: DraftBudget = DraftBudget(
             max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes)
@@ -78,14 +84,30 @@ class DrafterStack(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [Draft()] * len(asks)
-        empty = list(range(len(asks)))
+        last = self._drafters[-1]
         for drafter in self._drafters:
-            if not empty:
-                break
-            for i, draft in zip(empty, drafter.propose([_within(asks[i], drafter.draft) for i in empty]), strict=True):
-                drafts[i] = draft
-            empty = [i for i in empty if not drafts[i].tokens]
+            self._fill(drafts, asks, drafter, _SURE if drafter.free and not last.free else 0.0)
+        # The others may have been unable to draft: of a text whose hidden states are missing, for example.
+        for drafter in (drafter for drafter in self._drafters if drafter.free and not last.free):
+            self._fill(drafts, asks, drafter, 0.0)
         return drafts
+
+    def _fill(self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, sure: float) -> None:
+        """Let a drafter draft where there is no draft yet, and lookups continue its chains."""
+        empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
+        if not empty:
+            return
+        made = drafter.propose([replace(_within(asks[i], drafter.draft), sure=sure) for i in empty])
+        for i, draft in zip(empty, made, strict=True):
+            drafts[i] = draft if drafter.free else self._extended(asks[i], draft)
+
+    def _extended(self, ask: Ask, draft: Draft) -> Draft:
+        # Under the rules that draw, all of a chain is drawn or none of it.
+        if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
+            return draft
+        for drafter in self._drafters:
+            draft = drafter.extend(ask, draft) if drafter.free else draft
+        return draft
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         for drafter in self._drafters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from torch import Tensor
@@ -26,6 +26,8 @@ _CERTAIN = 0.9
 """Trust above which shorter contexts are not evaluated."""
 _FOLLOWERS = 16
 """Continuations evaluated per context, the most recent ones."""
+_CONTINUED = 0.4
+"""Least probability of a token that continues another drafter's chain, which may end in a wrong one."""
 _REMATCH = 64
 """Tokens looked up again when the memory has started over."""
 _END = -1
@@ -48,6 +50,7 @@ class Suffix(Drafter):
     target whose pass grows by some 4 % per row. Raises `InvalidOption` for a limit below 2 or a floor outside 0 to 1.
     """
 
+    free = True
     draft = DraftBudget(nodes=15, depth=15, branch=3)
 
     def __init__(self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
@@ -81,10 +84,22 @@ class Suffix(Drafter):
             self._finished.clear()
         return [self._draft(ask, len(asks)) for ask in asks]
 
+    def extend(self, ask: Ask, draft: Draft) -> Draft:
+        contexts = self._slots[ask.slot].contexts(self._memory)
+        for token in draft.tokens:
+            contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
+        count = len(draft.tokens)
+        room = DraftBudget.chain(max(0, min(ask.budget.nodes, ask.budget.depth) - count))
+        more = grow(contexts, room, max(_CONTINUED, ask.price), 0)
+        return replace(draft, tokens=draft.tokens + more.tokens, parents=tuple(range(count + len(more.tokens))))
+
     def _draft(self, ask: Ask, together: int) -> Draft:
+        contexts = self._slots[ask.slot].contexts(self._memory)
+        if ask.sure and not any(share >= ask.sure for _, share in likeliest(contexts, 1)):
+            return Draft()
         # Under the rules that draw, a text follows its drafts: then these must be the same in every batch.
-        free = -(-MIN_ROWS // (1 if ask.draws else together)) - 1
-        return grow(self._slots[ask.slot].contexts(self._memory), ask.budget, max(self._floor, ask.price), free)
+        free = 0 if ask.sure else -(-MIN_ROWS // (1 if ask.draws else together)) - 1
+        return grow(contexts, ask.budget, max(self._floor, ask.price), free)
 
 
 @dataclass(slots=True)

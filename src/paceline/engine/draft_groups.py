@@ -15,13 +15,14 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 @dataclass(slots=True)
 class PolicyGroup:
     """Requests of one round that share a drafter. `indices`: their places in the round. `controller`: None where drafts
-    must not depend on measurements. `price`: see `Ask.price`."""
+    must not depend on measurements. `price`, `pace`: see `Ask`."""
 
     policy: DraftPolicy
     indices: list[int]
     controller: Controller | None
     budgets: list[DraftBudget]
     price: float
+    pace: float
 
 
 def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
@@ -45,12 +46,12 @@ def _group(policy: DraftPolicy, indices: list[int], requests: Sequence[Request],
     # a round with such a request keeps to the drafter's own size.
     free = all(r.sampler.rule == "match" for r in members)
     controller = policy.controller if free else None
-    draft, price = policy.draft, 0.0
+    draft, price, pace = policy.draft, 0.0, 0.0
     if controller:
         behind = sum(len(r.token_ids) - r.num_seen_tokens for r in members)
         draft = controller.choose(len(requests), behind, max(r.stream.left for r in members))
-        price = controller.price(len(requests))
-    return PolicyGroup(policy, indices, controller, [_budget(draft, r, cache) for r in members], price)
+        price, pace = controller.price(len(requests)), controller.pace
+    return PolicyGroup(policy, indices, controller, [_budget(draft, r, cache) for r in members], price, pace)
 
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:

@@ -130,6 +130,8 @@ class Controller:
         self._round = self._last_try = 0
         self._saved, self._credit = 0.0, 0.0
         self._granted = False
+        self.pace = 0.0
+        """Tokens per second of all requests of a round, at the size that seems best; 0 until something is measured."""
         self._at, self._behind = len(self.sizes) - 1, 0
 
     def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> DraftBudget:
@@ -148,6 +150,7 @@ class Controller:
         times[0] -= debt
         best = times.index(min(times))
         pace = seconds[best] / tokens[best]
+        self.pace = together / pace if self._passes[False].known else 0.0
         losses = [s - t * pace + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
         if ahead < _AHEAD or self._round > _EARLY:

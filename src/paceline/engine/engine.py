@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, wraps
@@ -15,7 +16,7 @@ from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.request import Request
 from paceline.engine.self_check import guarantee, seamless
-from paceline.engine.stats import Clock, Stats
+from paceline.engine.stats import Clock, Stats, Timer
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
@@ -50,11 +51,15 @@ class Engine:
     """Runs requests over one target, one cache and its drafters. Threads may share it: their rounds take turns."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
+        self,
+        target: Target,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
+        draft: DraftBudget | None = None,
+        timer: Timer = time.perf_counter,
     ) -> None:
         """`drafter`: one, or several by name, of which the first is the default. `draft`: the budget of each round;
-        None leaves it to a controller, up to the drafter's own maximum."""
-        self.target = target
+        None leaves it to a controller, up to the drafter's own maximum. `timer`: measures rounds."""
+        self.target, self._timer = target, timer
         self.policies = DraftPolicies(drafter, draft)
         self.cache: KVCache = target.new_cache()
         for policy in self.policies:
@@ -134,7 +139,7 @@ class Engine:
 
         `limit`: the most tokens of a chunk; ignored on machines where the cut would change bits (`seamless`).
         """
-        clock = Clock()
+        clock = Clock(self._timer)
         scores = request.prompt_logprobs
         done = self.cache.lengths[request.slot] or (0 if scores else self._load_prefix(request))
         limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
@@ -186,8 +191,8 @@ class Engine:
 
         An error before the commit changes no request, so the round can be repeated; later ones end their request alone.
         """
-        clock = Clock()
-        drafts = [self._forced(request) for request in requests]
+        clock = Clock(self._timer)
+        drafts = [self._known(request) for request in requests]
         groups = group(requests, drafts, self.cache)
         self._draft(requests, groups, drafts)
         clock.lap("draft")
@@ -220,7 +225,12 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         request.finish = request.finish or "cancelled"
-        self._release(request)
+        try:
+            self._release(request)
+        finally:
+            told, request.on_finish = request.on_finish, None
+            if told:
+                told(request)
 
     def _release(self, request: Request) -> None:
         if not request.active:
@@ -246,11 +256,14 @@ class Engine:
             self._release(request)
             raise
 
-    def _forced(self, request: Request) -> Draft:
-        """Return the tokens that only can come next, by a grammar: a draft that needs no drafter and is never wrong."""
+    def _known(self, request: Request) -> Draft:
+        """Return a draft that needs no drafter: those that only can come next, by a grammar, or predicted ones."""
         draft = request.max_draft or DraftBudget.chain(_MAX_FORCED)
         room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
-        return Draft.chain(request.sampler.forced(request.prefix, room.depth))
+        forced = request.sampler.forced(request.prefix, room.depth)
+        if forced or not request.prediction:
+            return Draft.chain(forced)
+        return request.prediction.propose(room.depth)
 
     def _draft(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
         """Fill in the drafts of each group."""
@@ -261,7 +274,7 @@ class Engine:
             for i, budget in zip(members.indices, members.budgets, strict=True):
                 request = requests[i]
                 request.num_seen_tokens = len(request.token_ids)
-                asks.append(Ask(request.slot, request.prefix, budget, request.sampler, members.price))
+                asks.append(Ask(request.slot, request.prefix, budget, request.sampler, members.price, members.pace))
             for i, draft in zip(members.indices, members.policy.propose(asks, self.target.vocab_size), strict=True):
                 drafts[i] = draft
 
@@ -277,6 +290,9 @@ class Engine:
             return
         request.token_ids.extend(verdict.tokens)
         request.finish = verdict.finish
+        if request.prediction:
+            request.prediction.observe(draft, verdict.tokens)
+            request.stats.confirmed = request.prediction.accepted
         if request.policy and not verdict.finish:
             try:
                 taps = {tap: states[index] for tap, states in out.taps.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from paceline.engine.detokenizer import TextStream, Trimmed
 from paceline.engine.draft_policy import DraftPolicy
+from paceline.engine.prediction import PredictedReply
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.stats import Stats
 from paceline.sampling.sampler import Prefix, Sampler
@@ -22,7 +24,8 @@ class Request:
     `token_ids`: prompt and reply so far; the last one is the pending token, chosen but not yet in the cache.
     `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_logprobs`: collects the prompt's own
     log-probabilities; such a prompt is fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
-    length when the drafter last drafted. `active`: whether the request holds its slot.
+    length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
+    `active`: whether the request holds its slot. `on_finish`: called once, when the request has ended.
     """
 
     token_ids: list[int]
@@ -34,10 +37,16 @@ class Request:
     policy: DraftPolicy | None = None
     max_draft: DraftBudget | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prediction: PredictedReply | None = None
     num_seen_tokens: int = 0
     finish: FinishReason | None = None
     error: Exception | None = None
     active: bool = True
+    on_finish: Callable[[Request], object] | None = None
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Draft these tokens, which the reply is expected to consist of."""
+        self.prediction, self.stats.predicted = PredictedReply(tokens), len(tokens)
 
     @property
     def prefix(self) -> Prefix:

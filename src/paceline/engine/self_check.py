@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK
-from paceline.protocols import KVCache, Shallow, Target
+from paceline.protocols import Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, beside, pack
 
@@ -22,15 +22,16 @@ def guarantee(target: Target) -> Guarantee:
     """Return "bits" if rows fed one by one, in chains, in trees and beside another request give identical logits.
 
     Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
-    candidates are within an ulp or so. Costs ten small passes, through the fewest layers that have one of each kind.
+    candidates are within an ulp or so. Costs ten small passes of the target's `excerpt`, if it has one.
     """
+    target = target.excerpt() if isinstance(target, Divisible) else target
     before = min(_PREFIX, target.context_length - _LONGEST)
     if before < 1:
         return "rounding"
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
     slot = cache.acquire()
-    _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True, layers=_enough(target))
+    _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
     plain = []
     for token in path:
         rows, logits = _verify(target, cache, [slot], [token], [Draft()])
@@ -80,29 +81,15 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
     return True
 
 
-def _enough(target: Target) -> int | None:
-    """Layers that show whether rows depend on each other; None for all."""
-    return target.kinds_within if isinstance(target, Shallow) else None
-
-
-def _feed(
-    target: Target,
-    cache: KVCache,
-    slot: int,
-    tokens: Sequence[int],
-    sizes: Sequence[int],
-    prompt: bool,
-    layers: int | None = None,
-) -> None:
-    """Feed the tokens that the slot lacks, as a prompt in chunks of these sizes in turn, or as chains in rounds.
-    `layers`: how many of the first they pass; None for all."""
+def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
+    """Feed the tokens that the slot lacks, as a prompt in chunks of these sizes in turn, or as chains in rounds."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))
         if not prompt:
             count = 1 + cache.fit(slot, DraftBudget.chain(count - 1)).nodes
         rows = pack([rest[0]], [Draft.chain(tuple(rest[1:count]))], [slot], [length], target.device)
-        target.forward(replace(rows, prefill=prompt), cache, Want("none", layers=layers))
+        target.forward(replace(rows, prefill=prompt), cache, Want("none"))
         cache.commit(rows, [range(1, count)])
 
 
@@ -111,7 +98,7 @@ def _verify(
 ) -> tuple[Rows, Tensor]:
     """Return the rows and the logits [B, T, V] of one verify pass."""
     rows = pack(last, drafts, slots, [cache.lengths[slot] for slot in slots], target.device)
-    return rows, target.forward(rows, cache, Want(layers=_enough(target))).logits
+    return rows, target.forward(rows, cache, Want()).logits
 
 
 def _tokens(target: Target, count: int) -> list[int]:

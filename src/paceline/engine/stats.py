@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from paceline.types import Draft, Guarantee, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
+Timer = Callable[[], float]
+"""Returns the time in seconds: the real one, or that of a simulation."""
 
 
 @dataclass(slots=True)
@@ -18,7 +21,8 @@ class Stats:
     `rounds`: rounds, one verifying pass each. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and
     accepted of them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the
     prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain
-    decoding. `seconds`: time by phase.
+    decoding. `predicted`, `confirmed`: tokens of the text that the reply was expected to be, and those of them
+    that it has. `seconds`: time by phase. `timer`: the engine's.
     """
 
     seed: int
@@ -30,8 +34,14 @@ class Stats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     cached: int = 0
+    predicted: int = 0
+    confirmed: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*get_args(Phase), "other"), 0.0))
-    _began: float = field(default_factory=time.perf_counter, init=False, repr=False, compare=False)
+    timer: Timer = field(default=time.perf_counter, repr=False, compare=False)
+    _began: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.timer()
 
     @property
     def tokens_per_round(self) -> float:
@@ -56,7 +66,7 @@ class Stats:
     def close(self) -> None:
         """End the reply: time outside the phases becomes "other", so that the parts sum to the wall time."""
         named = sum(seconds for phase, seconds in self.seconds.items() if phase != "other")
-        self.seconds["other"] = time.perf_counter() - self._began - named
+        self.seconds["other"] = self.timer() - self._began - named
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -70,6 +80,7 @@ class Stats:
             "seed": self.seed,
             "guarantee": self.guarantee,
             "drafter": self.drafter,
+            **({"predicted": self.predicted, "confirmed": self.confirmed} if self.predicted else {}),
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }
 
@@ -77,12 +88,12 @@ class Stats:
 class Clock:
     """A stopwatch for consecutive phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, timer: Timer) -> None:
         self.laps: dict[Phase, float] = {}
-        self._mark = time.perf_counter()
+        self._timer, self._mark = timer, timer()
 
     def lap(self, phase: Phase) -> None:
         """Add the time since the last lap to `phase`."""
-        now = time.perf_counter()
+        now = self._timer()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._mark
         self._mark = now

@@ -6,16 +6,20 @@ and JSON has a bounded depth, so that code that walks the values cannot exhaust 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.files.garbage import uncollected
 from paceline.files.schema import CORRECT, FieldKind, check
 
 MIB = 1 << 20
@@ -38,6 +42,31 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise CorruptModel(f"{path} is not a regular file", "Replace it with a copy of the model's own file")
     return os.fdopen(descriptor, "rb")
+
+
+class Mapped(NamedTuple):
+    """A mapped file. `identity`: what another file, or another state of this one, does not have."""
+
+    buffer: mmap
+    identity: tuple[Any, ...]
+
+    def bytes(self, start: int, size: int) -> Tensor:
+        """Return `size` > 0 bytes of the file, uint8, without reading them."""
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=size, offset=start)
+
+
+def map_file(path: Path) -> Mapped:
+    """Map a regular file that is not empty. Raises `ModelNotFound` or `CorruptModel`."""
+    with open_regular(path) as file:
+        state = os.fstat(file.fileno())
+        if not state.st_size:
+            raise CorruptModel(f"{path} is empty", "Fetch the model again")
+        try:
+            # Copy-on-write: torch wants writable memory, and the file stays unchanged.
+            buffer = mmap(file.fileno(), 0, access=ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise ModelNotFound(f"cannot map {path} into memory ({error})", "Check memory and file system") from error
+    return Mapped(buffer, (path.resolve(), state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino))
 
 
 def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
@@ -63,7 +92,7 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
     JSON that is malformed or nested deeper than 64 levels, and for a field of the wrong kind."""
     text = read_text(path, limit)
     try:
-        with _uncollected():
+        with uncollected():
             data = json.loads(text)
             depth = _depth(data)
     except RecursionError:
@@ -76,19 +105,6 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
         raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
     check(path, data, fields)
     return data
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector: JSON has no cycles, and millions of lists make it walk the whole heap again and
-    again (2 s alone, 11 s in a process that holds much)."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ TEXT = FieldKind("a string", lambda value: isinstance(value, str), "strings")
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict), "objects")
 NULL = FieldKind("null", lambda value: value is None, "null")
 
-LAYERS, EXPERTS = 4096, 4096
-_LAYERS, _SIZE, _TOKENS, _ROWS = whole(1, LAYERS), whole(1, 2**20), whole(2, 2**40), whole(1, 2**24)
+LAYERS, EXPERTS, MOST_ROWS = 4096, 4096, 2**24
+_LAYERS, _SIZE, _TOKENS, _ROWS = whole(1, LAYERS), whole(1, 2**20), whole(2, 2**40), whole(1, MOST_ROWS)
 _ID, _EXPERTS = whole(0, 2**32 - 1), whole(1, EXPERTS)
 _EPS, _BASE, _FACTOR, _SHARE = number(0, 1), number(2, 1e15), number(1e-6, 1e9), number(0, 1)
 _CAP = number(1e-6, 1e9)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS, Activation
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
 from paceline.kernels.stored import Stored
 
@@ -183,10 +183,10 @@ def _native(weight: Tensor | Codes) -> bool:
     return (isinstance(weight, Codes) or weight.dtype in FLOAT_KINDS) and library() is not None
 
 
-def takes_stored(width: int, dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
-    """Return whether matrices of this width are taken as `Stored`: codes, or floats in this dtype."""
-    runs = coded or (dtype == torch.bfloat16 and not _MAKE.get())
-    return runs and device.type == "cpu" and width % LANES == 0 and library() is not None
+def takes_stored(dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
+    """Return whether matrices are taken as `Stored`: codes, or floats in this dtype."""
+    runs = coded or (dtype in FLOAT_KINDS and not _MAKE.get())
+    return runs and device.type == "cpu" and library() is not None
 
 
 def free_rows(device: torch.device) -> int:

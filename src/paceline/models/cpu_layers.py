@@ -22,6 +22,8 @@ from paceline.models.rope import Rope
 from paceline.types import Tap
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+_WIDEST = 1 << 30
+"""A window that reaches back further than any text, and fits the kernels' 32 bits."""
 
 
 def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
@@ -150,7 +152,7 @@ def whole(size: int) -> int:
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Whether `NativeLayers` can run them: all products native."""
+    """Return whether `NativeLayers` can run them: all products native."""
     return dtype in FLOAT_KINDS and all(map(_parts, layers)) and library() is not None
 
 
@@ -202,7 +204,7 @@ class _KernelPass:
         slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
         return _View(
             *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
-            *(plan.window or 0, len(writes.targets), len(writes.copy_targets)),
+            *(min(plan.window or 0, _WIDEST), len(writes.targets), len(writes.copy_targets)),
             *(self._longs(x) for x in (writes.targets, writes.sources, writes.copy_sources, writes.copy_targets)),
             (_CSlot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,9 @@ from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
 from paceline.types import Forward, Rows, Want
+
+_HEAD_ROWS = 256
+"""Outputs of an excerpt's head."""
 
 Progress = Callable[[int, int], None]
 """(layers done, layers in all)"""
@@ -35,13 +39,15 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress = lambda done, total: None,
+        head_tokens: Tensor | None = None,
     ) -> None:
-        """`tensors`: by Hugging Face name, any float dtype. Raises `CorruptModel` for missing or misshapen ones."""
+        """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
+        that its logits [..., C] are of. Raises `CorruptModel` for missing or misshapen tensors."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
         table = (config.vocab_size, config.hidden)
-        self._embed = weights.embedding("model.embed_tokens.weight", table)
+        self._embed = weights.embedding("model.embed_tokens.weight", table, config.tied)
         # As the published models do: the root is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
@@ -50,21 +56,27 @@ class Decoder:
             layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
         self._stack = LayerStack(config, layers, self)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
+        name, own = "lm_head.weight", None
         if config.tied:
-            weights.skip("lm_head.weight")
-            own = self._embed if isinstance(self._embed, NativeLinear) else None
-            self._head = own or linear(weights.head("model.embed_tokens.weight", table))
-        else:
-            self._head = linear(weights.head("lm_head.weight", table))
+            weights.skip(name)
+            name = "model.embed_tokens.weight"
+            if isinstance(self._embed, NativeLinear) and head_tokens is None and not weights.requantises:
+                own = self._embed
+        every = slice(None) if head_tokens is None else head_tokens
+        self._head = own or linear(weights.head(name, table)[every])
         weights.finish()
         progress(config.layers, config.layers)
 
-    @property
-    def kinds_within(self) -> int | None:
-        """See `protocols.Shallow`. On a GPU early exits run without the graphs that other passes run by."""
-        plan = self.config.plan
-        firsts = [plan.index(layer) for layer in plan]
-        return max(2, max(firsts) + 1) if self.device.type == "cpu" and len(plan) > 1 else None
+    def excerpt(self) -> Decoder:
+        """See `protocols.Divisible`. Two layers at least, since the first does not see what a layer did."""
+        if self.device.type != "cpu":
+            return self
+        plan, part = self.config.plan, copy(self)
+        layers = min(len(plan), max(2, 1 + max(map(plan.index, plan))))
+        part.config = replace(self.config, layers=layers, special=plan[:layers])
+        if isinstance(self._head, NativeLinear):
+            part._head = self._head.first(_HEAD_ROWS)
+        return part
 
     def new_cache(self) -> SlabCache:
         return self._stack.new_cache(self._cache_type)

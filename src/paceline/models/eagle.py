@@ -43,7 +43,7 @@ class EagleNetwork:
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output
-        self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden)
+        self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
         weights.finish()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, QWEN, SMOLLM3, FieldKind, check
+from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, MOST_ROWS, QWEN, SMOLLM3, FieldKind, check
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
@@ -280,6 +280,8 @@ def _check(c: ModelConfig) -> None:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+    if c.heads * c.head_dim > MOST_ROWS:
+        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:

@@ -40,7 +40,8 @@ class EagleConfig:
     published ones) and not a limit: the target's counts. `taps`: its input taps, in order; () in a file that leaves
     them to the target, and `head_fit.fits` then fills them in. `norm_before_residual`: the residual stream of the layer
     is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
-    concatenation is. `norm_output`: the normed output is fed back to the next step, not the raw one.
+    concatenation is. `norm_output`: the normed output is fed back to the next step, not the raw one. `head_tokens`: cut
+    the output head over the whole vocabulary to these tokens, ascending; not in the file.
     """
 
     layer: ModelConfig
@@ -52,6 +53,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head_tokens: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ class Mixture:
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
     `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
-    (float64 for a float64 model).
+    (float64 for a float64 model). The router's scores are as precise as its product, and are not rounded before they
+    are compared.
     """
 
     def __init__(self, router: Linear, experts: Sequence[Dense], used: int, normalised: bool) -> None:
@@ -117,7 +118,7 @@ class Mixture:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
-        scores = self.router(rows).softmax(-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+        scores = self.router.precise(rows).softmax(-1)
         best, order = scores.sort(dim=-1, descending=True, stable=True)
         weights, chosen = best[:, : self.used], order[:, : self.used]
         return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen

@@ -91,9 +91,11 @@ class Outlines(Renamed):
 class Quantised(Renamed):
     """Tensors whose matrices are to be held as codes, of `bits` where the file does not have codes already.
 
-    The setting travels with the tensors, so that all modules built from them (`models.weights.Weights`) follow it.
+    `requantise`: matrices that the file has in codes of more bits too, and the output head: for draft models, whose
+    precision no text depends on. The settings travel with the tensors, so that all modules built from them
+    (`models.weights.Weights`) follow them.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], mode: Mode) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:
         super().__init__(tensors)
-        self.bits = {"int8": 8, "int4": 4}[mode]
+        self.bits, self.requantise = {"int8": 8, "int4": 4}[mode], requantise

@@ -15,16 +15,20 @@ from paceline.sampling.sampler import Subset
 _HEAD = "lm_head.weight"
 
 
-def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int) -> tuple[Subset | None, Activation]:
+def output_head(
+    weights: Weights, host: TargetWithHead, count: int, hidden: int, kept: Tensor | None = None
+) -> tuple[Subset | None, Activation]:
     """The target's tokens that a head scores (None: all, in order), and its map from states [..., hidden] to logits in
     float32 or wider.
 
     The map is the head's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: all of it or the
-    rows of these tokens. Raises `CorruptModel` if the tokens are not the target's, or its rows not as wide as the
-    states.
+    rows of these tokens. `kept`: of a head over all tokens score only these, ascending. Raises `CorruptModel` if the
+    tokens are not the target's, or its rows not as wide as the states.
     """
     weights.skip("t2d")
-    if _HEAD not in weights and "d2t" not in weights:
+    if "d2t" in weights or count < host.vocab_size:
+        kept = None
+    if _HEAD not in weights and "d2t" not in weights and kept is None:
         return None, host.logits
     ids = torch.arange(count)
     if "d2t" in weights:
@@ -35,12 +39,12 @@ def output_head(weights: Weights, host: TargetWithHead, count: int, hidden: int)
             "It was made for another model",
         )
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
-    order = ids.argsort()[: host.vocab_size]
+    order = ids.argsort()[: host.vocab_size] if kept is None else kept
     ids = ids[order]
     if _HEAD in weights:
         weight = weights.head(_HEAD, (count, hidden))[order.to(weights.device)]
     else:
-        weight = weights.borrowed(_borrowed(host, hidden, ids))
+        weight = weights.borrowed(_borrowed(host, hidden, ids), cut=kept is not None)
     return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
 
 

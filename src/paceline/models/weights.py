@@ -13,7 +13,7 @@ from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import Linear, gated, linear, takes_stored
 from paceline.kernels.quantize import Codes, quantize, stack
-from paceline.kernels.stored import FLOATS, Stored
+from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
 
 _HEAD_BITS = 8
@@ -29,6 +29,9 @@ class Weights:
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors, self._dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
+        self.requantises = isinstance(tensors, Quantised) and tensors.requantise
+        """Whether nothing keeps the codes that the file has it in, if they have more bits."""
+        self._head_bits = self._bits and (self._bits if self.requantises else _HEAD_BITS)
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -59,35 +62,40 @@ class Weights:
 
     def head(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
         """Take the matrix of an output head."""
-        return self._matrix(name, shape, self._bits and _HEAD_BITS)
+        return self._matrix(name, shape, self._head_bits)
 
-    def embedding(self, name: str, shape: tuple[int, int]) -> Tensor | NativeLinear:
-        """Take an embedding: a tensor in the model's dtype; of the file's own codes a product, which has their rows and
-        is a tied head too."""
-        if self._bits and name in self and takes_stored(shape[1], self._dtype, True, self.device):
-            own = stored_of(self._tensors, name)
-            if own is not None and own.bits is None and not _is_float(own):
-                self._check(name, own.shape, shape)
-                return NativeLinear(own, None)
+    def embedding(self, name: str, shape: tuple[int, int], tied: bool) -> Tensor | NativeLinear:
+        """Take an embedding: a tensor in the model's dtype, or a product, which has its rows and is a tied head too: of
+        the file's own codes, or, if the head is tied, of floats."""
+        own = stored_of(self._tensors, name) if self._bits and name in self else None
+        shared = own is not None and not own.is_float if self._bits else tied
+        if shared and takes_stored(self._dtype, self._bits is not None, self.device):
+            return NativeLinear(replace(self._stored(name, shape, self._bits), fewer=False), None)
         return self.get(name, shape)
 
     def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
-        if not takes_stored(shape[1], self._dtype, bits is not None, self.device):
-            return self._coded(name, shape, bits) if bits else self.get(name, shape)
-        own = stored_of(self._tensors, name) if name in self else None
-        if own is None or not (bits or _is_float(own)):
-            return Stored.floats(self.get(name, shape, torch.float32 if bits else None), bits)
-        self._check(name, own.shape, shape)
-        return replace(own, bits=bits or own.bits) if _is_float(own) and own.bits is None else own
+        if takes_stored(self._dtype, bits is not None, self.device):
+            return self._stored(name, shape, bits)
+        return self._coded(name, shape, bits) if bits else self.get(name, shape)
 
-    def borrowed(self, rows: Tensor) -> Tensor | Codes:
-        """An output head of rows of another model, quantised if these weights are."""
-        return quantize(rows, _HEAD_BITS) if self._bits else rows
+    def _stored(self, name: str, shape: tuple[int, int], bits: int | None) -> Stored:
+        own = stored_of(self._tensors, name) if name in self else None
+        if own is None or not (bits or own.is_float):
+            own = Stored.floats(self.get(name, shape, torch.float32 if bits else None), None)
+        self._check(name, own.shape, shape)
+        return replace(own, form=(own.form or bits) if bits else self._dtype, fewer=self.requantises)
+
+    def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
+        """An output head of rows of another model, quantised if these weights are. `cut`: one that was cut for speed
+        has 4 bits where there are kernels for them."""
+        fast = cut and rows.dtype != torch.float64 and takes_stored(rows.dtype, True, self.device)
+        bits = 4 if fast else self._head_bits
+        return quantize(rows, bits) if bits else rows
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
         """The file's own codes, whatever their bits, since quantising twice would lose twice; else the nearest ones."""
         own = codes_of(self._tensors, name) if name in self._tensors else None
-        if own is None:
+        if own is None or (self.requantises and own.bits > bits):
             return quantize(self.get(name, shape, torch.float32), bits)
         self._check(name, own.shape, shape)
         return own.to(self.device)
@@ -132,10 +140,6 @@ class Weights:
                 f"the checkpoint holds {len(self._left)} tensors this architecture does not know ({some}, ...)",
                 "It may be another architecture, or an adapter that must be merged first",
             )
-
-
-def _is_float(matrix: Stored) -> bool:
-    return int(matrix.types[0]) in FLOATS.values()
 
 
 def _stack(parts: Sequence[Tensor | Codes | Stored]) -> Tensor | Codes | Stored:

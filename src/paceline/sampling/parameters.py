@@ -87,6 +87,8 @@ class Sampling:
     are called after every token, drafted or not, in order. When a round is repeated (after a failure), they may be
     called twice for the same token, so their results must depend on their arguments alone.
     ignore_eos: continue after the model's own end-of-sequence tokens.
+    prediction: text or token ids that most of the reply is expected to be, such as a file to edit. It is drafted, and
+    changes no text.
     logprobs: None, or the number of likeliest tokens to report with each token's log-probability (0: the token's
     alone); log-probabilities are those before all of the above.
     """
@@ -113,6 +115,7 @@ class Sampling:
     stop_when: StopWhen | Sequence[StopWhen] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prediction: str | Sequence[int] = ""
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in _RANGES.items():
@@ -134,6 +137,8 @@ class Sampling:
             )
         if self.grammar and self.ignore_eos:
             raise InvalidOption("a grammar ends with EOS, which ignore_eos would ignore", "Leave out one of them")
+        if not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         for name, value in (
             ("stop", _strings(self.stop)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
@@ -213,6 +218,7 @@ class Sampling:
             "logit_bias": self.logit_bias,
             "bad_words": {token for word in words for token in word},
             "stop_token_ids": self.stop_token_ids,
+            "prediction": () if isinstance(self.prediction, str) else self.prediction,
         }
         for name, tokens in named.items():
             if wrong := [token for token in tokens if token >= vocabulary.size]:

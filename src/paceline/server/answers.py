@@ -120,8 +120,18 @@ class RunningRequest:
             "completion_tokens": written,
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": sum(reply.handle.stats.cached for reply in first_samples)},
+            **self._predicted(),
             "speculation": self._speculation(written),
         }
+
+    def _predicted(self) -> dict[str, Any]:
+        """What the replies have of a prediction, and what they do not; nothing where there was none."""
+        stats = [reply.handle.stats for reply in self.replies]
+        predicted, accepted = sum(s.predicted for s in stats), sum(s.confirmed for s in stats)
+        if not predicted:
+            return {}
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+        return {"completion_tokens_details": details}
 
     def _speculation(self, written: int) -> dict[str, Any]:
         stats = [reply.handle.stats for reply in self.replies]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline.engine.prediction import predicted_ids
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.server import options, tools
@@ -152,6 +153,10 @@ def prepare(
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
+    if body.prediction:
+        # Here, and not where the reply begins, which holds up all others.
+        predicted = predicted_ids(body.prediction.text, llm.tokenizer.encode, sampling.max_new_tokens)
+        sampling = replace(sampling, prediction=predicted)
     legacy = bool(body.functions)
     names = [tool.function.name for tool in calling.callable]
 

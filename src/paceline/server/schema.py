@@ -243,6 +243,18 @@ class SchemaFormat(Strict):
     json_schema: JsonSchema
 
 
+class PredictedContent(Strict):
+    """OpenAI's predicted outputs."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=10_000)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=128)]
@@ -257,7 +269,7 @@ Tools = Annotated[list[Tool], Field(max_length=128)]
         (([],), "documents"),
         (("medium",), "verbosity"),
         (("none",), "reasoning_format"),
-        ((), "audio prediction web_search_options moderation"),
+        ((), "audio web_search_options moderation"),
     ),
 )
 class ChatRequest(RequestBody):
@@ -268,6 +280,7 @@ class ChatRequest(RequestBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: PredictedContent | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None

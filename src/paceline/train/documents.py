@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from paceline.errors import InvalidData, InvalidOption
+from paceline.files.jsonl import JsonlFile
 from paceline.llm import LLM
 from paceline.train.answers import Answer, parse_answer
-from paceline.train.jsonl import JsonlFile
 from paceline.train.prompts import Prompts
 
 MARGIN = 8

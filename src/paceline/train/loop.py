@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidOption, TrainingFailed, is_out_of_memory, memory_named
-from paceline.train.jsonl import replace_with
+from paceline.files.jsonl import replace_with
 from paceline.train.recipe import Guesses, Recipe, simulate_rounds
 from paceline.train.states import DocumentBatch, States
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import InvalidData
+from paceline.files.jsonl import JsonlFile
 from paceline.text.prompt_rows import parse_row
-from paceline.train.jsonl import JsonlFile
 
 HELD_OUT = 50
 """One prompt in this many is held out of training."""

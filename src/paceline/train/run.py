@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fingerprint, fits
 from paceline.checkpoints.head_write import check_folder, write_head
+from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile
@@ -24,7 +25,6 @@ from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
-from paceline.train.vocabulary import choose, count, coverage
 from paceline.train.writing import Progress, write_answers
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from paceline.engine.results import Completion
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
+from paceline.files.jsonl import Journal, JsonlFile, check_settings
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import derive_seed
-from paceline.train.jsonl import Journal, JsonlFile, check_settings
 from paceline.train.prompts import parse_prompt
 from paceline.train.writing import OnProgress, Progress, chunks_of
 

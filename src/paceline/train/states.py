@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from paceline.errors import is_out_of_memory
+from paceline.files.jsonl import replace_with
 from paceline.protocols import Target
 from paceline.train.documents import Document
-from paceline.train.jsonl import replace_with
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64

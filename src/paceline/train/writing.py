@@ -11,10 +11,10 @@ from pathlib import Path
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.results import Batch, Completion
 from paceline.errors import InvalidData, InvalidPrompt, PacelineError
+from paceline.files.jsonl import Journal, JsonlFile, check_settings, replace_with
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.train.answers import Answer, AnswerPlan, parse_answer
-from paceline.train.jsonl import Journal, JsonlFile, check_settings, replace_with
 from paceline.train.prompts import Prompt, Prompts
 
 GROUP = 32

@@ -1,24 +1,25 @@
-"""Tokens per round by drafter, draft size and kind of text: stored, or observed here by shadow drafting.
-
-Shadow drafts are scored and timed but never verified, while plain decoding writes the text.
-"""
+"""Tokens per round by drafter, draft size and kind of text: stored, or observed here by replaying short replies."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
+from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.run import Replayed, Replayer
+from paceline.bench.replay.text_target import CannotReplay
 from paceline.checkpoints.loader import Loaded
-from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.stack import DrafterWrapper
+from paceline.drafters.base import Drafter
 from paceline.llm import LLM
+from paceline.recording.rows import RecordedReply
 from paceline.sampling.parameters import Sampling
-from paceline.types import Draft, DraftBudget
+from paceline.types import DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
 STORED = Path(__file__).with_name("acceptance.json")
@@ -79,119 +80,56 @@ def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Accepta
     if drafter not in stored_drafters(model):
         return None
     table = _stored()["drafters"][drafter]
-    if any(name_of(size) not in table for size in sizes):
+    if any(size_name(size) not in table for size in sizes):
         return None
     kinds = {}
     for name, prompt in _stored()["prompt_tokens"].items():
-        kinds[name] = TextKind(prompt, {size: Gain(*table[name_of(size)][name]) for size in sizes})
+        kinds[name] = TextKind(prompt, {size: Gain(*table[size_name(size)][name]) for size in sizes})
     return Acceptance(kinds, f"stored, from {_stored()['questions']} Spec-Bench questions")
 
 
-def name_of(size: DraftBudget) -> str:
-    """Return a draft size as --draft takes it."""
-    return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
+def write_replies(model: Loaded, prompts: Mapping[str, Sequence[str]], tokens: int) -> dict[str, list[RecordedReply]]:
+    """Return greedy replies of at most `tokens` tokens to prompts by kind of text, as if they had been recorded."""
+    llm, how = LLM(model), Sampling(max_new_tokens=tokens, seed=0)
 
+    def reply(text: str) -> RecordedReply:
+        prompt = llm.prompt_ids(text)
+        done = llm.generate(prompt, how)
+        return RecordedReply(tuple(prompt), tuple(done.token_ids), done.finish_reason, how)
 
-class ShadowDrafter(DrafterWrapper):
-    """Asks the inner drafter for drafts of every size, records them and proposes none.
-
-    So one reply shows what every size would have given. Only the first draft of a round is timed, since only that one
-    includes catching up; the sizes take turns at being first. Requests come one at a time.
-    """
-
-    def __init__(
-        self, inner: Drafter, sizes: Sequence[DraftBudget], timer: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """`sizes`: draft sizes, smallest first, none of them empty."""
-        super().__init__(inner)
-        self.draft, self._sizes, self._timer = sizes[-1], list(sizes), timer
-        self.seconds: list[list[float]] = [[] for _ in sizes]
-        """Drafting times by size."""
-        self._drafts: dict[int, list[Draft]] = {}
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        (ask,) = asks
-        first = len(self._drafts) % len(self._sizes)
-        drafts = [Draft()] * len(self._sizes)
-        for i in (first, *(i for i in range(len(self._sizes)) if i != first)):
-            # A chain is a prefix of any longer one.
-            if i != first and self._sizes[i].branch == 1 and i < len(self._sizes) - 1:
-                continue
-            size = self._sizes[i].within(ask.budget.depth)
-            began = self._timer()
-            (drafts[i],) = self.inner.propose([replace(ask, budget=size)])
-            if i == first:
-                self.seconds[i].append(self._timer() - began)
-        self._drafts[ask.position + 1] = drafts
-        return [Draft()]
-
-    def count(self, token_ids: Sequence[int], totals: Sequence[RoundCounts]) -> None:
-        """Add, per size, the rounds in which its drafts would have written a reply, and forget the drafts.
-
-        `token_ids`: a prompt and its reply.
-        """
-        recorded, self._drafts = self._drafts, {}
-        for i, (size, total) in enumerate(zip(self._sizes, totals, strict=True)):
-            which, limit = (-1, size.nodes) if size.branch == 1 else (i, None)
-            total.add({length: each[which] for length, each in recorded.items()}, token_ids, limit)
-
-
-@dataclass(slots=True)
-class RoundCounts:
-    """Sums over rounds."""
-
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    rows: int = 0
-
-    @property
-    def gain(self) -> Gain:
-        return Gain(self.tokens / self.rounds, self.rows / self.rounds) if self.rounds else Gain(1.0, MIN_ROWS)
-
-    def add(self, drafts: Mapping[int, Draft], token_ids: Sequence[int], limit: int | None = None) -> None:
-        """Add the rounds in which these drafts, each cut to `limit` tokens, would have written a reply.
-
-        `drafts`: by the number of tokens before them.
-        """
-        at = start = min(drafts, default=len(token_ids))
-        while at < len(token_ids):
-            accepted, drafted = _score(drafts.get(at, Draft()), token_ids[at:], limit)
-            self.rounds += 1
-            self.drafted += drafted
-            self.rows += max(MIN_ROWS, 1 + drafted)
-            at = min(at + accepted + 1, len(token_ids))  # the target's own token may lie beyond the end
-        self.tokens += at - start
-
-
-def _score(draft: Draft, following: Sequence[int], limit: int | None) -> tuple[int, int]:
-    """(tokens accepted, tokens drafted) of a draft, cut to `limit` tokens, where the text goes on with `following`."""
-    tokens = draft.tokens[:limit]
-    row = accepted = 0
-    children = {edge: node for node, edge in enumerate(zip(draft.parents, tokens, strict=False), 1)}
-    while accepted < len(following) and (row, following[accepted]) in children:
-        row = children[row, following[accepted]]
-        accepted += 1
-    return accepted, len(tokens)
+    return {kind: [reply(text) for text in texts] for kind, texts in prompts.items()}
 
 
 def observe(
     model: Loaded,
-    shadow: ShadowDrafter,
+    drafter: Drafter,
     sizes: Sequence[DraftBudget],
-    prompts: Mapping[str, Sequence[str]],
-    tokens: int,
-) -> Acceptance:
-    """Observe acceptance over greedy replies of at most `tokens` tokens to prompts by kind of text."""
-    llm = LLM(model, shadow, sizes[-1])
-    kinds: dict[str, TextKind] = {}
-    for kind, texts in prompts.items():
-        counts, lengths = [RoundCounts() for _ in sizes], []
-        for text in texts:
-            prompt = llm.prompt_ids(text)
-            reply = llm.generate(prompt, Sampling(max_new_tokens=tokens))
-            lengths.append(len(prompt))
-            shadow.count([*prompt, *reply.token_ids], counts)
-        gains = {size: count.gain for size, count in zip(sizes, counts, strict=True)}
-        kinds[kind] = TextKind(sum(lengths) / len(lengths), gains)
-    return Acceptance(kinds, f"observed here, over {sum(map(len, prompts.values()))} short replies")
+    replies: Mapping[str, Sequence[RecordedReply]],
+) -> tuple[Acceptance, dict[DraftBudget, float]]:
+    """Replay a drafter over replies by kind of text: its acceptance, and the median seconds of a draft, by size."""
+    replayer = Replayer(model)
+    gains: dict[str, dict[DraftBudget, Gain]] = {kind: {} for kind in replies}
+    seconds: dict[DraftBudget, float] = {}
+    for size in sizes:
+        times: list[float] = []
+        for kind, texts in replies.items():
+            found = _replayed(replayer, model, drafter, size, texts)
+            gains[kind][size] = Gain(found.tokens / max(1, found.rounds), found.rows / max(1, found.rounds))
+            times += found.drafting
+        seconds[size] = median(times[1:] or times or [0.0])  # the first drafts warm up
+    kinds = {
+        kind: TextKind(fmean(len(reply.prompt) for reply in texts), gains[kind]) for kind, texts in replies.items()
+    }
+    return Acceptance(kinds, f"observed here, over {sum(map(len, replies.values()))} short replies"), seconds
+
+
+def _replayed(
+    replayer: Replayer, model: Loaded, drafter: Drafter, size: DraftBudget, replies: Sequence[RecordedReply]
+) -> Replayed:
+    """Replay; a drafter that runs the target's own layers has to write the replies instead."""
+    with suppress(CannotReplay):
+        return replayer.run(replies, drafter, size)
+    llm = LLM(model, drafter, size)
+    stats = [llm.generate(list(reply.prompt), reply.sampling).stats for reply in replies]
+    rows = sum(max(MIN_ROWS * s.rounds, s.rounds + s.drafted) for s in stats)
+    return Replayed(stats, rows, 0.0, [s.seconds["draft"] / max(1, s.rounds) for s in stats], 0.0)

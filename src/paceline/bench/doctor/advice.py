@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.bench.doctor.acceptance import name_of
 from paceline.bench.doctor.machine import Machine
 from paceline.bench.doctor.predict import Forecast
+from paceline.bench.replay.predict import size_name
 from paceline.verify.tree import MIN_ROWS
 
 PAYS = 1.02
@@ -30,7 +30,7 @@ def _reason(f: Forecast, drafter: str) -> str:
     draft, plain = f.nearest, f.plain.seconds
     verify = f"a pass of {draft.gain.rows:.1f} rows {(draft.seconds - draft.drafting) / plain:.2f}"
     costs = f"drafting takes {draft.drafting / plain:.2f} of a plain round and {verify}"
-    gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens per round with drafts of {name_of(draft.size)}"
+    gives = f"{drafter} keeps {draft.gain.tokens:.2f} tokens per round with drafts of {size_name(draft.size)}"
     if f.decode_ratio >= PAYS:
         return f"{f.kind}: {gives}, but reading the prompt takes most of the time"
     end = "nothing will be drafted" if not f.best.size.nodes else "that is hardly more than plain decoding"

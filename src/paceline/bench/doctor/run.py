@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from paceline.bench.costs import PassTimer
 from paceline.bench.doctor import advice
-from paceline.bench.doctor.acceptance import PROMPTS, ShadowDrafter, name_of, observe, stored, stored_drafters
+from paceline.bench.doctor.acceptance import PROMPTS, observe, stored, stored_drafters, write_replies
 from paceline.bench.doctor.machine import Machine, measure_machine
 from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall
 from paceline.bench.doctor.weights import quantised_bytes
 from paceline.bench.provenance import cpu_name
+from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import AUTO, open_drafter, spec_name
 from paceline.engine.draft_length import Controller
 from paceline.kernels.quantize import Precision
+from paceline.recording.rows import RecordedReply
 
 _OBSERVED = 48
-"""Tokens per reply over which a drafter is observed, fewer where that would take too long."""
+"""Tokens per reply over which drafters are observed, fewer where that would take too long."""
 _PATIENCE = 15.0
-"""Seconds for all replies of a drafter without stored acceptance."""
+"""Seconds for all replies."""
 
 
 def choose_drafters(model: Loaded, given: str | None) -> list[str]:
@@ -46,11 +49,14 @@ def examine(
     opened = {name: open_drafter(name, model, draft_quantize) for name in drafters}
     on_progress("timing passes")
     machine, threads = measure_machine(model), torch.get_num_threads()
+    on_progress("writing short replies")
+    tokens = max(16, min(_OBSERVED, int(_PATIENCE / len(PROMPTS) / machine.passes[1])))
+    replies = write_replies(model, {kind: [text] for kind, text in PROMPTS.items()}, tokens)
     parts = []
     for name, drafter in opened.items():
         if drafter is not None:
             on_progress(f"observing {name}")
-            drafting = examine_drafter(model, name, drafter, machine)
+            drafting = examine_drafter(model, name, drafter, replies)
             parts.append(_drafter(name, drafting, forecast(machine, drafting)))
     ratios = {part["drafter"]: part["ratio"] for part in parts}
     return {
@@ -63,18 +69,16 @@ def examine(
     }
 
 
-def examine_drafter(model: Loaded, name: str, drafter: Drafter, machine: Machine) -> Drafting:
-    """Time a drafter's drafts here, and look up or observe their acceptance."""
+def examine_drafter(
+    model: Loaded, name: str, drafter: Drafter, replies: Mapping[str, Sequence[RecordedReply]]
+) -> Drafting:
+    """Time a drafter's drafts here, and look up or observe their acceptance. `replies`: by kind of text."""
     sizes = Controller(drafter.draft).sizes[1:]
-    shadow = ShadowDrafter(drafter, sizes)
     known = stored(model, name, sizes)
-    prompts = dict(list(PROMPTS.items())[:1]) if known else PROMPTS
-    limit = _OBSERVED if known else int(_PATIENCE / len(PROMPTS) / (2 * machine.passes[1]))
-    tokens = max(16, min(_OBSERVED, limit))
-    observed = observe(model, shadow, sizes, {kind: [text] for kind, text in prompts.items()}, tokens)
-    # The first drafts warm up.
-    times = {size: median(each[1:] or each or [0.0]) for size, each in zip(sizes, shadow.seconds, strict=True)}
-    return Drafting(times, known or observed)
+    observed, times = observe(model, drafter, sizes, dict(list(replies.items())[:1]) if known else replies)
+    first = next(iter(replies.values()))[0]
+    slower = Replayer(model).slowdown(first, lambda: drafter, sizes[-1], PassTimer(model.target)).draft
+    return Drafting({size: slower * seconds for size, seconds in times.items()}, known or observed)
 
 
 def _timings(machine: Machine) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _timings(machine: Machine) -> dict[str, Any]:
 def _drafter(name: str, drafting: Drafting, forecasts: Sequence[Forecast]) -> dict[str, Any]:
     return {
         "drafter": name,
-        "draft_ms": {name_of(size): 1e3 * s for size, s in drafting.seconds.items()},
+        "draft_ms": {size_name(size): 1e3 * s for size, s in drafting.seconds.items()},
         "acceptance": drafting.acceptance.source,
         "ratio": overall(forecasts),
         "kinds": {f.kind: _kind(f) for f in forecasts},
@@ -104,7 +108,7 @@ def _drafter(name: str, drafting: Drafting, forecasts: Sequence[Forecast]) -> di
 
 def _kind(f: Forecast) -> dict[str, Any]:
     return {
-        "draft": name_of(f.best.size),
+        "draft": size_name(f.best.size),
         "tokens_per_round": f.best.gain.tokens,
         "ratio": f.ratio,
         "decode_ratio": f.decode_ratio,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "elements.h"
@@ -176,27 +177,34 @@ class Attention {
 
     // `count` queries from `from` on.
     template <int N>
-    void score(const Number* keys, const Heads& h, int from, int count) {
+    [[gnu::noinline]] void score(const Number* keys, const Heads& h, int from, int count) {
         if constexpr (N > 1)
             if (count < N) return score<N - 1>(keys, h, from, count);
         for (int i = from; i < from + N; i++) top_[i] = all(-INFINITY);
         for (int64_t block = 0; block < blocks_; block++) {
             const Number* k = together(keys, block, h.size);
             prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
-            Floats dots[N] = {};
+            Floats dots[N];
+#pragma GCC unroll 16  // early enough for registers
+            for (int i = 0; i < N; i++) dots[i] = all(0.0f);
             const Operand* query = &queries_[from * h.size];
             for (int d = 0; d < h.size; d += 8) {
                 Pairs pairs[4];
                 Element::transpose(pairs, k + d, h.size);
+#pragma GCC unroll 4
                 for (int j = 0; j < 4; j++, query += 2 * N)
+#pragma GCC unroll 16
                     for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
             }
-            for (int i = 0; i < N; i++) {
-                Floats s = dots[i], &top = top_[from + i];
+            float* scores = &scores_[from * width_ + block * LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < N; i++) store(scores + i * width_, dots[i]);
+            for (int i = from; i < from + N; i++, scores += width_) {
+                Floats s = load<Floats>(scores);
                 if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
-                if (block >= masked_) s = select(sees(from + i, block), s, all(-INFINITY));
-                top = select(s > top, s, top);
-                store(&scores_[(from + i) * width_ + block * LANES], s);
+                if (block >= masked_) s = select(sees(i, block), s, all(-INFINITY));
+                top_[i] = select(s > top_[i], s, top_[i]);
+                store(scores, s);
             }
         }
     }
@@ -235,29 +243,42 @@ class Attention {
         }
     }
 
+    // 16 N values of two columns, side by side.
+    template <int N>
+    [[gnu::always_inline]] void pairs_of(Pairs* pairs, const Number* values, int size, int64_t column) const {
+        const Number *even = values + line(column) * size, *odd = values + line(column + 1) * size;
+        prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
+        Element::template interleave<N>(pairs, even, odd);
+    }
+
     template <int Q, int N>
-    void gather(const Number* values, int size, int from, int to, int d) const {
+    [[gnu::noinline]] void gather(const Number* values, int size, int from, int to, int d) const {
         if constexpr (Q > 1)
             if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
         Floats sums[Q][N] = {};
-        const Operand* weights = &weights_[from * width_];
-        const int64_t open = std::min(columns_, masked_ * LANES);
-        for (int64_t c = 0; c < columns_; c += 2) {
-            Pairs pairs[N];
-            const Number *even = values + line(c) * size, *odd = values + line(c + 1) * size;
-            prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
-            Element::template interleave<N>(pairs, even, odd);
-            const bool non_finite = c >= open && !finite<N>(pairs);
+        auto add = [&](auto some_hidden, int64_t c, int64_t end) __attribute__((always_inline)) {
+            const Operand* weights = &weights_[from * width_ + c];
+            for (; c < end; c += 2, weights += 2) {
+                Pairs pairs[N];
+                pairs_of<N>(pairs, values, size, c);
 #pragma GCC unroll 8  // early enough for registers
-            for (int i = 0; i < Q; i++) {
-                const Operand* pair = weights + i * width_ + c;
-                // A weight of 0 is not enough: 0 times a non-finite value is NaN.
+                for (int i = 0; i < Q; i++) {
+                    const Operand* pair = weights + i * width_;
 #pragma GCC unroll 4
-                for (int j = 0; j < N && non_finite; j++) sums[i][j] = dot2(sums[i][j], kept(pairs[j], pair), pair);
-#pragma GCC unroll 4
-                for (int j = 0; j < N && !non_finite; j++) sums[i][j] = dot2(sums[i][j], pairs[j], pair);
+                    for (int j = 0; j < N; j++)
+                        sums[i][j] = dot2(sums[i][j], some_hidden.value ? kept(pairs[j], pair) : pairs[j], pair);
+                }
             }
+        };
+        // A weight of 0 is not enough to hide a column: 0 times a non-finite value is NaN.
+        int64_t certain = columns_;
+        for (int64_t c = std::min(columns_, masked_ * LANES); c < certain; c += 2) {
+            Pairs pairs[N];
+            pairs_of<N>(pairs, values, size, c);
+            if (!finite<N>(pairs)) certain = c;
         }
+        add(std::false_type(), 0, certain);
+        add(std::true_type(), certain, columns_);
         for (int i = 0; i < Q; i++)
             for (int j = 0; j < N; j++) store(mixed_[from + i] + d + j * LANES, sums[i][j] * scale_[from + i]);
     }

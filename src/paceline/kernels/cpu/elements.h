@@ -18,7 +18,7 @@ struct BFloat16 {
     static Floats power(const Floats& x) { return power_of_two(x); }
 
     // 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
-    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+    [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         Ints lines[4];
         paceline::transpose(lines, rows, 2 * stride);
         for (int i = 0; i < 4; i++) pairs[i] = Pairs(lines[i]);
@@ -26,7 +26,7 @@ struct BFloat16 {
 
     // 16 N numbers of two rows, those that stand above each other side by side.
     template <int N>
-    static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
+    [[gnu::always_inline]] static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
         paceline::interleave<N>(pairs, even, odd);
     }
 };
@@ -41,7 +41,7 @@ struct Widened {
     static Floats power(const Floats& x) { return exponential(x * 0.69314718f); }
 
     template <int N, class Number>
-    static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
+    [[gnu::always_inline]] static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
         for (int i = 0; i < N; i++) pairs[i] = {Own::widen(even + i * LANES), Own::widen(odd + i * LANES)};
     }
 };
@@ -56,7 +56,7 @@ struct Float16 : Widened<Float16> {
         return from_half(one)[0];
     }
 
-    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+    [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         Ints lines[4];
         paceline::transpose(lines, rows, 2 * stride);
         auto numbers = [](const Ints& x) {
@@ -75,7 +75,7 @@ struct Float32 : Widened<Float32> {
     static void narrow(Number* to, const Floats& v) { store(to, v); }
     static float operand(Number x) { return x; }
 
-    static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
+    [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         for (int half = 0; half < 2; half++) {
             Ints lines[4];
             paceline::transpose(lines, rows + 4 * half, 4 * stride);

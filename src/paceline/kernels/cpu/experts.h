@@ -4,12 +4,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "simd.h"
+#include "product.h"
 
 namespace paceline {
 
 // A row's choice among `count` experts: those of the `used` highest scores, of equal ones the lower number, ascending; and
-// their parts in the result by softmax, which sum to 1 if `normalised`. `scores` has room for whole lanes.
+// their parts in the result by softmax, which sum to 1 if `normalised`. `scores` has room for whole lanes. They are not
+// rounded to the model's dtype, where near-ties become ties.
 inline void choose(float* scores, int count, int used, bool normalised, int32_t* chosen, float* parts) {
     for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
     Floats tops = all(-INFINITY), totals{};
@@ -42,7 +43,8 @@ struct Routes {
     }
 
     int count() const { return int(active.size()); }
-    int size(int i) const { return first[i + 1] - first[i]; }
+    // The entries of an active expert.
+    Span of(int i) const { return {first[i], first[i + 1]}; }
 
     // `chosen`, `part` [count, used]. Without `chosen` there is one expert, for all rows.
     void assign(int experts, int count, int used, const int32_t* chosen, const float* part) {

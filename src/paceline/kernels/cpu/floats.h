@@ -1,4 +1,5 @@
-// Matrices of rows of floats, rounded to codes where the matrix has them: `quantize.py` describes how.
+// Matrices of rows of floats, or of codes of other kinds, rounded to codes where the matrix has them: `quantize.py`
+// describes how.
 #pragma once
 
 #include "pack.h"
@@ -140,27 +141,68 @@ inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
     }
 }
 
-inline int float_group_bytes(int kind) {
-    return LANES * (kind == WIDE ? 2 * GROUP : kind == EIGHT ? GROUP + 2 : kind == FOUR_AND_FLOOR ? GROUP / 2 + 4 : 0);
-}
-
-inline void pack_float_block(int kind, const BlockRows& block, uint8_t* to) {
-    for (int k = 0; k < block.in; k += GROUP, to += float_group_bytes(kind)) {
-        if (kind == WIDE)
-            pack_wide(block, k, to);
-        else if (kind == EIGHT)
-            pack_eight(FloatGroup(block, k), to);
-        else
-            pack_four(FloatGroup(block, k), to);
+// One element after the other, a lane per output; zeros beyond the end.
+template <class Number, class Convert>
+inline void pack_single(const BlockRows& block, int k, uint8_t* to, Convert convert) {
+    const int n = std::min(GROUP, block.in - k);
+    for (int lane = 0; lane < LANES; lane++) {
+        Number own[GROUP] = {};
+        float x[GROUP];
+        if (const uint8_t* row = block.row(lane)) {
+            read_group(x, block.types[lane], row, k, block.in);
+            for (int i = 0; i < n; i++) own[i] = convert(x[i]);
+        }
+        for (int i = 0; i < GROUP; i++) std::memcpy(to + (i * LANES + lane) * sizeof(Number), own + i, sizeof(Number));
     }
 }
 
-// Elements of a row, as floats.
+// Bytes of a group of 16 rows that were floats; 0 for other kinds.
+inline int float_group_bytes(int kind) {
+    switch (kind) {
+        case FULL: return LANES * GROUP * 4;
+        case WIDE: case HALF: return LANES * GROUP * 2;
+        case EIGHT: return LANES * (GROUP + 2);
+        case FOUR_AND_FLOOR: return LANES * (GROUP / 2 + 4);
+    }
+    return 0;
+}
+
+// Elements of a row of floats or codes, as floats. Of codes whole units.
 inline void read_row(float* to, int type, const uint8_t* row, int in) {
-    float group[GROUP];
-    for (int k = 0; k < in; k += GROUP) {
+    const int kind = kind_of_type(type);
+    for (int k = 0; !kind && k < in; k += GROUP) {
+        float group[GROUP];
         read_group(group, type, row, k, in);
         std::copy_n(group, std::min(GROUP, in - k), to + k);
+    }
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        for (int k = 0; k < in; k += F::UNIT, row += block_size(kind).bytes) {
+            Unit u;
+            read_block(u, kind, row);
+            values<F>(to + k, u);
+        }
+    });
+}
+
+// `decoded`: room for 16 rows, where there are codes.
+inline void pack_float_block(int kind, BlockRows block, uint8_t* to, float* decoded) {
+    const uint8_t* rows[LANES];
+    int32_t types[LANES];
+    for (int lane = 0; decoded && lane < block.count; lane++) {
+        float* row = decoded + size_t(lane) * block.in;
+        if (block.rows[lane]) read_row(row, block.types[lane], block.rows[lane], block.in);
+        rows[lane] = block.rows[lane] ? reinterpret_cast<const uint8_t*>(row) : nullptr, types[lane] = F32;
+    }
+    if (decoded) block.rows = rows, block.types = types;
+    for (int k = 0; k < block.in; k += GROUP, to += float_group_bytes(kind)) {
+        switch (kind) {
+            case FULL: pack_single<float>(block, k, to, [](float x) { return x; }); break;
+            case HALF: pack_single<half>(block, k, to, [](float x) { return to_half(x); }); break;
+            case WIDE: pack_wide(block, k, to); break;
+            case EIGHT: pack_eight(FloatGroup(block, k), to); break;
+            default: pack_four(FloatGroup(block, k), to);
+        }
     }
 }
 

@@ -64,7 +64,7 @@ struct Format {
 
 // Calls `use` with the format of a kind of codes.
 template <class Use>
-inline void with_format(int kind, Use use) {
+inline void with_format(int kind, const Use& use) {
     switch (kind) {
         case EIGHT: return use(Format<8, HALVES, 128>());
         case EIGHT_AND_FLOOR: return use(Format<8, HALVES_AND_FLOORS, 128>());

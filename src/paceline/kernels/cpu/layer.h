@@ -142,7 +142,7 @@ class LayerTask {
     void run(const float* entry, int width) {
         each_row([&](int row, ThreadScratch& local) {
             if (entry)
-                s.to_mix.set(row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
+                s.to_mix.set({0, rows}, row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
             else
                 set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local));
         });
@@ -186,7 +186,7 @@ class LayerTask {
     // to [rows, stride] = x W^T + b.
     void multiply(const Matrix& m, const Inputs& x, float* to, int stride) {
         team.split(blocks_of(m), 1, [&](Span blocks, int) {
-            product(blocks, m, x, rows, [&](int row, int at, Floats y) { store(to + int64_t(row) * stride + at, y); });
+            product(blocks, m, x, {0, rows}, [&](int row, int at, Floats y) { store(to + int64_t(row) * stride + at, y); });
         });
     }
 
@@ -197,7 +197,7 @@ class LayerTask {
         return local.row.data();
     }
 
-    void set(Inputs& to, const Matrix& m, int row, const float* x) { to.set(row, m, x, hidden, 0, hidden); }
+    void set(Inputs& to, const Matrix& m, int row, const float* x) { to.set({0, rows}, row, m, x, hidden, 0, hidden); }
 
     // The heads of a row that attention has mixed become the input of a product, without their padding.
     void set_mixed(int row, float* joined) {
@@ -208,7 +208,7 @@ class LayerTask {
             std::fill(joined + size, joined + whole(size), 0.0f);
             x = joined;
         }
-        s.to_out.set(row, l.out, x, whole(size), 0, whole(size));
+        s.to_out.set({0, rows}, row, l.out, x, whole(size), 0, whole(size));
     }
 
     // Norm and rotation of one head of all rows, in memory x for one; keys and values go to the cache.
@@ -298,11 +298,11 @@ class LayerTask {
         for (int row = 0; row < rows && l.mixture(); row++)
             std::fill(added(row) + blocks.from * LANES, added(row) + blocks.to * LANES, 0.0f);
         for (int i = 0; i < s.routes.count(); i++) {
-            const int first = s.routes.first[i];
-            product(blocks, l.experts[s.routes.active[i]].down, s.to_down, s.routes.size(i), [&](int row, int at, Floats y) {
-                float* to = added(s.routes.rows[first + row]) + at;
-                store(to, l.mixture() ? fma(y, all(s.routes.parts[first + row]), load<Floats>(to)) : y);
-            }, first);
+            const Span entries = s.routes.of(i);
+            product(blocks, l.experts[s.routes.active[i]].down, s.to_down, entries, [&](int entry, int at, Floats y) {
+                float* to = added(s.routes.rows[entries.from + entry]) + at;
+                store(to, l.mixture() ? fma(y, all(s.routes.parts[entries.from + entry]), load<Floats>(to)) : y);
+            });
         }
     }
 
@@ -310,17 +310,19 @@ class LayerTask {
     void first_half(int i, Span pairs, Inputs& gathered) {
         const Routes& routes = s.routes;
         const Expert& expert = l.experts[routes.active[i]];
-        const int first = routes.first[i], count = routes.size(i), width = whole(l.ffn);
+        const Span entries = routes.of(i);
+        const int count = entries.to - entries.from, width = whole(l.ffn);
         const bool some = count < rows;
-        for (int row = 0; some && row < count; row++)
-            gathered.copy(row, expert.gate_up, s.to_mlp, routes.rows[first + row]);
-        paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int row, int at, Floats gate, Floats up) {
-            store(&s.inner[int64_t(first + row) * width + at], activate(l.activation, gate) * up);
+        for (int entry = 0; some && entry < count; entry++)
+            gathered.copy({0, count}, entry, expert.gate_up, s.to_mlp, {0, rows}, routes.rows[entries.from + entry]);
+        auto inner = [&](int entry) { return &s.inner[int64_t(entries.from + entry) * width]; };
+        paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int entry, int at, Floats gate, Floats up) {
+            store(inner(entry) + at, activate(l.activation, gate) * up);
         });
-        for (int row = first; row < first + count; row++) {
-            float* x = &s.inner[int64_t(row) * width];
+        for (int entry = 0; entry < count; entry++) {
+            float* x = inner(entry);
             if (pairs.to * LANES > l.ffn) std::fill(x + l.ffn, x + width, 0.0f);
-            s.to_down.set(row, expert.down, x, width, pairs.from * LANES, pairs.to * LANES);
+            s.to_down.set(entries, entry, expert.down, x, width, pairs.from * LANES, pairs.to * LANES);
         }
     }
 

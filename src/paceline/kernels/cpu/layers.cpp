@@ -191,7 +191,7 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
             copy_row(padded_row.data(), static_cast<const float*>(x) + first, in);
         else
             widen_row<BFloat16>(padded_row.data(), static_cast<const bf16*>(x) + first, in);
-        inputs.set(row, *m, padded_row.data(), whole(in), 0, whole(in));
+        inputs.set({0, rows}, row, *m, padded_row.data(), whole(in), 0, whole(in));
     }
     auto take = [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
@@ -204,35 +204,48 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
         }
     };
     Team team(threads);
-    team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, rows, take); });
+    team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, {0, rows}, take); });
     return 0;
 }
 
-// Bytes of a matrix of codes; -1 for a kind or a width that there is not.
+// Bytes of a matrix; -1 for a kind or a width that there is not.
 int64_t paceline_bytes(int kind, int out, int in) {
-    int64_t bytes = -1;
+    int64_t block = 0;
+    if (in > 0 && in % GROUP == 0) block = int64_t(in / GROUP) * float_group_bytes(kind);
     with_format(kind, [&](auto format) {
         using F = decltype(format);
-        if (out > 0 && in > 0 && in % F::UNIT == 0) bytes = int64_t((out + LANES - 1) / LANES) * F::block_bytes(in);
+        block = in > 0 && in % F::UNIT == 0 ? int64_t(F::block_bytes(in)) : 0;
     });
-    return bytes;
+    return out > 0 && block ? (int64_t(out) + LANES - 1) / LANES * block : -1;
 }
 
-// Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of bfloat16. Row i lies at rows[i], in the ggml
-// type types[i]; null: zeros. Types: floats, or the one that `kind` holds. Returns 1 for another type, or for a width
-// that it cannot have.
+// Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of floats. Row i lies at rows[i], in the ggml
+// type types[i]; null: zeros. A type that `kind` does not hold as it is becomes the nearest codes. Returns 1 for a type,
+// or a width, that it cannot have, 2 if out of memory.
 int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
-    const bool floats = std::all_of(types, types + out, is_float) && float_group_bytes(kind);
-    for (int i = 0; i < out && !floats; i++)
-        if (rows[i] && kind_of_type(types[i]) != kind) return 1;
-    const int64_t width = (int64_t(in) + GROUP - 1) / GROUP, blocks = (int64_t(out) + LANES - 1) / LANES;
-    const int64_t bytes = floats ? width * float_group_bytes(kind) : paceline_bytes(kind, out, in) / blocks;
+    auto own = [&](int type) { return kind_of_type(type) == kind; };
+    auto coded = [&](int type) { return kind_of_type(type) != 0; };
+    const bool converts = !std::all_of(types, types + out, own), decodes = converts && std::any_of(types, types + out, coded);
+    if (converts && !float_group_bytes(kind)) return 1;
+    for (int i = 0; i < out; i++) {
+        if (!is_float(types[i]) && paceline_bytes(kind_of_type(types[i]), LANES, in) < 0) return 1;
+    }
+    const int64_t blocks = (int64_t(out) + LANES - 1) / LANES, groups = (int64_t(in) + GROUP - 1) / GROUP;
+    const int64_t bytes = paceline_bytes(kind, LANES, converts ? int(groups * GROUP) : in);
     if (bytes <= 0) return 1;
-    Team(threads).split(int(blocks), 1, [&](Span mine, int) {
+    Team team(threads);
+    std::vector<float> decoded;
+    try {
+        decoded.resize(decodes ? size_t(team.count()) * LANES * in : 0);
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+    team.split(int(blocks), 1, [&](Span mine, int thread) {
+        float* room = decodes ? &decoded[size_t(thread) * LANES * in] : nullptr;
         for (int block = mine.from; block < mine.to; block++) {
             const int first = block * LANES, count = std::min(LANES, out - first);
-            if (floats)
-                pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block);
+            if (converts)
+                pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block, room);
             else
                 pack_block(kind, in, rows + first, count, to + bytes * block);
         }
@@ -243,13 +256,13 @@ int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const i
 // The kind that holds a ggml type as it is; 0: none.
 int paceline_kind(int type) { return kind_of_type(type); }
 
-// Rows of a matrix of codes, to [count, in], in float32.
+// Rows of a matrix, to [count, in], in float32.
 void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
 }
 
-// Rows of floats in ggml's types, each of `in` elements, as float32 [count, in].
-void paceline_read_floats(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
+// Rows of floats or codes in ggml's types, each of `in` elements, as float32 [count, in].
+void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
     for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
 }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
-from dataclasses import replace
+from collections.abc import Iterator
+from copy import copy
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,8 +27,16 @@ SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED, WIDE = 8, 9, 4, 1, 16
 """Kinds of formats.h; those of GGUF's types are known there only."""
 
+_UNIT = 256
+"""Elements of a row that every kind can hold."""
+
 FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels run, and their kinds."""
+_FLOATS_OF = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
+_CODE_KINDS = {8: EIGHT, 4: FOUR_AND_FLOOR}
+
+_PIECE = 1 << 24
+"""Bytes that are packed before the pages that they come from are given back."""
 
 
 class CMatrix(Structure):
@@ -40,20 +51,20 @@ class Matrix:
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
-        if isinstance(weight, Stored):
-            self._parts = _pack_stored(weight)
-        elif isinstance(weight, Codes):
+        if isinstance(weight, Codes):
             kind = FOUR_AND_FLOOR if weight.bits == 4 else EIGHT if weight.floor is None else EIGHT_AND_FLOOR
             self._parts = [(kind, weight.shape[0], _pack_codes(weight))]
         else:
-            self._parts = [(FLOAT_KINDS[weight.dtype], weight.shape[0], _pack(weight))]
+            own = weight if isinstance(weight, Stored) else Stored.floats(weight, weight.dtype)
+            self._parts = _pack_stored(own)
         width = -(-self.shape[1] // GROUP) * GROUP
-        self._table = (CMatrix * len(self._parts))(
-            *(CMatrix(kind, out, width, packed.data_ptr(), None) for kind, out, packed in self._parts)
-        )
-        kind, data = STACKED, cast(self._table, c_void_p).value
         if len(self._parts) == 1:
-            kind, data = self._table[0].kind, self._table[0].weights
+            kind, _, packed = self._parts[0]
+            data = packed.data_ptr()
+        else:
+            blocks = [block for part in self._parts for block in _blocks(*part, width)]
+            self._table = (CMatrix * len(blocks))(*blocks)
+            kind, data = STACKED, addressof(self._table)
         self.c = CMatrix(kind, self.shape[0], width, data, None if self.bias is None else self.bias.data_ptr())
 
     @property
@@ -63,17 +74,13 @@ class Matrix:
 
     def weight(self) -> Tensor:
         """W [out, in] in its own float type; of codes float32."""
-        packed = self._parts[0][2]
-        if packed.dtype not in FLOAT_KINDS:
-            return self.rows(torch.arange(self.shape[0]))
-        out, width = self.shape
-        n = 2 if packed.dtype == torch.bfloat16 else 1
-        blocks = packed.view(-1, self.c.width // n, LANES, n)
-        weight: Tensor = blocks.transpose(1, 2).reshape(-1, self.c.width)[:out, :width].contiguous()
+        weight = torch.empty(self.shape, dtype=_FLOATS_OF.get(self.kinds[0], torch.float32))
+        for some in torch.arange(self.shape[0]).split(_PIECE // 4 // self.c.width + 1):
+            weight[some] = self.rows(some).to(weight.dtype)
         return weight
 
     def rows(self, indices: Tensor) -> Tensor:
-        """These rows [..., in] of a matrix of codes, float32."""
+        """These rows [..., in], float32."""
         flat = indices.flatten().long().contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
             raise IndexError(f"rows must be from 0 to {self.shape[0] - 1}")
@@ -83,88 +90,109 @@ class Matrix:
         )
         return y[:, : self.shape[1]].view(*indices.shape, self.shape[1])
 
+    def first(self, outputs: int) -> Matrix:
+        """The first `outputs` rows, or those of the first part, which share memory with this."""
+        part, (kind, out, packed) = copy(self), self._parts[0]
+        part.shape = (min(outputs, out), self.shape[1])
+        part.c = CMatrix(kind, part.shape[0], self.c.width, packed.data_ptr(), self.c.bias)
+        return part
+
     @property
     def nbytes(self) -> int:
         return sum(packed.nbytes for _, _, packed in self._parts)
 
 
+def _blocks(kind: int, out: int, packed: Tensor, width: int) -> Iterator[CMatrix]:
+    """A packed matrix block by block."""
+    count = -(-out // LANES)
+    for block in range(count):
+        rows, start = min(LANES, out - block * LANES), block * (packed.nbytes // count)
+        yield CMatrix(kind, rows, width, packed.data_ptr() + start, None)
+
+
 def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
-    """Kind, outputs and bytes of each run of blocks of one kind; in 8 bits where kinds meet within a block.
+    """Kind, outputs and bytes of each run of blocks of one type, or of floats; in 8 bits where a block is mixed.
 
     Raises `CorruptModel` for a width that a type cannot have.
     """
-    kinds = torch.empty_like(weight.types)
-    for number in weight.types.unique().tolist():
-        kinds[weight.types == number] = _kind(number, weight.bits)
-    blocks = F.pad(kinds, (0, -len(kinds) % LANES), value=int(kinds[-1])).view(-1, LANES)
-    if not torch.equal(blocks.amin(1), blocks.amax(1)):
-        packed = [(EIGHT, weight.shape[0], _pack_codes(quantize(_plain(weight), 8)))]
-    else:
-        packed, first = [], 0
-        for kind, count in zip(*(x.tolist() for x in blocks[:, 0].unique_consecutive(return_counts=True)), strict=True):
-            rows = weight[first : first + count * LANES]
-            packed.append((kind, len(rows.rows), _pack_rows(kind, rows)))
-            first += count * LANES
-    weight.release()
-    return packed
+    if len(weight.kinds) == 1:
+        return [_pack_run(weight)]
+    wanted = _wanted(weight)
+    converted = [number for number in weight.kinds if _converts(number, weight, wanted)]
+    labels = np.where(np.isin(weight.types, converted), -1, weight.types)
+    blocks = np.pad(labels, (0, -len(labels) % LANES), "edge").reshape(-1, LANES)
+    if (blocks != blocks[:, :1]).any():
+        codes = quantize(read_rows(weight), 8)
+        weight.release()
+        return [(EIGHT, weight.shape[0], _pack_codes(codes))]
+    borders = [0, *(np.flatnonzero(np.diff(blocks[:, 0])) + 1).tolist(), len(blocks)]
+    return [_pack_run(weight[a * LANES : b * LANES]) for a, b in pairwise(borders)]
 
 
 def packs(number: int) -> bool:
-    """Whether the kernels, which must be available, read this ggml type."""
-    return _kind(number, None) != 0
+    """Return whether the kernels, which must be available, read this ggml type."""
+    return number in FLOATS.values() or _kind(number) != 0
 
 
-def _kind(number: int, bits: int | None) -> int:
-    """The kind of rows of this ggml type; `bits`: of the codes that floats become, or None."""
-    if number in FLOATS.values():
-        return WIDE if bits is None else EIGHT if bits == 8 else FOUR_AND_FLOOR
+def _kind(number: int) -> int:
+    """The kind of rows of this ggml type, which is not one of floats; 0 for none."""
     return int(kernel("paceline_kind", c_int32)(number))
 
 
-def _pack_rows(kind: int, weight: Stored) -> Tensor:
-    """Rows of one kind, in its layout."""
-    (out, width), size = weight.shape, kernel("paceline_bytes", c_int32, c_int32, c_int32)
+def _wanted(weight: Stored) -> int:
+    """The kind that rows become which do not stay as they are; 0: all stay."""
+    if weight.form is None:
+        return 0
+    return _CODE_KINDS[weight.form] if isinstance(weight.form, int) else FLOAT_KINDS[weight.form]
+
+
+def _converts(number: int, weight: Stored, wanted: int) -> bool:
+    """Whether rows of this ggml type become of the wanted kind."""
+    if number in FLOATS.values():
+        return True
+    return weight.fewer and _bytes(_kind(number), LANES, _UNIT) > _bytes(wanted, LANES, _UNIT) > 0
+
+
+def _bytes(kind: int, out: int, width: int) -> int:
+    """Bytes of a matrix; -1 for a width that the kind cannot have."""
+    size = kernel("paceline_bytes", c_int32, c_int32, c_int32)
     size.restype = c_int64
-    floats = int(weight.types[0]) in FLOATS.values()
-    whole = -(-width // GROUP) * GROUP if floats else width
-    count = -(-out // LANES) * LANES * whole * 2 if kind == WIDE else size(kind, out, whole)
-    packed = torch.empty(max(count, 0), dtype=torch.uint8)
+    return int(size(kind, out, width))
+
+
+def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
+    """Rows of one type, or all converted: their kind, their number, and they in its layout."""
+    (out, width), first = weight.shape, int(weight.types[0])
+    wanted = _wanted(weight)
+    kind, whole = _kind(first), width
+    if _converts(first, weight, wanted):
+        kind, whole = wanted, -(-width // GROUP) * GROUP
+    block = _bytes(kind, LANES, whole)
+    if block <= 0:
+        raise CorruptModel(f"a matrix of {out} x {width} cannot be of ggml type {first}", "Fetch the file again")
+    packed = torch.empty(-(-out // LANES), block, dtype=torch.uint8)
     pack = kernel("paceline_pack", c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
-    rows, types = weight.rows.data_ptr(), weight.types.data_ptr()
-    if count < 0 or pack(kind, out, width, rows, types, packed.data_ptr(), torch.get_num_threads()):
-        raise CorruptModel(
-            f"a matrix of {out} x {width} cannot be of ggml types {weight.types.unique().tolist()}",
-            "Fetch the file again",
-        )
-    return packed.view(torch.bfloat16) if kind == WIDE else packed
+    for blocks in packed.split(max(1, _PIECE // block)):
+        start = (blocks.data_ptr() - packed.data_ptr()) // block * LANES
+        part = weight[start : start + len(blocks) * LANES]
+        rows, types = part.rows.ctypes.data, part.types.ctypes.data
+        failed = pack(kind, len(part.rows), width, rows, types, blocks.data_ptr(), torch.get_num_threads())
+        if failed == 2:
+            raise OutOfMemory(f"no memory to pack a matrix of {out} x {width}", "Use a smaller model")
+        if failed:
+            numbers = sorted(set(part.types.tolist()))
+            raise CorruptModel(f"a matrix of {out} x {width} cannot be of ggml types {numbers}", "Fetch the file again")
+        weight.release()
+    flat = packed.view(-1)
+    return kind, out, flat.view(_FLOATS_OF[kind]) if kind in _FLOATS_OF else flat
 
 
-def _plain(weight: Stored) -> Tensor:
-    """The weights in float32; each type by itself, since they meet within blocks."""
+def read_rows(weight: Stored) -> Tensor:
+    """Rows of floats or codes, in float32."""
     y = torch.empty(weight.shape)
-    for number in weight.types.unique().tolist():
-        which = (weight.types == number).nonzero()[:, 0]
-        if number in FLOATS.values():
-            y[which] = read_floats(weight[which])
-        else:
-            y[which] = Matrix(replace(weight[which], mapped=False), None).weight()
+    run = kernel("paceline_read_rows", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
+    run(weight.rows.ctypes.data, weight.types.ctypes.data, *weight.shape, y.data_ptr())
     return y
-
-
-def read_floats(weight: Stored) -> Tensor:
-    """Rows of floats, in float32."""
-    y = torch.empty(weight.shape)
-    run = kernel("paceline_read_floats", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
-    run(weight.rows.data_ptr(), weight.types.data_ptr(), *weight.shape, y.data_ptr())
-    return y
-
-
-def _pack(weight: Tensor) -> Tensor:
-    """[blocks, in / n, 16, n]: one lane per output; of bfloat16 n = 2 neighbouring inputs, else 1."""
-    out, width = weight.shape
-    filled = F.pad(weight, (0, -width % GROUP, 0, -out % LANES))
-    n = 2 if weight.dtype == torch.bfloat16 else 1
-    return filled.view(-1, LANES, filled.shape[1] // n, n).transpose(1, 2).contiguous()
 
 
 def _pack_codes(weight: Codes) -> Tensor:
@@ -218,6 +246,12 @@ class NativeLinear:
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
+
+    def first(self, outputs: int) -> NativeLinear:
+        """The product for at most the first `outputs`, over the same weights."""
+        part = copy(self)
+        part.matrix = self.matrix.first(outputs)
+        return part
 
     def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         """In bfloat16 if `narrow`, else in float32."""

@@ -2,6 +2,7 @@
 // `ggml-common.h` and `ggml-quants.c`.
 #pragma once
 
+#include "elements.h"
 #include "product.h"
 
 namespace paceline {
@@ -240,13 +241,25 @@ inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, 
     });
 }
 
-// Row `index` of a matrix of codes, [in].
-inline void row_of(const Matrix& m, int64_t index, float* to) {
-    if (m.kind == STACKED) {
-        const Matrix* part = reinterpret_cast<const Matrix*>(m.weights);
-        for (; index >= part->out; part++) index -= part->out;
-        return row_of(*part, index, to);
+// Row `index` of a matrix of floats in their layouts, [in].
+template <class Element>
+inline void float_row(const Matrix& m, int64_t index, float* to) {
+    using Number = typename Element::Number;
+    const int side = m.kind == WIDE ? 2 : 1;  // neighbouring inputs of a lane
+    const Number* from = reinterpret_cast<const Number*>(m.weights) + index / LANES * LANES * m.in + index % LANES * side;
+    for (int k = 0; k < m.in; k += LANES) {
+        Number own[LANES];
+        for (int i = 0; i < LANES; i++) own[i] = from[(k + i) / side * side * LANES + i % side];
+        store(to + k, Element::widen(own));
     }
+}
+
+// Row `index` of a matrix, [in].
+inline void row_of(const Matrix& m, int64_t index, float* to) {
+    if (m.kind == WIDE) return float_row<BFloat16>(m, index, to);
+    if (m.kind == HALF) return float_row<Float16>(m, index, to);
+    if (m.kind == FULL) return float_row<Float32>(m, index, to);
+    if (m.kind == STACKED) return row_of(reinterpret_cast<const Matrix*>(m.weights)[index / LANES], index % LANES, to);
     with_format(m.kind, [&](auto format) {
         using F = decltype(format);
         const uint8_t* p = m.weights + index / LANES * F::block_bytes(m.in);

@@ -10,8 +10,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -173,7 +173,7 @@ class Pool {
         threads = std::min(threads, MOST);
         try {
             for (; started_ < threads; started_++) std::thread(&Pool::help, this, started_).detach();
-        } catch (const std::system_error&) {  // as many as the system allows
+        } catch (const std::exception&) {  // as many as the system allows
         }
         threads = std::min(threads, started_);
         if (helping_.value.exchange(threads) < uint32_t(threads)) helping_.wake();

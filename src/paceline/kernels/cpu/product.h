@@ -15,7 +15,7 @@ constexpr int TILE = 8;    // rows of one pass over a block of weights
 constexpr int AHEAD = 2048;  // bytes that weights are prefetched ahead
 
 // W [out, in] in blocks of 16 outputs, as `matrix.py` and `pack.h` lay it; both sizes are padded, `in` to whole groups.
-// STACKED: `weights` are matrices of codes of the same width, whole blocks each (but the last) and without bias.
+// STACKED: `weights` are matrices of codes, one for each block.
 struct Matrix {
     int32_t kind, out, in;
     const uint8_t* weights;
@@ -25,11 +25,14 @@ struct Matrix {
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
 // Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
+//
+// The rows of a product are a span of these, in tiles of up to 8. The rows of a tile alternate: by the numbers that are
+// multiplied at a time (4 codes or 2 floats), and by group. So a loop over a tile reads at fixed distances.
 struct Inputs {
     std::vector<Operand> wide;  // in bfloat16's numbers, for weights of bfloat16
     std::vector<float> full;    // for float16 and float32
     std::vector<int8_t> codes;
-    std::vector<float> scale, total;  // [rows, groups]; total: of a group, scaled
+    std::vector<float> scale, total;  // of groups; total: of a group, scaled
     std::vector<int32_t> steps;       // the sum of a group's codes, unscaled
     std::vector<int32_t> halves;      // the same of its two halves, 16 bits each
 
@@ -44,39 +47,79 @@ struct Inputs {
         halves.resize(scale.size());
     }
 
-    // Sets elements from..to of a row of `size` (whole vectors of 16); `from` is the beginning of a group.
-    void set(int row, const Matrix& m, const float* x, int size, int from, int to) {
-        size_t first = size_t(row) * m.in;
+    // Sets elements from..to of row `row` of a span, of `size` (whole vectors of 16); `from` is the beginning of a group.
+    void set(Span rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
+        const Place place(rows, row, m);
         for (int k = from; k < to; k += GROUP) {
             const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
             if (m.kind == WIDE)
-                narrow(&wide[first + k], a), narrow(&wide[first + k + LANES], b);
+                scatter<2>(wide, place, k, [&](Operand* y) { narrow(y, a), narrow(y + LANES, b); });
             else if (m.kind == HALF || m.kind == FULL)
-                store(&full[first + k], a), store(&full[first + k + LANES], b);
+                scatter<2>(full, place, k, [&](float* y) { store(y, a), store(y + LANES, b); });
             else
-                encode((first + k) / GROUP, a, b);
+                scatter<4>(codes, place, k, [&](int8_t* y) { encode(place.group(k), a, b, y); });
         }
     }
 
     template <int KIND>
-    auto* wide_row(size_t at) const {
+    auto* floats(size_t at) const {
         if constexpr (KIND == WIDE)
             return &wide[at];
         else
             return &full[at];
     }
 
-    // Copies a row of inputs of such a matrix.
-    void copy(int row, const Matrix& m, const Inputs& x, int source) {
-        auto part = [&](auto& to, const auto& from, size_t size) { std::copy_n(&from[source * size], size, &to[row * size]); };
-        if (m.kind == WIDE) return part(wide, x.wide, m.in);
-        if (m.kind == HALF || m.kind == FULL) return part(full, x.full, m.in);
-        part(codes, x.codes, m.in), part(scale, x.scale, m.in / GROUP);
-        part(total, x.total, m.in / GROUP), part(steps, x.steps, m.in / GROUP), part(halves, x.halves, m.in / GROUP);
+    // Copies row `source` of another span to row `row` of a span.
+    void copy(Span rows, int row, const Matrix& m, const Inputs& x, Span others, int source) {
+        const Place to(rows, row, m), from(others, source, m);
+        for (int k = 0; k < m.in; k += GROUP) {
+            auto part = [&](auto tag, auto& y, const auto& own) {
+                scatter<decltype(tag)::value>(y, to, k, [&](auto* group) { gather<decltype(tag)::value>(group, own, from, k); });
+            };
+            if (m.kind == WIDE)
+                part(std::integral_constant<int, 2>(), wide, x.wide);
+            else if (m.kind == HALF || m.kind == FULL)
+                part(std::integral_constant<int, 2>(), full, x.full);
+            else {
+                const size_t i = to.group(k), j = from.group(k);
+                part(std::integral_constant<int, 4>(), codes, x.codes);
+                scale[i] = x.scale[j], total[i] = x.total[j], steps[i] = x.steps[j], halves[i] = x.halves[j];
+            }
+        }
     }
 
    private:
-    void encode(size_t group, Floats a, Floats b) {
+    // Where a row lies.
+    struct Place {
+        size_t tile;      // groups before its tile
+        int lane, height;  // which row of the tile's
+
+        Place(Span rows, int row, const Matrix& m) : lane(row % TILE) {
+            const int first = rows.from + row - lane;
+            tile = size_t(first) * (m.in / GROUP), height = std::min(TILE, rows.to - first);
+        }
+
+        size_t group(int k) const { return tile + size_t(k / GROUP) * height + lane; }
+        // Of `together` elements from element k on.
+        size_t element(int k, int together) const { return tile * GROUP + size_t(k) * height + lane * together; }
+    };
+
+    // What `fill` writes, 32 elements from k on, to their places.
+    template <int TOGETHER, class T, class Fill>
+    static void scatter(std::vector<T>& to, const Place& place, int k, Fill fill) {
+        T group[GROUP];
+        fill(group);
+        T* y = &to[place.element(k, TOGETHER)];
+        for (int i = 0; i < GROUP; i += TOGETHER, y += place.height * TOGETHER) std::memcpy(y, group + i, sizeof(T) * TOGETHER);
+    }
+
+    template <int TOGETHER, class T>
+    static void gather(T* group, const std::vector<T>& from, const Place& place, int k) {
+        const T* x = &from[place.element(k, TOGETHER)];
+        for (int i = 0; i < GROUP; i += TOGETHER, x += place.height * TOGETHER) std::memcpy(group + i, x, sizeof(T) * TOGETHER);
+    }
+
+    void encode(size_t group, Floats a, Floats b, int8_t* to) {
         const Floats x = select(a < 0.0f, -a, a), y = select(b < 0.0f, -b, b);
         // A non-finite element makes its whole group non-finite, instead of being rounded to something finite.
         const float broken = sum(a * 0.0f + b * 0.0f);
@@ -85,7 +128,6 @@ struct Inputs {
         const Floats inverse = all(127.0f / top);
         Ints p{}, q{};
         if (broken == 0) p = nearest(a * inverse), q = nearest(b * inverse);
-        int8_t* to = &codes[group * GROUP];
         store(to, convert<Lanes<int8_t>>(p));
         store(to + LANES, convert<Lanes<int8_t>>(q));
         const int32_t first = sum(p), second = sum(q);
@@ -100,11 +142,10 @@ struct Inputs {
 
 // What the offset of the values adds to a group's sum, for a part of the outputs.
 template <class F>
-inline IntPart excess(const GroupScales<F>& scales, int part, const Inputs& x, size_t group) {
+inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
     if constexpr (F::OFFSET == 0 || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
-    if constexpr (F::SPAN == GROUP) return IntPart{} + F::OFFSET * x.steps[group];
-    const ShortPart halves = (ShortPart)(IntPart{} + x.halves[group]);
-    return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), halves);
+    if constexpr (F::SPAN == GROUP) return IntPart{} + F::OFFSET * steps;
+    return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), (ShortPart)(IntPart{} + halves));
 }
 
 // The sums of a group's values times the codes of ROWS rows, for a part of the outputs; spans times their integers.
@@ -118,7 +159,9 @@ inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad q
         for (int r = 0; r < ROWS; r++) dots[r].start(0);
 #pragma GCC unroll 8
         for (int q = from; q < from + STEP; q++) {
+#if !defined(__AVX512F__)
             asm volatile("" ::: "memory");  // else compilers read the rows' codes for all of it first, and run out of registers
+#endif
             const Weights<SMALL> w(F::four(p, q, part));
             for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, q));
         }
@@ -133,35 +176,37 @@ inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad q
     }
 }
 
+// `at`: groups of the inputs before the tile of these rows.
 template <class F, int ROWS>
-inline void coded_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    const int groups = m.in / GROUP;
+[[gnu::noinline]] void coded_block(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     const uint8_t *p = m.weights + block * F::block_bytes(m.in), *header = p;
-    const int8_t* codes = &x.codes[size_t(row) * m.in];
+    const int8_t* codes = &x.codes[at * GROUP];
+    const float *row_scales = &x.scale[at], *row_totals = &x.total[at];
+    const int32_t *steps = &x.steps[at], *halves = &x.halves[at];
     Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
-    for (int g = 0; g < groups; g++, p += F::BYTES) {
+    for (int g = 0, groups = m.in / GROUP; g < groups; g++, p += F::BYTES) {
         if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
         for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         const GroupScales<F> scales(header, p + F::CODES);
-        auto quad = [&](int r, int q) { return read<int32_t>(codes + size_t(r) * m.in + g * GROUP + 4 * q); };
+        auto quad = [&](int r, int q) { return read<int32_t>(codes + (ROWS * q + r) * 4); };
         // A part of the outputs at a time, so that the sums of 8 rows fit into 16 registers.
         for (int part = 0; part < PARTS; part++) {
             IntPart totals[ROWS];
             dot<F, ROWS>(p, scales, part, quad, totals);
             for (int r = 0; r < ROWS; r++) {
-                const size_t at = size_t(row + r) * groups + g;
                 FloatPart& sum = sums[r].part[part];
-                const IntPart own = totals[r] - excess(scales, part, x, at);
-                sum = fma(__builtin_convertvector(own, FloatPart) * x.scale[at], scales.scale.part[part], sum);
+                const IntPart own = totals[r] - excess(scales, part, steps[r], halves[r]);
+                sum = fma(__builtin_convertvector(own, FloatPart) * row_scales[r], scales.scale.part[part], sum);
                 if constexpr (F::FLOORS && F::SPAN == GROUP)
-                    sum = fma(FloatPart{} + x.total[at], scales.floor.part[part], sum);
+                    sum = fma(all(row_totals[r]).part[0], scales.floor.part[part], sum);
                 if constexpr (F::FLOORS && F::SPAN < GROUP) {
                     const IntPart floor = weighted(paired(scales.first_floor.part[part], scales.second_floor.part[part]),
-                                                   (ShortPart)(IntPart{} + x.halves[at]));
-                    sum = fma(__builtin_convertvector(floor, FloatPart) * x.scale[at], scales.floor.part[part], sum);
+                                                   (ShortPart)(IntPart{} + halves[r]));
+                    sum = fma(__builtin_convertvector(floor, FloatPart) * row_scales[r], scales.floor.part[part], sum);
                 }
             }
         }
+        codes += ROWS * GROUP, row_scales += ROWS, row_totals += ROWS, steps += ROWS, halves += ROWS;
     }
     std::copy(sums, sums + ROWS, out);
 }
@@ -177,66 +222,64 @@ inline auto pairs_at(const uint8_t* p) {
         return WidePairs(from_half(reinterpret_cast<const half*>(p)), from_half(reinterpret_cast<const half*>(p + 32)));
 }
 
+// ROWS rows of a tile of `height`, from row `lane` of it on.
 template <int KIND, int ROWS>
-inline void wide_block(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+[[gnu::noinline]] void wide_block(const Matrix& m, int block, const Inputs& x, size_t at, int height, int lane, Floats* out) {
     using Both = std::conditional_t<KIND == WIDE, Pairs, WidePairs>;
     constexpr int BYTES = KIND == FULL ? 128 : 64;
     const uint8_t* p = m.weights + size_t(block) * (m.in / 2) * BYTES;
-    const auto* left = x.wide_row<KIND>(size_t(row) * m.in);
+    const auto* left = x.floats<KIND>(at * GROUP) + 2 * lane;
     Floats sums[ROWS] = {};
-    for (int k = 0; k < m.in; k += 2, p += BYTES) {
+    for (int k = 0; k < m.in; k += 2, p += BYTES, left += 2 * height) {
         for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         const Both w(pairs_at<KIND>(p));
-        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + size_t(r) * m.in + k);
+        for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + 2 * r);
     }
     std::copy(sums, sums + ROWS, out);
 }
 
 // As many rows at a time as there are registers for.
 template <int KIND, int ROWS>
-inline void wide_blocks(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
+inline void wide_blocks(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
-    wide_block<KIND, FIRST>(m, block, x, row, out);
-    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, x, row + FIRST, out + FIRST);
+    wide_block<KIND, FIRST>(m, block, x, at, ROWS, 0, out);
+    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, x, at, ROWS, FIRST, out + FIRST);
 }
 
 template <int ROWS>
-inline void block_of(const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    if (m.kind == WIDE) return wide_blocks<WIDE, ROWS>(m, block, x, row, out);
-    if (m.kind == HALF) return wide_blocks<HALF, ROWS>(m, block, x, row, out);
-    if (m.kind == FULL) return wide_blocks<FULL, ROWS>(m, block, x, row, out);
-    with_format(m.kind, [&](auto format) { coded_block<decltype(format), ROWS>(m, block, x, row, out); });
+inline void block_of(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
+    if (m.kind == WIDE) return wide_blocks<WIDE, ROWS>(m, block, x, at, out);
+    if (m.kind == HALF) return wide_blocks<HALF, ROWS>(m, block, x, at, out);
+    if (m.kind == FULL) return wide_blocks<FULL, ROWS>(m, block, x, at, out);
+    with_format(m.kind, [&](auto format) { coded_block<decltype(format), ROWS>(m, block, x, at, out); });
 }
 
+// Of the tile whose inputs begin at row `row`.
 inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
-    if (m.kind == STACKED) {
-        const Matrix* part = reinterpret_cast<const Matrix*>(m.weights);
-        for (; block >= blocks_of(*part); part++) block -= blocks_of(*part);
-        return block_of(rows, *part, block, x, row, out);
-    }
+    if (m.kind == STACKED) return block_of(rows, reinterpret_cast<const Matrix*>(m.weights)[block], 0, x, row, out);
+    const size_t at = size_t(row) * (m.in / GROUP);
     switch (rows) {
-        case 1: return block_of<1>(m, block, x, row, out);
-        case 2: return block_of<2>(m, block, x, row, out);
-        case 3: return block_of<3>(m, block, x, row, out);
-        case 4: return block_of<4>(m, block, x, row, out);
-        case 5: return block_of<5>(m, block, x, row, out);
-        case 6: return block_of<6>(m, block, x, row, out);
-        case 7: return block_of<7>(m, block, x, row, out);
-        default: return block_of<8>(m, block, x, row, out);
+        case 1: return block_of<1>(m, block, x, at, out);
+        case 2: return block_of<2>(m, block, x, at, out);
+        case 3: return block_of<3>(m, block, x, at, out);
+        case 4: return block_of<4>(m, block, x, at, out);
+        case 5: return block_of<5>(m, block, x, at, out);
+        case 6: return block_of<6>(m, block, x, at, out);
+        case 7: return block_of<7>(m, block, x, at, out);
+        default: return block_of<8>(m, block, x, at, out);
     }
 }
 
-// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`; for `rows` rows of x, which
-// begin at row `first`.
+// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`; `row`: of the span.
 template <class Take>
-inline void product(Span blocks, const Matrix& m, const Inputs& x, int rows, Take take, int first = 0) {
+inline void product(Span blocks, const Matrix& m, const Inputs& x, Span rows, Take take) {
     Floats out[TILE];
     for (int block = blocks.from; block < blocks.to; block++) {
         Floats bias = m.bias ? load<Floats>(m.bias + block * LANES) : Floats{};
-        for (int row = 0; row < rows; row += TILE) {
-            int count = std::min(TILE, rows - row);
-            block_of(count, m, block, x, first + row, out);
-            for (int r = 0; r < count; r++) take(row + r, block * LANES, out[r] + bias);
+        for (int row = rows.from; row < rows.to; row += TILE) {
+            int count = std::min(TILE, rows.to - row);
+            block_of(count, m, block, x, row, out);
+            for (int r = 0; r < count; r++) take(row - rows.from + r, block * LANES, out[r] + bias);
         }
     }
 }

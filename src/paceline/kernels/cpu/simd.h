@@ -105,6 +105,17 @@ inline Ints from_bytes(const uint8_t* from) {
 #endif
 }
 
+// Has x in a register here. Else compilers put off sums until all their products are in memory.
+inline void keep([[maybe_unused]] IntPart& x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+}
+
 // --- products of codes: exact ---------------------------------------------------------------------------------------
 
 // Weight codes of 8 bits are 128 too high. `EXCESS` is how much of it `Dots` leaves in.
@@ -236,6 +247,7 @@ class Dots {
     void add(Pairs pairs) {
         sums_ = SMALL ? (IntPart)((ShortPart)sums_ + (ShortPart)pairs)
                       : sums_ + weighted((ShortPart)pairs, ShortPart{} + 1);
+        keep(sums_);
     }
 };
 
@@ -305,7 +317,7 @@ inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #endif
 
 // Of 4 registers, or quarters of registers: rows to columns.
-inline void transpose(IntPart (&x)[4]) {
+[[gnu::always_inline]] inline void transpose(IntPart (&x)[4]) {
 #if defined(__AVX512F__)
 #define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm512_unpack##half##_epi##bits((__m512i)a, (__m512i)b)
 #elif defined(__AVX2__)
@@ -328,7 +340,7 @@ inline void transpose(IntPart (&x)[4]) {
 }
 
 // 16 bytes of each of 16 rows, `stride` bytes apart, as 4 lines of 4 bytes: a lane per row.
-inline void transpose(Ints (&lines)[4], const void* rows, int64_t stride) {
+[[gnu::always_inline]] inline void transpose(Ints (&lines)[4], const void* rows, int64_t stride) {
     for (int part = 0; part < PARTS; part++) {
         IntPart x[4];
         for (int i = 0; i < 4; i++) {
@@ -350,7 +362,7 @@ inline void transpose(Ints (&lines)[4], const void* rows, int64_t stride) {
 
 // 16 N numbers of two rows, those that stand above each other side by side.
 template <int N>
-inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
+[[gnu::always_inline]] inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
 #if defined(__AVX512BF16__)
     int i = 0;
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,

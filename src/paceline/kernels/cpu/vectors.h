@@ -33,7 +33,7 @@ struct Lanes {
 
     Lanes() = default;
     Lanes(T x) {
-        for (Part& p : part) p = Part{} + x;
+        for (Part& p : part) p = x - Part{};  // 0 + x would be an addition, for the sake of -0
     }
 
     T operator[](int i) const { return part[i / PART_LANES][i % PART_LANES]; }

@@ -38,7 +38,7 @@ def choose(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     if not len(set(always)) <= size <= len(counts) or size < 1:
         raise InvalidOption(
             f"the draft vocabulary must have {max(1, len(set(always)))} to {len(counts)} tokens, got {size}",
-            "Correct --vocabulary",
+            "Choose a size between them",
         )
     rank = counts.clone()
     rank[list(always)] = counts.sum() + 1

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidOption
-from paceline.train.vocabulary import choose, count, coverage
 
 COUNTS = count([[3, 3, 3, 3], [1, 1, 1], [5, 5], [2]], 8)
 

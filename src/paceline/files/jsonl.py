@@ -7,6 +7,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from paceline.errors import InvalidData
 from paceline.protocols import Closable
 
 _BOM = b"\xef\xbb\xbf"
+LONGEST = 1 << 26
+"""Bytes of a line at most."""
 _START_OVER = "Use the options it was made with or another folder, or delete it to start over"
 
 
@@ -33,7 +36,9 @@ class JsonlFile:
         with path.open("rb") as file:
             offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
             file.seek(offset)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+                if len(line) > LONGEST:
+                    raise InvalidData(f"{path}, line {number}: longer than {LONGEST >> 20} MiB", "Remove the line")
                 digest.update(line)
                 if line.strip():
                     self._offsets.append(offset)
@@ -65,9 +70,10 @@ class Journal(Closable):
     A partial last line, which a kill can leave, is removed when the file is opened again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """`mode`: permissions of a new file, before the umask. Raises `OSError`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+")
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "ab+")
         if size := path.stat().st_size:
             with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
                 size = content.rfind(b"\n") + 1

@@ -1,0 +1,156 @@
+"""Predictions: what a drafter would have made of recorded replies on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from typing import Any
+
+from paceline.bench.costs import Costs, PassTimer, measure_costs
+from paceline.bench.figures import ratio_of_sums, rounds
+from paceline.bench.replay.prices import MeasuredPrices, Reread
+from paceline.bench.replay.run import Replayed, Replayer, Slowdown
+from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.head_fit import same_target
+from paceline.checkpoints.loader import Loaded, load_model
+from paceline.drafters.base import Drafter
+from paceline.drafters.factory import open_drafter
+from paceline.errors import InvalidData
+from paceline.kernels.quantize import Precision
+from paceline.recording.file import header_of
+from paceline.recording.rows import RecordedReply, RecordingHeader
+from paceline.types import DraftBudget
+
+SAME = 0.9
+"""Least share of a recorded reply that the target must write again."""
+
+
+def size_name(size: DraftBudget | None) -> str:
+    """Return a draft size as --draft takes it; None is "auto"."""
+    if size is None:
+        return "auto"
+    return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A drafter and its draft size, None for the controller's choice."""
+
+    drafter: str
+    size: DraftBudget | None = None
+
+    @property
+    def name(self) -> str:
+        """As `paceline bench` takes it."""
+        return self.drafter if self.size is None else f"{self.drafter}@{size_name(self.size)}"
+
+    @property
+    def options(self) -> str:
+        """As other commands take it."""
+        return f"--drafter {self.drafter}" + ("" if self.size is None else f" --draft {size_name(self.size)}")
+
+
+@dataclass(frozen=True)
+class CandidatePrediction:
+    """A replay beside that of plain decoding over the same replies."""
+
+    candidate: Candidate
+    replayed: Replayed
+    plain: Replayed
+
+    @cached_property
+    def ratio(self) -> dict[str, float]:
+        """Time of plain decoding over this one's, all replies together: {"value", "low", "high"} at 95 %."""
+        return ratio_of_sums(self.plain.shares, self.replayed.shares)
+
+    @property
+    def decode_ratio(self) -> float:
+        """The same without prefill, for replies one by one."""
+        plain, own = (sum(_decoding(replayed)) for replayed in (self.plain, self.replayed))
+        return plain / own if own else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        inside = rounds(self.replayed.stats) or {}
+        return {
+            "drafter": self.candidate.drafter,
+            "draft": size_name(self.candidate.size),
+            "exact": self.candidate.size is not None,
+            **{name: inside[name] for name in ("tokens_per_round", "drafted_per_round", "acceptance", "accepted_at")},
+            "milliseconds": {name: x for name, x in inside["milliseconds"].items() if name != "other"},
+            "tokens_per_second": self.replayed.tokens / max(self.replayed.seconds, 1e-12),
+            "plain_tokens_per_second": self.plain.tokens / max(self.plain.seconds, 1e-12),
+            "ratio": self.ratio,
+            "decode_ratio": self.decode_ratio,
+            "predicted_seconds": self.replayed.seconds,
+            "replay_seconds": self.replayed.took,
+        }
+
+
+def _decoding(replayed: Replayed) -> list[float]:
+    return [s.seconds["draft"] + s.seconds["verify"] + s.seconds["commit"] for s in replayed.stats]
+
+
+def check_model(header: RecordingHeader, model: Loaded) -> None:
+    """Raise `InvalidData` for a recording of another model."""
+    if not same_target(header.fingerprint, header_of(model).fingerprint):
+        raise InvalidData(f"the recording is of another model, {header.model}", "Name that one: --model")
+
+
+def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
+    """Measure prices. Raises `InvalidData` where the model writes something else than the recorded reply."""
+    reread = Reread.of(model, reply)
+    share = reread.agreement(model)
+    if share < SAME:
+        raise InvalidData(
+            f"{model.path} writes {share:.0%} of the tokens of a recorded reply: the recording is another model's",
+            "Name the model that was recorded, with the same --quantize and --adapter",
+        )
+    return MeasuredPrices(model, measure_costs(model, most=16 * width), reread)
+
+
+@dataclass
+class Predictor:
+    """Predicts for recorded replies of a model. `width`: replies that share passes. `prefix_bytes`: see `Replayer`."""
+
+    model: Loaded
+    prices: MeasuredPrices
+    draft_quantize: Precision = "auto"
+    width: int = 1
+    prefix_bytes: int = 0
+    _slow: dict[str, Slowdown] = field(default_factory=dict)
+    _plain: dict[tuple[int, ...], Replayed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes)
+        self._probe = PassTimer(self.model.target)
+        # Weights are read once, however many candidates use them.
+        device: Any = self.model.target.device.type
+        read = cache(partial(load_model, device=device))
+        self._open = partial(
+            open_drafter, target=self.model, quantize=self.draft_quantize, read=read, head=cache(open_head)
+        )
+        self._opened = cache(self._open)
+
+    @property
+    def costs(self) -> Costs:
+        """What a round costs here."""
+        return self.prices.costs
+
+    def make(self, drafter: str) -> Drafter | None:
+        """Return a drafter by name: a fresh one if it remembers earlier requests. Raises as `open_drafter`."""
+        return (self._open if "remember" in drafter else self._opened)(drafter)
+
+    def predict(
+        self, candidate: Candidate, replies: Sequence[RecordedReply], on_reply: Callable[[], object] = lambda: None
+    ) -> CandidatePrediction:
+        """Replay these replies. Raises the first error of the drafter."""
+        key = tuple(map(id, replies))
+        if key not in self._plain:
+            self._plain[key] = self._replayer.run(replies)
+        name, size = candidate.drafter, candidate.size
+        if name not in self._slow:
+            self._slow[name] = self._replayer.slowdown(replies[0], partial(self.make, name), size, self._probe)
+        replayed = self._replayer.run(replies, self.make(name), size, self._slow[name], on_reply=on_reply)
+        return CandidatePrediction(candidate, replayed, self._plain[key])

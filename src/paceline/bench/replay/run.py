@@ -1,0 +1,196 @@
+"""Replays: the engine over recorded texts, with real drafters and a target that only has its price."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+from torch import Tensor
+
+from paceline.bench.costs import PassTimer
+from paceline.bench.replay.prices import Free, Prices
+from paceline.bench.replay.text_target import CannotReplay, TargetStates, TextSampler, TextTarget, VirtualClock
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.stack import DrafterWrapper
+from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine
+from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.request import Request
+from paceline.engine.results import Batch
+from paceline.engine.scheduler import Task
+from paceline.engine.stats import Stats, Timer
+from paceline.llm import LLM
+from paceline.recording.rows import RecordedReply
+from paceline.sampling.parameters import Sampling
+from paceline.types import Draft, DraftBudget, Tap, Verdict
+
+_PAIRED = 64
+"""Tokens of a reply along which drafting is timed with and without passes between the drafts."""
+_SLOWEST = 4.0
+"""The most that a pass and a draft are taken to slow each other down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long a draft takes after a pass of the target as after another draft, and a pass after a draft
+    as after another pass: the processor's caches then hold the other's weights, and its threads wake up anew."""
+
+    draft: float = 1.0
+    verify: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Outcome of a replay. `stats`: of each reply, whose times are predictions. `rows`: of all verifying passes.
+    `seconds`: in all, predicted. `drafting`: measured seconds of each draft. `took`: seconds of the replay itself."""
+
+    stats: list[Stats]
+    rows: int
+    seconds: float
+    drafting: list[float]
+    took: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(s.tokens for s in self.stats)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all replies."""
+        return sum(s.rounds for s in self.stats)
+
+    @property
+    def shares(self) -> list[float]:
+        """The seconds of each reply: its own where replies come one by one, a share of all in a batch."""
+        own = [sum(seconds for phase, seconds in s.seconds.items() if phase != "other") for s in self.stats]
+        return [self.seconds * x / max(sum(own), 1e-12) for x in own]
+
+
+class ChargedDrafter(DrafterWrapper):
+    """Charges the time that the inner drafter takes, `slower` times. `seconds`: of each `propose`, as measured."""
+
+    def __init__(self, inner: Drafter, clock: VirtualClock, slower: float, timer: Timer) -> None:
+        super().__init__(inner)
+        self._clock, self._slower, self._timer = clock, slower, timer
+        self.seconds: list[float] = []
+
+    def _charged(self, began: float) -> float:
+        seconds = self._timer() - began
+        self._clock.charge(self._slower * seconds)
+        return seconds
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        began = self._timer()
+        try:
+            return super().propose(asks)
+        finally:
+            self.seconds.append(self._charged(began))
+
+    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
+        began = self._timer()
+        super().feed(slot, tokens, taps)
+        self._charged(began)
+
+    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
+        began = self._timer()
+        super().observe(slot, verdict, out)
+        self._charged(began)
+
+
+class Replayer:
+    """Replays recorded replies of a model, up to `width` at once, in their order.
+
+    With a fixed draft size, all counts are those of real replies with the same drafter: rounds, drafted and accepted
+    tokens, and at which depth. Where a controller chooses sizes it does so by prices, and counts are predictions too.
+    `prefix_bytes`: size of the prefix cache, 0 for none. `timer`: measures drafting.
+    """
+
+    def __init__(
+        self,
+        model: Loaded,
+        prices: Prices | None = None,
+        width: int = 1,
+        prefix_bytes: int = 0,
+        timer: Timer = time.perf_counter,
+    ) -> None:
+        self._model, self._prices, self._width = model, prices or Free(), width
+        self._prefix_bytes, self._timer = prefix_bytes, timer
+        self._vocabulary = LLM(model).vocabulary
+        self._states = TargetStates(model.target)
+
+    def run(
+        self,
+        replies: Sequence[RecordedReply],
+        drafter: Drafter | None = None,
+        size: DraftBudget | None = None,
+        slowdown: Slowdown = Slowdown(),
+        between: Callable[[int], object] = lambda rows: None,
+        on_reply: Callable[[], object] = lambda: None,
+    ) -> Replayed:
+        """Replay with a fresh drafter. `size`: None leaves it to the controller. `slowdown`: of drafts and passes.
+        `between`: called in every pass of a round with its rows. Raises the first error of a drafter."""
+        if drafter and not drafter.replayable:
+            raise CannotReplay
+        began, clock = self._timer(), VirtualClock()
+        target = TextTarget(self._model.target, self._states, self._prices, clock, slowdown.verify)
+        target.between = between
+        charged = ChargedDrafter(drafter, clock, slowdown.draft, self._timer) if drafter else None
+        engine = Engine(target, charged, size, clock)
+        if self._prefix_bytes:
+            engine.prefixes = PrefixCache(self._prefix_bytes, LLM(self._model).engine.seamless)
+        tasks = [Task(partial(self._start, engine, target, clock, reply)) for reply in replies]
+        for _, chunk in Batch(engine, tasks, self._width):
+            if chunk.finish_reason:
+                on_reply()
+        stats = [task.request.stats for task in tasks if task.request]
+        return Replayed(stats, target.rows, clock.now, charged.seconds if charged else [], self._timer() - began)
+
+    def _start(
+        self, engine: Engine, target: TextTarget, clock: VirtualClock, reply: RecordedReply, source: Request | None
+    ) -> Request:
+        text, sampling = reply.token_ids, reply.sampling
+        sampler = TextSampler.of(
+            sampling.sampler(reply.sample, self._vocabulary), text, self._prices.choice(sampling), clock
+        )
+        stats = Stats(sampler.noise.seed, "bits", engine.policies.default.drafter, timer=clock)
+        stream = TextStream(_until(reply), (), lambda ids: "", target.context_length - len(reply.prompt))
+        request = engine.start(reply.prompt, sampler, stream, stats)
+        target.hold(request.slot, text)
+        return request
+
+    def slowdown(
+        self, reply: RecordedReply, make: Callable[[], Drafter | None], size: DraftBudget | None, probe: PassTimer
+    ) -> Slowdown:
+        """Measure how drafts and passes slow each other down, over rounds that are replayed with passes of the target
+        between the drafts and without. Nothing slows down where nothing can be replayed."""
+        drafter, short, passes = make(), [replace(reply, reply=reply.reply[:_PAIRED])], list[float]()
+        if drafter is None:
+            return Slowdown()
+
+        def between(rows: int) -> None:
+            passes.append(probe.verify(rows) / max(probe.verify(rows), 1e-9))
+
+        try:
+            cold = self.run(short, drafter, size or drafter.draft, between=between).drafting
+            hot = self.run(short, make(), size or drafter.draft).drafting
+        except CannotReplay:
+            return Slowdown()
+        return Slowdown(_typical(a / b for a, b in zip(cold, hot, strict=False) if b > 0), _typical(passes))
+
+
+def _typical(ratios: Iterable[float]) -> float:
+    """Return the median of ratios within what is possible."""
+    return min(_SLOWEST, max(1.0, median([*ratios] or [1.0])))
+
+
+def _until(reply: RecordedReply) -> Sampling:
+    """Return stop conditions that end a reply where it ended, and leave as many tokens before it as there were."""
+    count = len(reply.reply)
+    return Sampling(
+        max_new_tokens=reply.sampling.max_new_tokens, ignore_eos=True, stop_when=lambda ids, text: len(ids) >= count
+    )

@@ -1,0 +1,104 @@
+"""Headers of GGUF files: metadata as plain Python values, and where the tensors lie. Layout: ggml's GGUF page."""
+
+from __future__ import annotations
+
+from mmap import mmap
+from struct import Struct, calcsize, unpack_from
+from typing import Any, NamedTuple
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> its code in `struct`."""
+_STRING, _ARRAY = 8, 9
+
+_LONGEST, _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 28, 1 << 23, 8
+"""Bytes of a header; elements of all its arrays together, since empty strings cost a sparse file nothing; dimensions of
+a tensor."""
+
+
+class Entry(NamedTuple):
+    """A tensor: its shape, outermost dimension first, ggml's number of its type, and where it begins in the file."""
+
+    shape: tuple[int, ...]
+    number: int
+    start: int
+
+
+class Header(NamedTuple):
+    """`fields`: metadata by key. `tensors`: by name. `size`: of the header, in bytes."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, Entry]
+    size: int
+
+
+def read_header(data: mmap) -> Header:
+    """Read what follows magic and version. Raises `ValueError` or `struct.error` where the bytes make no header."""
+    reader = _Reader(data)
+    tensor_count, field_count = reader.numbers("Q", 2)
+    fields: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = reader.new_name(fields)
+        fields[key] = reader.value(reader.number("I"))
+    tensors: dict[str, Entry] = {}
+    for _ in range(tensor_count):
+        name = reader.new_name(tensors)
+        if (count := reader.number("I")) > _MOST_DIMENSIONS:
+            raise ValueError(f"a tensor of {count} dimensions")
+        shape = reader.numbers("Q", count)
+        tensors[name] = Entry(shape[::-1], reader.number("I"), reader.number("Q"))
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"an alignment of {alignment}")
+    start = -(-reader.at // alignment) * alignment
+    placed = {name: entry._replace(start=start + entry.start) for name, entry in tensors.items()}
+    return Header(fields, placed, reader.at)
+
+
+class _Reader:
+    """Reads one value after the other."""
+
+    def __init__(self, data: mmap) -> None:
+        self._data, self.at, self._elements = memoryview(data)[:_LONGEST], 8, 0
+
+    def numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        values = unpack_from(layout, self._data, self.at)
+        self.at += calcsize(layout)
+        return values
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code, 1)[0]
+
+    def new_name(self, known: dict[str, Any]) -> str:
+        name = self._strings(1)[0]
+        if name in known:
+            raise ValueError(f"{name} twice")
+        return name
+
+    def value(self, kind: int) -> Any:
+        if kind == _ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            self._elements += count
+            if self._elements > _MOST_ELEMENTS:
+                raise ValueError(f"arrays of {self._elements} elements")
+            return self._strings(count) if kind == _STRING else list(self.numbers(_code(kind), count))
+        return self._strings(1)[0] if kind == _STRING else self.number(_code(kind))
+
+    def _strings(self, count: int) -> list[str]:
+        """Written for speed: a vocabulary and its merges are half a million strings."""
+        data, at, end, found = self._data, self.at, len(self._data), list[str]()
+        size_at, append = Struct("<Q").unpack_from, found.append
+        for _ in range(count):
+            first = at + 8
+            at = first + size_at(data, at)[0]
+            if at > end:
+                raise ValueError("a string runs past the end")
+            append(str(data[first:at], "utf-8"))
+        self.at = at
+        return found
+
+
+def _code(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a value of type {kind}")
+    return _SCALARS[kind]

@@ -1,0 +1,252 @@
+"""`paceline record`, `replay` and `tune`: replies on disk, and what any drafter would make of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.commands import option, options_of
+from paceline.cli.options import (
+    DEMO,
+    AsJson,
+    DraftQuantize,
+    LoadOptions,
+    ModelOptions,
+    Quantize,
+    Quiet,
+    SamplingOptions,
+    note,
+    progress_wanted,
+)
+from paceline.cli.prompts import read_rows
+from paceline.cli.show import figures_table
+from paceline.cli.writing import ReplyWriter, write_batch
+from paceline.errors import InvalidData, InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.bench.replay.predict import CandidatePrediction, Predictor
+    from paceline.llm import LLM
+    from paceline.recording.rows import RecordedReply
+
+_replay = options_of("Replay")
+RecordingFile = Annotated[Path, typer.Argument(metavar="FILE", help="Recording.", show_default=False)]
+
+
+def record(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Recording to write, or to append to.", show_default=False)
+    ],
+    *,
+    prompts: Annotated[
+        Path, option("JSONL file of prompts, as for generate; - is stdin.", metavar="FILE", panel="Input and output")
+    ],
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    raw: Annotated[
+        bool, option("Give the text to the model as it is, without the chat template.", panel="Input and output")
+    ] = False,
+    samples: Annotated[int, option("Replies per prompt; they share its prefill.", min=1, panel="Input and output")] = 1,
+    batch: Annotated[int, option("Prompts to answer at once.", min=1, panel="Input and output")] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Answer prompts, and record the replies for replay and tune.
+
+    A recording holds the token ids of prompts and replies, seeds and sampling parameters. generate and serve record
+    what they write, too: --record.
+    """
+    sampling.check()
+    rows = read_rows(prompts)
+    llm = load.load(progress=progress_wanted(quiet))
+    with recording(llm, file), open(os.devnull, "w", encoding="utf-8") as nowhere:
+        writer = ReplyWriter(llm, sampling.resolve(llm), raw, True, nowhere)
+        failed = write_batch(writer, rows, samples, max(batch, samples), quiet)
+    assert llm.recorder
+    left_out = f", {llm.recorder.skipped} left out" if llm.recorder.skipped else ""
+    note(f"{llm.recorder.count} replies recorded in {file}{left_out}: `paceline tune {shlex.quote(str(file))}`")
+    if failed:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def recording(llm: LLM, path: Path | None) -> Iterator[None]:
+    """Record the replies that begin in this block, if there is a path. Raises `InvalidData`, `CannotWrite`."""
+    if path is None:
+        yield
+        return
+    with llm.record(path) as recorder:
+        yield
+    recorder.check()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay, with which drafters."""
+
+    drafters: str | None = _replay(
+        "Drafters, separated by commas.\n\nreplay takes a draft size after each, as bench does: @LENGTH or "
+        "@NODESxDEPTHxBRANCH. tune tries sizes, and lookups before each other drafter.",
+        metavar="DRAFTERS",
+        show_default="those that need no file of yours",
+    )
+    count: int = _replay("Replies to replay at most, spread evenly.", min=1, default=200)
+    batch: int = _replay("Replies to replay at once, as if they shared passes.", min=1, default=1)
+    prefix_memory: float = _replay("GiB for the prefix cache, as serve has it; 0: off.", min=0, default=0.0)
+
+    def open(
+        self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, progress: bool
+    ) -> tuple[Predictor, list[RecordedReply]]:
+        """Read the recording, load its model and measure what its rounds cost. Raises `PacelineError`."""
+        from paceline.bench.replay.predict import Predictor, check_model, measured
+        from paceline.recording.file import Recording
+
+        recorded = Recording(file)
+        if not recorded:
+            raise InvalidData(f"{file} holds no replies", "Record some: paceline record")
+        replies = recorded[:: max(1, -(-len(recorded) // self.count))]
+        if model.model == DEMO:
+            model = model.with_model(recorded.header.model)
+        llm = model.open(progress=progress, drafter=None, quantize=quantize)
+        check_model(recorded.header, llm.model)
+        prices = measured(llm.model, replies[0], self.batch)
+        memory = int(self.prefix_memory * 2**30)
+        return Predictor(llm.model, prices, draft_quantize, self.batch, memory), replies  # type: ignore[arg-type]
+
+
+def replay(
+    file: RecordingFile,
+    *,
+    options: ReplayOptions,
+    model: ModelOptions,
+    quantize: Quantize = "auto",
+    draft_quantize: DraftQuantize = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict drafters over recorded replies, without generating.
+
+    Only the drafters run. Tokens per round are exact where a drafter has a draft size; speeds are predicted from what
+    passes cost on this machine now.
+    """
+    from paceline.bench.replay.predict import Candidate
+    from paceline.bench.replay.search import parts_of
+    from paceline.bench.systems import split_size
+    from paceline.drafters.factory import check_spec
+
+    named = [Candidate(*split_size(name)) for name in _names(options.drafters or "")]
+    for candidate in named:
+        check_spec(candidate.drafter)
+    with _status("timing passes", quiet) as say:
+        predictor, replies = options.open(file, model, quantize, draft_quantize, progress_wanted(quiet))
+        found = []
+        for candidate in named or [Candidate(part) for part in parts_of(predictor.model)]:
+            say(f"replaying {candidate.name}")
+            found.append(predictor.predict(candidate, replies))
+    _show(file, predictor, replies, found, as_json)
+
+
+def tune(
+    file: RecordingFile,
+    *,
+    options: ReplayOptions,
+    model: ModelOptions,
+    quantize: Quantize = "auto",
+    draft_quantize: DraftQuantize = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the fastest drafter and draft size for recorded replies.
+
+    Drafters are tried alone and behind each other, in many sizes, and the best over all replies. Nothing is recommended
+    that might be slower than plain decoding.
+    """
+    from paceline.bench.replay.search import parts_of, recommended, search
+    from paceline.bench.systems import split_size
+    from paceline.drafters.factory import check_spec
+
+    named = _names(options.drafters or "")
+    if any(part in ("none", "auto") or split_size(part)[1] for part in named):
+        raise InvalidOption("tune takes drafters by their own names, without sizes", "Write, say, suffix,eagle3")
+    for part in named:
+        check_spec(part)
+    with _status("timing passes", quiet) as say:
+        predictor, replies = options.open(file, model, quantize, draft_quantize, progress_wanted(quiet))
+        found = search(predictor, replies, named or parts_of(predictor.model), lambda name: say(f"replaying {name}"))
+    best = recommended(found)
+    line = f"paceline generate -m {shlex.quote(str(predictor.model.path))} "
+    line += best.candidate.options if best else "--drafter none"
+    gain = f"{_interval(best.ratio)} times as fast as plain decoding, predicted" if best else "no drafter surely gains"
+    _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
+
+
+@contextlib.contextmanager
+def _status(text: str, quiet: bool) -> Iterator[Any]:
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        if not progress_wanted(quiet):
+            status.stop()
+        yield status.update
+
+
+def _show(
+    file: Path,
+    predictor: Predictor,
+    replies: Sequence[RecordedReply],
+    found: Sequence[CandidatePrediction],
+    as_json: bool,
+    fastest: Mapping[str, str] | None = None,
+) -> None:
+    """Print predictions, as a table or as JSON."""
+    rows = [prediction.as_dict() for prediction in found]
+    costs = predictor.costs
+    if as_json:
+        about: dict[str, Any] = {"recording": str(file), "model": str(predictor.model.path), "replies": len(replies)}
+        about["tokens"] = sum(len(reply.reply) for reply in replies)
+        about["pass_ms"] = {n: 1e3 * seconds for n, seconds in costs.passes.items()}
+        about |= {"prefill_tokens_per_second": 1 / costs.prefill, "host_ms": 1e3 * costs.host}
+        typer.echo(json.dumps(about | {"drafters": rows} | ({"fastest": fastest} if fastest else {})))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if Console().is_terminal else 160)
+    tokens = sum(len(reply.reply) for reply in replies)
+    title = f"{len(replies)} replies, {tokens} tokens; plain decoding {rows[0]['plain_tokens_per_second']:.1f} tok/s"
+    console.print(
+        figures_table(list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows], title=title)
+    )
+    took, saved = (sum(row[key] for row in rows) for key in ("replay_seconds", "predicted_seconds"))
+    typer.echo(f"replayed in {took:.1f} s what takes {saved:.0f} s to generate ({saved / max(took, 1e-9):.0f} times)")
+    if fastest:
+        typer.echo(f"fastest: {fastest['command']}\n{fastest['predicted']}")
+
+
+_COLUMNS: Mapping[str, Any] = {
+    "drafter": lambda row: row["drafter"],
+    "draft": lambda row: row["draft"],
+    "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}" + ("" if row["exact"] else " ~"),
+    "drafted": lambda row: f"{row['drafted_per_round']:.1f}",
+    "accepted to depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row["accepted_at"][:6]),
+    "draft, ms": lambda row: f"{row['milliseconds']['draft']:.2f}",
+    "tok/s": lambda row: f"{row['tokens_per_second']:.1f}",
+    "x plain [95 %]": lambda row: _interval(row["ratio"]),
+    "decoding alone": lambda row: f"{row['decode_ratio']:.2f}",
+}
+"""Columns of a prediction: heading -> cell. "~": predicted, since the controller chose sizes."""
+
+
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

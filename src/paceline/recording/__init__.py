@@ -1,0 +1,1 @@
+"""Recordings: replies as token ids with their seeds and sampling parameters, the text under every drafter."""

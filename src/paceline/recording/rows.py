@@ -1,0 +1,173 @@
+"""Rows of a recording: its header and its replies, as JSON objects that are checked when they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from paceline.errors import InvalidOption
+from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, number, whole
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.parameters import Sampling
+from paceline.text.prompt_rows import parse_object
+from paceline.types import FinishReason
+
+FORMAT = 1
+"""Version of the format, counted up with every change that older readers cannot read."""
+ENDS: tuple[FinishReason, ...] = ("eos", "stop", "length")
+"""Stop reasons of replies that are recorded: the others say nothing about the text."""
+_GRAMMAR = 1 << 16
+"""Characters of a grammar at most."""
+_LEFT_OUT = ("processors", "stop_when", "logprobs", "rule")
+"""Fields of `Sampling` that are not recorded: functions, and what changes no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """First row. `model`: where it was read from. `fingerprint`: see `head_fit.fingerprint`. `quantize`: how its
+    weights were held. `version`: of Paceline."""
+
+    model: str
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    quantize: str | None
+    version: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row."""
+        return {"paceline_recording": FORMAT, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReply:
+    """A reply: token ids of prompt and reply (EOS included), and what decided them. `sampling` has its seed, and
+    `sample` numbers several replies to one prompt. `started`: seconds since 1970."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    finish: str
+    sampling: Sampling
+    sample: int = 0
+    started: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and reply."""
+        return self.prompt + self.reply
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row."""
+        row: dict[str, Any] = {name: getattr(self, name) for name in ("started", "prompt", "reply", "finish", "sample")}
+        return row | {"sampling": _to_json(self.sampling)}
+
+
+def _to_json(sampling: Sampling) -> dict[str, Any]:
+    """Return the parameters that are not the default ones, as JSON has them."""
+    plain = Sampling()
+    values = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
+    row = {name: x for name, x in values.items() if name not in _LEFT_OUT and x != getattr(plain, name)}
+    if sampling.grammar:
+        grammar = sampling.grammar
+        row["grammar"] = {"kind": grammar.kind, "text": grammar.text, "whitespace": grammar.whitespace}
+    if sampling.logit_bias:  # JSON has no infinity
+        row["logit_bias"] = {t: None if by == -math.inf else by for t, by in sampling.logit_bias.items()}
+    return row
+
+
+_ID = whole(0, 2**31 - 1)
+_LIST = FieldKind("a list of token ids", lambda x: isinstance(x, list), "lists of token ids")
+_HEADER = {
+    **dict.fromkeys(("model", "version"), TEXT),
+    "fingerprint": FieldKind(
+        "two hexadecimal numbers with a colon between them",
+        lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{1,64}:[0-9a-f]{1,4096}", x) is not None,
+    ),
+    "vocab_size": whole(1, 2**24),
+    "context_length": whole(1, 2**40),
+    "quantize": TEXT | NULL,
+}
+_REPLY = {
+    **dict.fromkeys(("prompt", "reply"), _LIST),
+    "finish": FieldKind(f"one of {', '.join(ENDS)}", lambda x: x in ENDS),
+    "sampling": OBJECT,
+    "sample": whole(0, 2**31 - 1),
+    "started": number(0, 1e12),
+}
+
+
+def parse_header(line: bytes) -> RecordingHeader:
+    """Parse the first row. Raises `ValueError`."""
+    row = parse_object(line)
+    version = row.pop("paceline_recording", None)
+    if version is None:
+        raise ValueError("not the header of a recording")
+    if version != FORMAT:
+        raise ValueError(f"a recording in format {version!r:.20}, and this is a reader of format {FORMAT}")
+    _check(row, _HEADER)
+    return RecordingHeader(**{name: row[name] for name in _HEADER})
+
+
+def parse_reply(line: bytes, header: RecordingHeader) -> RecordedReply:
+    """Parse a reply. Raises `ValueError`."""
+    row = parse_object(line)
+    _check(row, _REPLY)
+    prompt, reply = (_token_ids(name, row[name], header.vocab_size) for name in ("prompt", "reply"))
+    if len(prompt) + len(reply) > header.context_length:
+        raise ValueError(f"prompt and reply have more tokens than the model's context of {header.context_length}")
+    sampling = _sampling(row["sampling"])
+    if len(reply) > sampling.max_new_tokens:
+        raise ValueError(f"the reply has {len(reply)} tokens, and max_new_tokens is {sampling.max_new_tokens}")
+    return RecordedReply(prompt, reply, row["finish"], sampling, row["sample"], row["started"])
+
+
+def _check(row: Mapping[str, Any], kinds: Mapping[str, FieldKind]) -> None:
+    for name, kind in kinds.items():
+        if name not in row:
+            raise ValueError(f"{name!r} is missing")
+        if not kind.holds(row[name]):
+            raise ValueError(f"{name!r} must be {kind.what}, got {json.dumps(row[name])[:40]}")
+
+
+def _token_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    if not ids:
+        raise ValueError(f"{name!r} is empty")
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
+    if wrong is not None or None in ids:
+        raise ValueError(f"{name!r} holds {wrong!r:.40}, which is no token id below {vocab_size}")
+    return tuple(ids)
+
+
+def _sampling(row: dict[str, Any]) -> Sampling:
+    known = {field.name for field in fields(Sampling)} - {*_LEFT_OUT}
+    if unknown := [name for name in row if name not in known]:
+        raise ValueError(f"{unknown[0]!r:.40} is not a recorded sampling parameter")
+    if row.get("seed") is None:
+        raise ValueError("the sampling parameters have no seed")
+    try:
+        given = dict(row)
+        if "logit_bias" in given:
+            bias = given["logit_bias"]
+            given["logit_bias"] = {int(token): -math.inf if by is None else by for token, by in bias.items()}
+        if "grammar" in given:
+            given["grammar"] = _grammar(given["grammar"])
+        return Sampling(**given)
+    except InvalidOption as error:
+        raise ValueError(str(error)) from error
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the sampling parameters are malformed: {error}") from error
+
+
+def _grammar(row: Any) -> Grammar:
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or len(row["text"]) > _GRAMMAR:
+        raise ValueError(f"'grammar' must be an object with a text of at most {_GRAMMAR} characters")
+    return Grammar(row.get("kind", ""), row["text"], row.get("whitespace") is True)
+
+
+def seeded(sampling: Sampling, seed: int) -> Sampling:
+    """Return the parameters as they are recorded: with the seed that was used, without what is left out."""
+    return replace(sampling, seed=seed, processors=(), stop_when=(), logprobs=None)
