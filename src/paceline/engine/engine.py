@@ -171,7 +171,7 @@ class Engine:
         known = self.cache.load(request.slot, hit.target, hit.length)
         # A cache may refuse the hit, for a text that continues with its first prompt's rotary factors (`resume`).
         if policy and known and (saved := hit.drafters.get(policy.name)):
-            policy.drafter.load(request.slot, saved, hit.length)
+            policy.drafter.load(request.slot, saved, known)
         if not request.stats.rounds:  # a resumed request finds its own text, which is no hit
             request.stats.cached = known
         return known

@@ -176,6 +176,16 @@ MIXTURE: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
+_HEADS, _WIDTH = whole(1, 4096), whole(1, 4096)
+HYBRID: Mapping[str, FieldKind] = {
+    **MIXTURE,
+    "full_attention_interval": whole(1),
+    **_each(_HEADS, "linear_num_key_heads", "linear_num_value_heads"),
+    **_each(_WIDTH, "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim": whole(1, 64),
+    "linear_heads_tiled": FLAG,
+    "shared_expert_intermediate_size": _ROWS,
+}
 
 GENERATION: Mapping[str, FieldKind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,

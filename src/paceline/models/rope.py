@@ -191,7 +191,10 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
 
 
 _ORIGINAL = "original_max_position_embeddings"
-_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
+_HARMLESS = (
+    *("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned"),
+    *("mrope_section", "mrope_interleaved"),  # which axis of an image turns a plane; in text all have one position
+)
 """Keys allowed with every rule."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
