@@ -183,9 +183,9 @@ class StateCache(SlabCache):
         """The states after a text of `length` tokens and these rows, and at the checkpoints in between."""
         fed, state, done, found = self._fed[slot], self._states[slot][length], 0, dict[int, State]()
         for end in _ends(length, len(path)):
-            state = {
-                layer: self._one_after(fed, layer, state[layer], path, done, end) for layer in self.recurrences
-            }
+            # A model's excerpt feeds its first layers alone.
+            fresh = {layer: self._one_after(fed, layer, state[layer], path, done, end) for layer in fed.updates}
+            state = {**state, **fresh}
             found[length + end], done = state, end
         return found
 
