@@ -58,8 +58,9 @@ class Forgets(StateCache):
         return dict.fromkeys(found, found[length + len(path)])
 
 
-def broken(kind: type[StateCache]) -> Any:
-    target = tiny_hybrid()
+def broken(kind: type[StateCache], dtype: torch.dtype = torch.float64) -> Any:
+    """A hybrid whose caches are of this kind."""
+    target = tiny_hybrid(dtype=dtype)
     make = target.new_cache
 
     def new_cache() -> StateCache:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from paceline.checkpoints.checkpoint import open_weights
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
+from paceline.models.families import read_config, text_config
+from paceline.models.lazy import TextPart
 from paceline.protocols import KVCache
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
@@ -97,3 +99,24 @@ def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) ->
     slot = cache.acquire(length)
     feed(ours, cache, slot, tokens)
     check_drafts(theirs, ours, cache, slot, tokens, rows=(2, 5, 7, 8))
+
+
+def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:
+    """The names of Qwen3.5's files, which stack the experts and hold layers that predict later tokens."""
+    theirs, ours = models("qwen3.5 moe")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    outer |= {"text_config": config, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in theirs.state_dict().items()}
+    assert any("experts.gate_up_proj" in name for name in tensors)
+    tensors |= {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.fc.weight": torch.zeros(2, 2)}
+    save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    config = text_config(json.loads((tmp_path / "config.json").read_text()))
+    weights = open_weights(tmp_path, "model.safetensors", "", False)
+    again = Decoder(read_config(config), TextPart(weights), torch.float64, CPU)
+    tokens = text(9)
+    caches = [model.new_cache() for model in (ours, again)]
+    one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))
+    assert torch.equal(one, other)

@@ -290,6 +290,19 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     return config
 
 
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models that also see -> their language model, which runs by itself here."""
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model of one of `TEXT_PARTS`; any other as it is."""
+    inner = raw.get("text_config")
+    if raw.get("model_type") not in TEXT_PARTS or not isinstance(inner, dict):
+        return raw
+    shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
+    return {**shared, **inner, "model_type": TEXT_PARTS[raw["model_type"]]}
+
+
 def ties_head(raw: Raw) -> bool:
     """Whether the output head is the embedding, by the config or the family's default."""
     name = raw.get("model_type")

@@ -35,7 +35,12 @@ class Weights:
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._left = {name for name in tensors if not name.endswith(("rotary_emb.inv_freq", "masked_bias"))}
+        # Layers that predict later tokens ("mtp") are no part of the model.
+        self._left = {
+            name
+            for name in tensors
+            if not name.endswith(("rotary_emb.inv_freq", "masked_bias")) and not name.startswith("mtp.")
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
