@@ -28,7 +28,7 @@ class Pass(Protocol):
         """
 
 
-class StatePass(Pass, Protocol):
+class RecurrentPass(Pass, Protocol):
     """A pass over a cache that keeps states of recurrent layers too."""
 
     def recur(self, layer: int, inputs: tuple[Tensor, ...]) -> Tensor:

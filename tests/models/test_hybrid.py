@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config, text_config
-from paceline.models.lazy import TextPart
-from paceline.protocols import KVCache
+from paceline.models.families import read_config
+from paceline.models.hybrids import text_config
+from paceline.models.lazy import LanguageTensors
 from paceline.types import Draft, Want
-from paceline.verify.tree import pack, pack_prefix
+from paceline.verify.tree import pack
 from tests.models.test_families import assert_close, check_drafts, expected, feed, text
 
 transformers = pytest.importorskip("transformers")
@@ -115,7 +115,7 @@ def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None
     save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
     config = text_config(json.loads((tmp_path / "config.json").read_text()))
     weights = open_weights(tmp_path, "model.safetensors", "", False)
-    again = Decoder(read_config(config), TextPart(weights), torch.float64, CPU)
+    again = Decoder(read_config(config), LanguageTensors(weights), torch.float64, CPU)
     tokens = text(9)
     caches = [model.new_cache() for model in (ours, again)]
     one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))

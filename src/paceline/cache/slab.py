@@ -170,8 +170,9 @@ class SlabCache(SlotTable):
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
     ) -> None:
-        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of a draft that is never committed. `choose`:
-        from a prompt's length to what the model chooses by it (see `KVCache.prompts`)."""
+        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of
+        a draft that is never committed. `choose`: from a prompt's length to what the model chooses by it (see
+        `KVCache.prompts`)."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)

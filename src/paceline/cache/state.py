@@ -189,9 +189,7 @@ class StateCache(SlabCache):
             found[length + end], done = state, end
         return found
 
-    def _one_after(
-        self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int
-    ) -> Tensors:
+    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
         """One layer's state after the first `end` rows of a path, from that after `done` of them."""
         if path[end - 1] == end - 1 and end in fed.after[layer]:
             return fed.after[layer][end]
@@ -202,7 +200,7 @@ class StateCache(SlabCache):
 
 
 class StatePass(SlabPass):
-    """One forward pass over a `StateCache` (`protocols.StatePass`)."""
+    """One forward pass over a `StateCache` (`protocols.RecurrentPass`)."""
 
     def __init__(self, passed: SlabPass, cache: StateCache, rows: Rows) -> None:
         """`passed`: the same pass over the cache's slabs."""
@@ -217,8 +215,9 @@ class StatePass(SlabPass):
         self._fed = [cache._fed[slot] for slot in rows.slots]
 
     def recur(self, layer: int, inputs: Tensors) -> Tensor:
-        """See `protocols.StatePass.recur`."""
-        lines = [self._recur(layer, b, tuple(x[b, : self._rows.counts[b]] for x in inputs)) for b in range(len(self._fed))]
+        """See `protocols.RecurrentPass.recur`."""
+        counts = self._rows.counts
+        lines = [self._recur(layer, b, tuple(x[b, :count] for x in inputs)) for b, count in enumerate(counts)]
         out = lines[0].new_zeros(*inputs[0].shape[:2], *lines[0].shape[1:])
         for here, line in zip(out, lines, strict=True):
             here[: len(line)] = line

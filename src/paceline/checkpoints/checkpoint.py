@@ -18,8 +18,9 @@ from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
-from paceline.models.families import TEXT_PARTS, text_config, ties_head
-from paceline.models.lazy import LazyTensors, Renamed, TextPart
+from paceline.models.families import ties_head
+from paceline.models.hybrids import TEXT_PARTS, text_config
+from paceline.models.lazy import LanguageTensors, LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,7 +59,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if config["model_type"] in TEXT_PARTS.values():
-        weights = TextPart(weights)
+        weights = LanguageTensors(weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
         weights = Renamed(weights, HEAD, EMBEDDING)

@@ -57,8 +57,8 @@ def guarantee(target: Target) -> Guarantee:
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
-    """Whether a token leaves the same keys, values and states, bit for bit, in any pass: in a prompt's chunks, however they are
-    cut, or as a row of a round. `guarantee`: the result of `guarantee`.
+    """Whether a token leaves the same keys, values and states, bit for bit, in any pass: in a prompt's chunks, however
+    they are cut, or as a row of a round. `guarantee`: the result of `guarantee`.
 
     Then any text can continue from any other that begins like it (`prefix_cache.py`). Costs a prompt a little longer
     than `BLOCK`, where sums are split, and a few passes more.

@@ -86,9 +86,10 @@ class ModelConfig:
     """Architecture of a decoder-only model. Sizes in elements, `context_length` in tokens.
 
     `special`: the layers one by one, unless all are alike (full attention, dense, with `rope`). `qk_norm`: query and
-    key heads are normed. `gated`: the output of attention is multiplied by a gate, stored with the queries. `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to
-    the weight of every norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None:
-    head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh.
+    key heads are normed. `gated`: the output of attention is multiplied by a gate, which is stored with the queries.
+    `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to the weight of every
+    norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
+    `final_softcap`: bounds of scores and logits, by tanh.
     """
 
     family: str

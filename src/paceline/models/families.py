@@ -12,9 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, GEMMA, HYBRID, IDENTITY, MIXTURE, MOST_ROWS, QWEN, SMOLLM3, FieldKind, check
+from paceline.files.schema import (
+    CORRECT,
+    DECODER,
+    GEMMA,
+    HYBRID,
+    IDENTITY,
+    MIXTURE,
+    MOST_ROWS,
+    QWEN,
+    SMOLLM3,
+    FieldKind,
+    check,
+)
 from paceline.kernels.activations import ACTIVATIONS
-from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.hybrids import NEXT, NEXT_EXPERTS, qwen3_next
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -96,43 +109,6 @@ def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(_gemma(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
 
 
-def _qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Qwen3-Next and Qwen3.5: Gated DeltaNet, and every few layers attention with a gate."""
-    recurrent = DeltaNetConfig(
-        raw["linear_num_key_heads"],
-        raw["linear_num_value_heads"],
-        raw["linear_key_head_dim"],
-        raw["linear_value_head_dim"],
-        raw["linear_conv_kernel_dim"],
-        raw["linear_heads_tiled"],
-    )
-    every = raw["full_attention_interval"]
-    types = raw.get("layer_types") or [_HYBRID[(i + 1) % every != 0] for i in range(base.layers)]
-    if len(types) != base.layers or set(types) - {*_HYBRID}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_HYBRID)}", CORRECT)
-    experts, sparse = None, [False] * base.layers
-    if base.family in ("qwen3_next", "qwen3_5_moe_text"):
-        experts = Experts(
-            raw["num_experts"],
-            raw["num_experts_per_tok"],
-            raw["moe_intermediate_size"],
-            raw["norm_topk_prob"],
-            shared=raw["shared_expert_intermediate_size"],
-        )
-        dense = raw.get("mlp_only_layers") or ()
-        sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
-    layers = [
-        LayerConfig(None, sparse=one, recurrent=recurrent)
-        if kind == _HYBRID[True]
-        else LayerConfig(base.rope, sparse=one)
-        for kind, one in zip(types, sparse, strict=True)
-    ]
-    return replace(base, special=tuple(layers), experts=experts, qk_norm=True, gated=True, norm_shift=1.0)
-
-
-_HYBRID = ("full_attention", "linear_attention")
-
-
 def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer: by `layer_types`, or if it is missing by `default`."""
     types = raw.get("layer_types") or [_TYPES[default(i)] for i in range(base.layers)]
@@ -169,27 +145,6 @@ _GEMMA = {
     "layer_types": None,
     "final_logit_softcapping": None,
     "tie_word_embeddings": True,
-}
-
-_NEXT: dict[str, Any] = {
-    "head_dim": 256,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "linear_heads_tiled": False,
-}
-_NEXT_EXPERTS = {
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -250,11 +205,11 @@ FAMILIES: dict[str, Family] = {
         },
         MIXTURE,
     ),
-    "qwen3_next": Family(_qwen3_next, _NEXT | _NEXT_EXPERTS, HYBRID),
-    "qwen3_5_text": Family(_qwen3_next, _NEXT, HYBRID),
+    "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
+    "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
     "qwen3_5_moe_text": Family(
-        _qwen3_next,
-        _NEXT | _NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1},
+        qwen3_next,
+        NEXT | NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1},
         HYBRID,
     ),
 }
@@ -288,19 +243,6 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
         raise CorruptModel(f"{where} of a {name} model lacks {missing}", CORRECT) from missing
     _check(config)
     return config
-
-
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Models that also see -> their language model, which runs by itself here."""
-
-
-def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config of the language model of one of `TEXT_PARTS`; any other as it is."""
-    inner = raw.get("text_config")
-    if raw.get("model_type") not in TEXT_PARTS or not isinstance(inner, dict):
-        return raw
-    shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
-    return {**shared, **inner, "model_type": TEXT_PARTS[raw["model_type"]]}
 
 
 def ties_head(raw: Raw) -> bool:

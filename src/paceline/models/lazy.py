@@ -81,7 +81,7 @@ class Renamed(LazyTensors):
         return shape_of(self._tensors, self._names[name])
 
 
-class TextPart(LazyTensors):
+class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
     alone, and each expert by itself where the file stacks all of a layer."""
 

@@ -15,7 +15,7 @@ from paceline.models.config import DeltaNetConfig, ModelConfig
 from paceline.models.layers import Mixer, RMSNorm
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
-from paceline.protocols import StatePass
+from paceline.protocols import RecurrentPass
 
 _CHUNK = 64
 """Tokens of a prompt that are taken together."""
@@ -141,11 +141,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _in_chunks(
-    matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+def _in_chunks(matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The rule for a chain of T rows by products of matrices (section 3.3 of arXiv 2412.06464): outputs [T, heads, V]
-    and the matrix after the last row. q, k [T, heads, K], v [T, heads, V], decay (its logarithm) and beta [T, heads]."""
+    and the matrix after the last row. q, k [T, heads, K], v [T, heads, V], logarithms of decays and beta [T, heads]."""
     parts = []
     for start in range(0, len(q), _CHUNK):
         here = slice(start, start + _CHUNK)
@@ -183,7 +181,7 @@ class DeltaNet(Mixer):
         self.recurrence = DeltaRule(config, convolution)
         self._rate, self._bias = decay
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: StatePass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
         """See `layers.Attention.mix`."""
         c, (share, step) = self.config, self._gates
         entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
@@ -193,9 +191,7 @@ class DeltaNet(Mixer):
         return (self._norm(out).flatten(2) * F.silu(gate.to(wide))).to(x.dtype)
 
 
-def make_recurrent(
-    c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str
-) -> tuple[DeltaNet, str, int]:
+def make_recurrent(c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str) -> tuple[DeltaNet, str, int]:
     """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
     prefix += "linear_attn."
     convolution = weights.get(prefix + "conv1d.weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T
