@@ -207,15 +207,16 @@ def _projections(
     c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str
 ) -> tuple[Linear, tuple[Linear, Linear]]:
     """The products for queries, keys, values and the output's gate, and for beta and the time step."""
-    values = kind.heads * kind.value_dim
+    values, each = kind.heads * kind.value_dim, kind.heads // kind.key_heads
     if prefix + "in_proj_qkvz.weight" in weights:  # Qwen3-Next: the parts of one key head after those of another
-        each = kind.heads // kind.key_heads
         parts = _grouped(kind.key_heads, (kind.key_dim, kind.key_dim, each * kind.value_dim, each * kind.value_dim))
         mixed = weights.linear({prefix + "in_proj_qkvz": kind.channels + values}, c.hidden, torch.cat(parts))
+    else:
+        mixed = weights.linear({prefix + "in_proj_qkv": kind.channels, prefix + "in_proj_z": values}, c.hidden)
+    if prefix + "in_proj_ba.weight" in weights:
         halves = _grouped(kind.key_heads, (each, each))
         share, step = (weights.router(prefix + "in_proj_ba", (2 * kind.heads, c.hidden), half) for half in halves)
     else:
-        mixed = weights.linear({prefix + "in_proj_qkv": kind.channels, prefix + "in_proj_z": values}, c.hidden)
         share, step = (weights.router(f"{prefix}in_proj_{x}", (kind.heads, c.hidden)) for x in "ba")
     return mixed, (share, step)
 
