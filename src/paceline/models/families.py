@@ -27,7 +27,7 @@ from paceline.files.schema import (
 )
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
-from paceline.models.hybrids import NEXT, NEXT_EXPERTS, qwen3_next
+from paceline.models.hybrids import NEXT, NEXT_EXPERTS, TEXT_PARTS, qwen3_next
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -278,6 +278,9 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma3_text":
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
+    if raw["model_type"] in TEXT_PARTS.values():
+        # Which axis of an image turns a plane: in text all axes have the same position.
+        scaling = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
     if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         scaling = {**scaling, "rope_type": "longrope"}  # its older names
     return read_rope(scaling, raw, raw.get("rope_theta", 10000.0), head_dim)

@@ -191,10 +191,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
 
 
 _ORIGINAL = "original_max_position_embeddings"
-_HARMLESS = (
-    *("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned"),
-    *("mrope_section", "mrope_interleaved"),  # which axis of an image turns a plane; in text all have one position
-)
+_HARMLESS = ("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
 """Keys allowed with every rule."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
