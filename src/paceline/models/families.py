@@ -303,6 +303,10 @@ def _check(c: ModelConfig) -> None:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+    for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
+        if one.heads % one.key_heads or one.state_size > MOST_ROWS:
+            sizes = f"{one.heads} heads over {one.key_heads} keys with a state of {one.state_size:,} numbers"
+            raise CorruptModel(f"recurrent layers of {sizes} do not fit", CORRECT)
     if c.heads * c.head_dim > MOST_ROWS:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
 
