@@ -110,9 +110,9 @@ def test_traces_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert type(tracing.tracer("toy", None)) is tracing.Tracer
+    assert type(tracing.tracer(None)) is tracing.Tracer
     with pytest.raises(InvalidOption, match=r"\[telemetry\]"):
-        tracing.tracer("toy", "http://127.0.0.1:1/v1/traces")
+        tracing.tracer("http://127.0.0.1:1/v1/traces")
 
 
 def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +124,6 @@ def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch
             assert back.wait(60)
 
     monkeypatch.setattr(tracing, "_FLUSH", 0.05)
-    tracing.SpanTracer("toy", Hanging()).close()
+    tracing.SpanTracer(Hanging()).close()
     assert asked.is_set()
     back.set()
