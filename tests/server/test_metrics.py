@@ -82,7 +82,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept, provider = Exporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    monkeypatch.setattr("paceline.server.serving.tracer", lambda model, _: tracing.SpanTracer(model, provider))
+    monkeypatch.setattr("paceline.server.serving.tracer", lambda _: tracing.SpanTracer(provider))
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with serving(LLM(toy_model(), Suffix())) as it:
         body = {"messages": CHAT, "max_tokens": 12}
