@@ -17,7 +17,9 @@ def counting(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     def answer(ask: PeerPrompt) -> MeasuredReply:
         print("working ...")
         told = [setup.tokens, setup.positions, setup.threads, *setup.eos]
-        return MeasuredReply([*told, len(ask.prompt), int(bool(ask.drafter)), round(10 * ask.temperature), ask.seed], 0.25)
+        return MeasuredReply(
+            [*told, len(ask.prompt), int(bool(ask.drafter)), round(10 * ask.temperature), ask.seed], 0.25
+        )
 
     return answer
 

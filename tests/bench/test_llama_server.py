@@ -96,7 +96,7 @@ def test_a_reply_is_no_longer_than_asked(log: Path) -> None:
 
 
 def test_a_server_that_cannot_start_says_why(log: Path) -> None:
-    with pytest.raises(PeerUnavailable, match="cannot load bad.gguf"):
+    with pytest.raises(PeerUnavailable, match=r"cannot load bad\.gguf"):
         llama_server(PeerSetup("bad.gguf", (36,), 8, 40, 2))
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own server, with the speculation that it offers: by n-grams, and by the draft model that Paceline gets."""
+"""llama.cpp's own server, with its speculation: by n-grams, and by the draft model that Paceline gets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class _Server:
             self._port = free.getsockname()[1]
         self._log = TemporaryFile()  # noqa: SIM115  # read when the server fails to start
         address = ("--host", "127.0.0.1", "--port", str(self._port))
-        self._process = subprocess.Popen([*_killed_with_parent(), *command, *address], stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(
+            [*_killed_with_parent(), *command, *address], stdout=self._log, stderr=self._log
+        )
         self._wait()
 
     def complete(self, prompt: PeerPrompt, setup: PeerSetup) -> MeasuredReply:
@@ -90,7 +92,10 @@ class _Server:
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            with suppress(OSError), closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)) as connection:
+            with (
+                suppress(OSError),
+                closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)) as connection,
+            ):
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return

@@ -25,7 +25,7 @@ class PeerUnavailable(PacelineError):
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
     """Setup of a peer: the model's path, token ids that end a reply, new tokens per reply at most, context length for
-    the longest prompt and its reply, CPU threads, the device as torch names it, and the path of a draft model, if any."""
+    the longest prompt and its reply, CPU threads, the device as torch names it, a draft model's path or ""."""
 
     path: str
     eos: tuple[int, ...]
