@@ -24,7 +24,8 @@ OURS = "paceline"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, a peer's own, "" for none. `precision`: see `split_precision`, "" for weights as loaded. `temperature`: 0 is greedy. `width`: requests in a batch."""
+    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, a peer's own, "" for none. `precision`:
+    see `split_precision`, "" for weights as loaded. `temperature`: 0 is greedy. `width`: requests in a batch."""
 
     program: str = OURS
     drafter: str = ""
