@@ -80,5 +80,5 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     inner = raw.get("text_config")
     if raw.get("model_type") not in TEXT_PARTS or not isinstance(inner, dict):
         return raw
-    shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
+    shared = {key: raw[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id") if key in raw}
     return {**shared, **inner, "model_type": TEXT_PARTS[raw["model_type"]]}
