@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import linear
-from paceline.models.config import DeltaNetConfig, Experts, ModelConfig
+from paceline.models.config import Experts, ModelConfig, RecurrentConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
@@ -158,7 +158,7 @@ def make_layer(
     weights: Weights,
     prefix: str,
     entry: int | None = None,
-    recurrent: DeltaNetConfig | None = None,
+    recurrent: RecurrentConfig | None = None,
 ) -> Layer:
     """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
     width of the input of attention, if it is not the stream that the layer norms itself. `recurrent`: of a layer that
