@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.cache.state import Recurrence, Tensors, Tree
+from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
 from paceline.models.config import DeltaNetConfig, ModelConfig, RecurrentConfig, ShortConvConfig
 from paceline.models.layers import Mixer, RMSNorm
@@ -93,20 +94,29 @@ class DeltaRule(Recurrence):
         (before, matrix), (entries, decay, beta) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
-        q, k, v = self._split(F.silu(self._convolution.run(before, every, tree)))
-        last = self._convolution.advance(before, entries)
-        if prompt:
+        mixed = self._convolution.run(before, every, tree)
+        q, k, v = self._split(mixed * sigmoid(mixed))
+        last, native = self._convolution.advance(before, entries), runs_delta(matrix)
+        if prompt and not native:
             out, matrix = _in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
             return out, (), (last, matrix)
-        decay = decay.exp()
-        out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
-        return out, (entries, decay, k, changes), None if end is None else (last, end)
+        decay = decay.double().exp().to(matrix.dtype)
+        if native:
+            known = earlier[1:] if earlier else None
+            out, changes, end = scan_delta(matrix, tree.parents, known, q, k, v, decay, beta, self.config.tiled)
+        else:
+            out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
+        updates = () if prompt else (entries, decay, k, changes)
+        return out, updates, None if end is None else (last, end)
 
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
-        (before, matrix), (entries, decay, k, changes) = state, updates
-        for row in rows:
-            matrix = _write(_decayed(matrix, decay[row]), self._each(k[row]), changes[row])
-        return self._convolution.advance(before, entries[list(rows)]), matrix
+        (before, matrix), (entries, decays, keys, changes) = state, (x[list(rows)] for x in updates)
+        last = self._convolution.advance(before, entries)
+        if runs_delta(matrix):
+            return last, apply_delta(matrix, decays, keys, changes, self.config.tiled)
+        for decay, k, change in zip(decays, keys, changes, strict=True):
+            matrix = _write(_decayed(matrix, decay), self._each(k), change)
+        return last, matrix
 
     def _split(self, mixed: Tensor) -> Tensors:
         """Queries and keys [T, key_heads, K], of length 1 (the queries scaled), and values [T, heads, V]."""
@@ -144,6 +154,12 @@ class DeltaRule(Recurrence):
             if last[parent] == row:
                 del after[parent]
         return out, changes, matrix if tree.is_chain else None
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
+    fill no vector, by another function, so that a row's bits would depend on the number of rows."""
+    return x.double().sigmoid().to(x.dtype)
 
 
 def _decayed(matrix: Tensor, decay: Tensor) -> Tensor:
@@ -227,9 +243,11 @@ class DeltaNet(RecurrentMixer):
         c, (share, step) = self.config, self._gates
         entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
         wide = self._rate.dtype
-        decay = self._rate * F.softplus(step.precise(x).to(wide) + self._bias)
-        out = attention.recur(layer, (entries, decay, share.precise(x).to(wide).sigmoid()))
-        return (self._norm(out).flatten(2) * F.silu(gate.to(wide))).to(x.dtype)
+        decay = (self._rate * F.softplus((step.precise(x).to(wide) + self._bias).double())).to(wide)
+        out = attention.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
+        gate = gate.to(wide)
+        mixed: Tensor = self._norm(out).flatten(2) * (gate * sigmoid(gate))
+        return mixed.to(x.dtype)
 
 
 def make_recurrent(
