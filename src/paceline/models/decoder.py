@@ -70,11 +70,11 @@ class Decoder:
         progress(config.layers, config.layers)
 
     def excerpt(self) -> Decoder:
-        """See `protocols.Divisible`. Two layers at least, since the first does not see what a layer did."""
+        """See `protocols.Divisible`. One layer more, if there is one, since a layer does not see what it did itself."""
         if self.device.type != "cpu":
             return self
         plan, part = self.config.plan, copy(self)
-        layers = min(len(plan), max(2, 1 + max(map(plan.index, plan))))
+        layers = min(len(plan), 2 + max(map(plan.index, plan)))
         part.config = replace(self.config, layers=layers, special=plan[:layers])
         if isinstance(self._head, NativeLinear):
             part._head = self._head.first(_HEAD_ROWS)

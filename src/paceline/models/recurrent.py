@@ -13,7 +13,7 @@ from paceline.cache.state import Recurrence, Tensors, Tree
 from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
 from paceline.models.config import DeltaNetConfig, ModelConfig, RecurrentConfig, ShortConvConfig
-from paceline.models.layers import Mixer, RMSNorm
+from paceline.models.layers import Mixer, RMSNorm, sigmoid
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
 from paceline.protocols import RecurrentPass
@@ -154,12 +154,6 @@ class DeltaRule(Recurrence):
             if last[parent] == row:
                 del after[parent]
         return out, changes, matrix if tree.is_chain else None
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
-    fill no vector, by another function, so that a row's bits would depend on the number of rows."""
-    return x.double().sigmoid().to(x.dtype)
 
 
 def _decayed(matrix: Tensor, decay: Tensor) -> Tensor:
