@@ -204,7 +204,8 @@ class StatePass(SlabPass):
 
     def __init__(self, passed: SlabPass, cache: StateCache, rows: Rows) -> None:
         """`passed`: the same pass over the cache's slabs."""
-        super().__init__(passed.plans, passed._layers, passed._indices, passed._prefill)
+        # Prompts too by the sums that keep bits: then, where the rest keeps them, a text may go on from any state.
+        super().__init__(passed.plans, passed._layers, passed._indices, False)
         self._rows, self._recurrences = rows, cache.recurrences
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
         self._trees = [Tree(p[:end], start) for p, end, start in zip(rows.parents, ends, rows.starts, strict=True)]
@@ -225,7 +226,7 @@ class StatePass(SlabPass):
 
     def _recur(self, layer: int, b: int, inputs: Tensors) -> Tensor:
         """The outputs [T, ...] of one slot's rows."""
-        if self._prefill:
+        if self._rows.prefill:
             return self._prompt(layer, b, inputs)
         tree, fed, recurrence = self._trees[b], self._fed[b], self._recurrences[layer]
         start, state = tree.start, self._before[b][layer]
