@@ -251,11 +251,10 @@ class LLM:
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the ids of a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
-        tokens = self.encode(prompt, raw=raw)
-        if len(tokens) >= self.model.target.context_length:
+        tokens, limit = self.encode(prompt, raw=raw), self.model.target.context_length
+        if len(tokens) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the model's context {self.model.target.context_length}",
-                "Shorten the prompt",
+                f"the prompt has {len(tokens)} tokens and the model's context {limit}", "Shorten the prompt"
             )
         return tokens
 
