@@ -106,8 +106,12 @@ class ExpertTensors(LazyTensors):
             raise CorruptModel(f"{part.name} and its scales must be bytes, got {blocks.dtype}", "Fetch the model again")
         return torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents
 
+    def kind(self, name: str) -> str:
+        part = self._parts[name]
+        return "MXFP4" if isinstance(part, _Part) and part.name.endswith("_blocks") else super().kind(name)
+
     def mostly_codes(self) -> bool:
-        return any(isinstance(part, _Part) and part.name.endswith("_blocks") for part in self._parts.values())
+        return any(name.endswith("_blocks") for name in self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         part = self._parts[name]
