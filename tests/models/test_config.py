@@ -35,7 +35,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 9, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "gpt_oss": {
         "head_dim": 16,
-        "num_local_experts": 3,
+        "num_local_experts": 5,
         "sliding_window": 64,
         "rope_theta": 2e5,
         "rope_scaling": {

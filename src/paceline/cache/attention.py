@@ -149,7 +149,10 @@ class SlabPass:
         keys, values = plan.read(index)
         mix = _fast if self._prefill and spec.softcap is None and spec.sinks is None else _exact
         mixed = mix(q[:, : plan.count], keys, values, plan, spec)
-        return mixed if plan.count == q.shape[1] else F.pad(mixed, (0, 0, 0, q.shape[1] - plan.count))
+        if not (padding := q.shape[1] - plan.count):
+            return mixed
+        # Padding repeats the first row's token: with its mix too, it chooses the same experts, and no others are read.
+        return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1)
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
