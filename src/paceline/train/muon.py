@@ -19,7 +19,7 @@ _STEP = (3.4445, -4.775, 2.0315)
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Return about the nearest matrix [M, N], M <= N, with orthonormal rows, in bfloat16."""
     a, b, c = _STEP
-    x = (matrix / matrix.norm().clamp(min=1e-7)).bfloat16()
+    x: Tensor = (matrix / matrix.norm().clamp(min=1e-7)).bfloat16()
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -41,13 +41,12 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is not None:
-                    self._update(matrix, group["lr"], group["momentum"])
+                    self._update(matrix, matrix.grad, group["lr"], group["momentum"])
 
-    def _update(self, matrix: Tensor, rate: float, momentum: float) -> None:
-        state = self.state[matrix]
-        mean = state.setdefault("momentum", torch.zeros_like(matrix))
-        mean.lerp_(matrix.grad, 1 - momentum)  # type: ignore[arg-type]
-        ahead = matrix.grad.lerp(mean, momentum)  # type: ignore[union-attr]
+    def _update(self, matrix: Tensor, grad: Tensor, rate: float, momentum: float) -> None:
+        mean = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+        mean.lerp_(grad, 1 - momentum)
+        ahead = grad.lerp(mean, momentum)
         for part, block in zip(matrix.split(BLOCK), ahead.split(BLOCK), strict=True):
             wide = block.T if len(block) > block.shape[1] else block
             update = orthogonalise(wide)
