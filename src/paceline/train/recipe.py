@@ -187,11 +187,10 @@ class GuessTally:
     def add(self, logits: Tensor) -> None:
         """Add the next step: `logits` [N, C] at its real places in order."""
         step = len(self._losses)
-        if self._columns:
-            logits = logits.float() + self._columns.shift
         real, columns = self._places.real[step], self._places.columns + step
         wanted = self._scores[:, columns][real]
-        scores = logits.float().log_softmax(-1)
+        shift = self._columns.shift if self._columns else 0.0
+        scores = (logits.float() + shift).log_softmax(-1) - shift
         self._losses.append(-(wanted.softmax(-1) * scores).sum() * self._decay**step)
         choice = self._choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
