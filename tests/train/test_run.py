@@ -46,7 +46,7 @@ def text(llm: LLM, drafter: str | None) -> list[int]:
 def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     report = train(llm, replace(order, kind=kind), Listener(stage=stages.append))
-    assert stages == ["the target answers", "counting tokens", f"training {kind}"]
+    assert stages == ["the target answers", "counting tokens", "hidden states", f"training {kind}"]
     assert report.documents == report.total > 100
     head = open_head(order.out)
     assert isinstance(head.config, KINDS[kind])

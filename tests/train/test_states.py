@@ -72,6 +72,23 @@ def test_states_are_kept_while_texts_are_written(tmp_path: Path, monkeypatch: py
             torch.testing.assert_close(one.states[tap], other.states[tap])
 
 
+def test_all_that_is_missing_is_computed_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of(States(TARGET, selection(documents(5)), TAPS, stored(tmp_path)))
+    states = States(TARGET, selection(documents(19)), TAPS, stored(tmp_path))
+    seen: list[tuple[int, int]] = []
+    states.prepare(lambda done, total: seen.append((done, total)))
+    assert seen == [(8, 19), (16, 19), (19, 19)]
+    assert len(list(tmp_path.iterdir())) == 19
+    monkeypatch.setattr(states, "_pass", None)
+    states.prepare()
+    assert len(all_of(states)) == 19
+    size = sum(f.stat().st_size for f in tmp_path.iterdir())
+    States(TARGET, selection(documents(19)), TAPS, stored(tmp_path / "small", size // 2)).prepare(
+        lambda done, total: seen.append((done, total))
+    )
+    assert seen[3:] == [(8, 19)]
+
+
 def test_states_of_other_taps_are_computed_again(tmp_path: Path) -> None:
     StateFiles(tmp_path, (1,), 10**9).write([1, 2], {1: torch.zeros(2, 4), "final": torch.zeros(2, 4)})
     assert stored(tmp_path).read([1, 2]) is None

@@ -166,4 +166,4 @@ def _progress(quiet: bool) -> Iterator[Listener]:
             typer.echo(f"{stage_name}: {done} of {total}, {rest}{note}", err=True)
 
     with bar:
-        yield Listener(stage, writing, training)
+        yield Listener(stage, writing, lambda done, total: show(done, total, "documents"), training)

@@ -38,10 +38,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks that follow a run. `stage`: a new stage begins, by its name."""
+    """Callbacks that follow a run. `stage`: a new stage begins, by its name. `states`: how many documents have their
+    hidden states stored, of how many."""
 
     stage: Callable[[str], object] = lambda name: None
     writing: Callable[[Progress], object] = lambda progress: None
+    states: Callable[[int, int], object] = lambda done, total: None
     training: Callable[[loop.Report], object] = lambda report: None
 
 
@@ -65,9 +67,11 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     recipe = recipe_for(llm, job, vocabulary)
     if start is not None:
         recipe.begin_from(start)
-    listener.stage(f"training {job.kind}")
     states = States(llm.model.target, documents.train, recipe.taps, files)
     held = States(llm.model.target, documents.held, recipe.taps, files)
+    listener.stage("hidden states")
+    states.prepare(listener.states)
+    listener.stage(f"training {job.kind}")
     begun = "" if start is None else f" from {_weights_digest(recipe)}"
     identity = f"{job.kind} {documents.digest[:12]}-{name} {recipe.config} {len(states)}{begun}"
     report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()

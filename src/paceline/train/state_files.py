@@ -34,18 +34,23 @@ class StateFiles:
         digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
         return self._folder / f"{digest.hexdigest()}.safetensors"
 
-    def write(self, token_ids: Sequence[int], states: Mapping[Tap, Tensor]) -> None:
-        """Store the states [T, H] of a text of T tokens; nothing where there is no room or the disk is full."""
+    def __contains__(self, token_ids: Sequence[int]) -> bool:
+        """Whether there is a file of this text, whole or not."""
+        return self._path(token_ids).exists()
+
+    def write(self, token_ids: Sequence[int], states: Mapping[Tap, Tensor]) -> bool:
+        """Store the states [T, H] of a text of T tokens; False where there is no room or the disk is full."""
         tensors = {str(tap): states[tap].contiguous() for tap in self.taps}
         path = self._path(token_ids)
         room = self._room + (path.stat().st_size if path.exists() else 0)
         if sum(tensor.nbytes for tensor in tensors.values()) + _HEADER > room:
-            return
+            return False
         try:
             replace_with(path, lambda new: save_file(tensors, new))
         except (OSError, SafetensorError):
-            return
+            return False
         self._room = room - path.stat().st_size
+        return True
 
     def read(self, token_ids: Sequence[int]) -> dict[Tap, Tensor] | None:
         """Return the states of a text; None where they are not stored or cannot be read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ from paceline.types import Rows, Tap, Want
 
 SHARD = 64
 """Documents that are computed and read together."""
+
+_TOGETHER = 8
+"""Documents after which `prepare` reports."""
 
 _PASS = 4096
 """Tokens per target pass at most: more are no faster. Halved when memory runs out."""
@@ -102,6 +105,18 @@ class States:
     def size(self, number: int) -> int:
         """Return the number of documents of a shard."""
         return min(SHARD, len(self) - number * SHARD)
+
+    def prepare(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Compute and store the states of all documents that have none, as far as there is room. `report`: called with
+        the documents done and all of them."""
+        for start in range(0, len(self) if self._files else 0, _TOGETHER):
+            end = min(start + _TOGETHER, len(self))
+            texts = {i: _fed(self._documents[i]) for i in range(start, end)}
+            missing = {i: text for i, text in texts.items() if text.fed not in self._files}  # type: ignore[operator]
+            self._compute(missing)
+            if any(text.fed not in self._files for text in missing.values()):  # type: ignore[operator]
+                return
+            report(end, len(self))
 
     def shard(self, number: int) -> list[DocumentStates]:
         """Return the documents of shard `number` in their order: from `number * SHARD` on, at most `SHARD`."""
