@@ -117,13 +117,13 @@ class _TimeLeft:
     began: float = 0.0
     first: int | None = None
 
-    def after(self, done: int, total: int) -> str:
-        """Return the time left, such as "12 min left, "; "" while it is unknown."""
+    def after(self, done: int, total: int, now: float) -> str:
+        """Return the time left at `now` (seconds), such as "12 min left, "; "" while it is unknown."""
         if self.first is None:
-            self.began, self.first = time.monotonic(), done
+            self.began, self.first = now, done
         if done <= self.first:
             return ""
-        minutes = (time.monotonic() - self.began) / (done - self.first) * (total - done) / 60
+        minutes = (now - self.began) / (done - self.first) * (total - done) / 60
         return f"{minutes:.0f} min left, "
 
 
@@ -160,7 +160,7 @@ def _progress(quiet: bool) -> Iterator[Listener]:
     def show(done: int, total: int, note: str) -> None:
         nonlocal printed
         bar.update(task, completed=done, total=total, note=note)
-        rest = left.after(done, total)
+        rest = left.after(done, total, time.monotonic())
         if not has_bar and time.monotonic() - printed >= _INTERVAL:
             printed = time.monotonic()
             typer.echo(f"{stage_name}: {done} of {total}, {rest}{note}", err=True)

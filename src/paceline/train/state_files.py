@@ -64,7 +64,7 @@ class StateFiles:
 
 
 @dataclass(slots=True)
-class _Text:
+class _TextStates:
     """The text of a request so far, and the states of all its tokens but the last, in parts."""
 
     token_ids: list[int]
@@ -83,14 +83,14 @@ class StateKeeper(Drafter):
     def __init__(self, files: StateFiles) -> None:
         self.taps = files.taps
         self._files = files
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _TextStates] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._texts[slot] = _Text(list(prompt))
+        self._texts[slot] = _TextStates(list(prompt))
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         like = self._texts[source]
-        self._texts[slot] = _Text(list(prompt), [*like.parts], like.count)
+        self._texts[slot] = _TextStates(list(prompt), [*like.parts], like.count)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._add(self._texts[slot], taps, len(tokens))
@@ -102,7 +102,7 @@ class StateKeeper(Drafter):
         self._add(self._texts[slot], out, 1)
         self._texts[slot].token_ids += verdict.tokens
 
-    def _add(self, text: _Text, taps: Mapping[Tap, Tensor], count: int) -> None:
+    def _add(self, text: _TextStates, taps: Mapping[Tap, Tensor], count: int) -> None:
         # Copies: a view would hold the states of the whole pass.
         text.parts.append([taps[tap][:count].clone() for tap in self.taps])
         text.count += count

@@ -135,7 +135,7 @@ class States:
         for group in groups:
             yield DocumentBatch.of([documents[i] for i in group], self._target.device)
 
-    def _compute(self, texts: Mapping[int, _Text]) -> dict[int, dict[Tap, Tensor]]:
+    def _compute(self, texts: Mapping[int, _FedText]) -> dict[int, dict[Tap, Tensor]]:
         """Return the states of texts, by their keys, and store them."""
         order = sorted(texts, key=lambda i: -len(texts[i].fed))
         computed: dict[int, dict[Tap, Tensor]] = {}
@@ -177,7 +177,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _FedText:
     """The tokens of a document that are used, of which `fed` are those with states; `prompt`: see `DocumentStates`."""
 
     tokens: tuple[int, ...]
@@ -194,6 +194,6 @@ class _Text:
         return DocumentStates(torch.tensor(self.tokens), padded, self.prompt)
 
 
-def _fed(document: Document) -> _Text:
+def _fed(document: Document) -> _FedText:
     whole = (*document.prompt, *document.answer)
-    return _Text(whole[: max(2, len(whole) - 1)], len(document.prompt))
+    return _FedText(whole[: max(2, len(whole) - 1)], len(document.prompt))
