@@ -60,6 +60,11 @@ def stored_of(tensors: Mapping[str, Tensor], name: str) -> Stored | None:
     return tensors.stored(name) if isinstance(tensors, LazyTensors) else None
 
 
+def mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
+    """Return `LazyTensors.mostly_codes`; False for tensors in memory."""
+    return isinstance(tensors, LazyTensors) and tensors.mostly_codes()
+
+
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     """Return a tensor's shape, without reading the tensor where possible."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
