@@ -160,7 +160,8 @@ def late(ahead: int) -> DraftBudget:
     """What is chosen for a reply after a prompt of 1000 tokens, where the drafter must read 10 ms of it a token."""
     controller = Controller(DraftBudget.chain(4))
     for turn in range(60):
-        behind = 1000 if turn % 10 == 0 else 3
+        # At first little, which says what much will cost.
+        behind = 40 if turn < 10 else 1000 if turn % 10 == 0 else 3
         size = controller.choose(behind=behind)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0
