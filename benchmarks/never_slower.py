@@ -92,7 +92,9 @@ def cases(args: argparse.Namespace) -> list[Case]:
     found = [
         Case("first replies, random words", "first", words, args.drafters, hot),
         Case("random words", "defeated", words, args.drafters, hot),
-        Case("always wrong", "defeated", pick(questions, args.prompts), ("random", f"wrong {args.drafters[0]}"), greedy),
+        Case(
+            "always wrong", "defeated", pick(questions, args.prompts), ("random", f"wrong {args.drafters[0]}"), greedy
+        ),
     ]
     natural = replace(greedy, ignore_eos=False)
     for category in dict.fromkeys(q.category for q in questions):

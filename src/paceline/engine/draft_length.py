@@ -8,10 +8,10 @@ from itertools import accumulate
 from paceline.engine.cost_model import Curve, Fading
 from paceline.types import Draft, DraftBudget, Verdict
 
-_MEMORY = 0.95
-"""Decay of a round's acceptance per later round: texts change within some twenty rounds."""
-_PAUSE_WEIGHT = 8.0
-"""Rounds that acceptance before a pause counts for after it, however long the pause."""
+_MEMORY, _PAUSED = 0.97, 0.99
+"""Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
+_STEP = 16
+"""Rounds after which a pause is taken into account."""
 _HISTORY = 500.0
 """Rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
@@ -54,20 +54,19 @@ class _AcceptanceRates:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         # The weight of a new round grows, instead of all older ones being scaled down.
         self._unit, self._round = 1.0, 0
-        self._expected: list[float] | None = None
+        self._expected: list[float] = []
+        self._paused = 0
 
-    @property
-    def tokens(self) -> list[float]:
-        """Expected tokens of a round by depth (0, 1, ...), the target's own token included."""
-        self._expected = self._expected or self._expect()
+    def tokens(self, round: int) -> list[float]:
+        """Return the expected tokens of a round by depth (0, 1, ...), the target's own token included."""
+        paused = (round - self._round) // _STEP
+        if not self._expected or paused != self._paused:
+            self._expected, self._paused = self._expect(_PAUSED ** (_STEP * paused)), paused
         return self._expected
 
     def add(self, accepted: int, depth: int, weight: float, round: int) -> None:
         """Count a draft of this depth of which `accepted` tokens were accepted."""
-        # Rounds without drafts age it as well: acceptance before a pause says little about the text after it.
-        fade = _MEMORY ** (weight * (round - self._round))
-        seen = self._reached[0] / self._unit
-        self._age(max(fade, min(1.0, _PAUSE_WEIGHT / seen)) if seen else fade)
+        self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
         self._round = round
         for d in range(min(depth, accepted + 1, len(self._kept))):
             hit = float(d < accepted)
@@ -75,12 +74,12 @@ class _AcceptanceRates:
             self._kept[d] += weight * self._unit * hit
             self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
             self._usual[d] += weight * (hit - self._usual[d]) / self._rounds[d]
-        self._expected = None
+        self._expected = []
 
     def forget(self, share: float) -> None:
         """Let recent rounds count less by this share, that of texts which have just begun."""
         self._age(1.0 - share)
-        self._expected = None
+        self._expected = []
 
     def _age(self, fade: float) -> None:
         self._unit /= max(fade, 1e-9)
@@ -88,8 +87,8 @@ class _AcceptanceRates:
             self._reached, self._kept = ([x / self._unit for x in line] for line in (self._reached, self._kept))
             self._unit = 1.0
 
-    def _expect(self) -> list[float]:
-        total, chance, share, faith = 1.0, 1.0, _PRIOR, _FAITH * self._unit
+    def _expect(self, fade: float) -> list[float]:
+        total, chance, share, faith = 1.0, 1.0, _PRIOR, _FAITH * self._unit / fade
         found = [total]
         for reached, kept, rounds, usual in zip(self._reached, self._kept, self._rounds, self._usual, strict=True):
             share = (rounds * usual + _PRIOR_WEIGHT * share) / (rounds + _PRIOR_WEIGHT)
@@ -159,12 +158,13 @@ class Controller:
         self._written = written
         if self._round <= self._rest and not fresh:
             return self.sizes[0]
+        self._rest = self._round
         batch_costs = self._costs_of(together)
         seconds, tokens = self._seconds(batch_costs, together), self._tokens()
-        # Drafting must also pay for catching up: within the next tokens, or at once in a try.
-        # A reply that has gone on for long is expected to go on for as long again.
+        # Drafting must also pay for catching up: within the tokens that are left, or at once in a try. A reply that has
+        # gone on for long is expected to go on for as long again.
         debt, likely = self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
-        ahead = min(ahead, likely)
+        ahead = min(ahead, int(likely))
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
         best = times.index(min(times))
@@ -173,10 +173,10 @@ class Controller:
         losses = [s - t * pace + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
         self._at = self._try(best, losses, batch_costs) if self._passes[False].known else 0
-        if not batch_costs.drafting.known and batch_costs.tries[1] < _FIRST:
-            self._at = min(self._at, 1)
-        elif not self._at:
-            self._rest = self._round + _GAP - 1
+        if self._at > 1 and not batch_costs.drafting.known and batch_costs.tries[1] < _FIRST:
+            self._at = 1
+        elif not self._at and self._passes[False].known:
+            self._rest += _GAP - 1
         batch_costs.tried[self._at] = self._round
         batch_costs.tries[self._at] += 1
         return self.sizes[self._at]
@@ -287,10 +287,10 @@ class Controller:
     def _tokens(self) -> list[float]:
         """Return the expected tokens of a round, by size."""
         if self._chains:
-            tokens = self._kept[0].tokens
+            tokens = self._kept[0].tokens(self._round)
             return [tokens[depth] for depth in self._depths]
         # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
-        return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
+        return [*accumulate((kept.tokens(self._round)[-1] for kept in self._kept), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from types import CellType, FunctionType
 
-import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_codes import BITS
