@@ -20,7 +20,7 @@ _SOURCES = (
     *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "layers.cpp"),
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -68,6 +68,11 @@ def find_compiler() -> list[str]:
     if named := shlex.split(os.environ.get("CXX", "")):
         return named
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
+
+
+def packaged_name(instructions: InstructionSet) -> str:
+    """Name of a library in a wheel. It tells libraries of other sources apart, so that an edited checkout finds none."""
+    return f"{instructions.name}-{fingerprint(flags_of(instructions))}.so"
 
 
 def fingerprint(*parts: object) -> str:
