@@ -59,7 +59,9 @@ def _toolchain(path: Path) -> ModuleType:
 def _compile(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}\nHATCH_BUILD_NO_HOOKS=true makes a wheel without kernels.")
+        raise SystemExit(
+            f"{' '.join(command)}\n{done.stderr}\nHATCH_BUILD_NO_HOOKS=true makes a wheel without kernels."
+        )
 
 
 def _platform() -> str:

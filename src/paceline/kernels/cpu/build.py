@@ -72,8 +72,8 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 
 def find() -> Path:
-    """Path of the library for `instruction_set()`, or for a smaller set if the compiler is older than the processor. Raises
-    `InvalidOption` if there is none and none can be compiled."""
+    """Path of the library for `instruction_set()`, or for a smaller set if the compiler is older than the processor.
+    Raises `InvalidOption` if there is none and none can be compiled."""
     first = instruction_set()
     try:
         return library_for(first)

@@ -21,7 +21,8 @@ _SOURCES = (
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")
-_COMPILERS = ("g++", "clang++", "c++")
+# On Windows, GCC keeps vectors of 32 and 64 bytes at addresses that are not multiples of that (GCC bug 54412).
+_COMPILERS = ("clang++",) if os.name == "nt" else ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def find_compiler() -> list[str]:
 
 
 def packaged_name(instructions: InstructionSet) -> str:
-    """Name of a library in a wheel. It tells libraries of other sources apart, so that an edited checkout finds none."""
+    """Name of a library in a wheel, with a fingerprint: one of other sources is not loaded."""
     return f"{instructions.name}-{fingerprint(flags_of(instructions))}.so"
 
 
