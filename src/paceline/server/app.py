@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 import paceline
 from paceline.llm import LLM
-from paceline.server import errors, schema
+from paceline.server import errors, schema, schema_tokens
 from paceline.server.limits import RequestLog, Settings, check_host, check_key
 from paceline.server.serving import Service
 from paceline.server.worker import Worker
@@ -30,7 +30,7 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_BODIES = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
+_BODIES = (schema.ChatRequest, schema.CompletionRequest, schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest)
 _REF = "#/components/schemas/{model}"
 
 

@@ -12,10 +12,11 @@ from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server import options
-from paceline.server.choices import Choice, PreparedRequest, TokenTexts
+from paceline.server.choices import Choice, ChoicesWriter, TokenTexts
 from paceline.server.limits import Settings
 from paceline.server.schema import CompletionRequest
 from paceline.server.worker import ReplyRound
+from paceline.server.writers import PreparedRequest
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
@@ -111,7 +112,12 @@ def prepare(
             prompt_only=length == 0,
         )
 
-    return PreparedRequest(jobs, choice, "text_completion", "text_completion")
+    def writer(answer_id: str) -> ChoicesWriter:
+        head = {"id": answer_id, "model": settings.model}
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return ChoicesWriter(head, ("text_completion", "text_completion"), [choice(i) for i in range(len(jobs))], usage)
+
+    return PreparedRequest(jobs, writer)
 
 
 def _scored_chunks(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,19 +17,20 @@ from starlette.types import Receive
 
 from paceline.errors import TimedOut
 from paceline.llm import LLM
-from paceline.server import chat, completions, options, schema
-from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest, dumps
+from paceline.server import chat, chat_completions, completions, options, schema, schema_tokens
+from paceline.server.answers import Answer, EventStream, RunningRequest
 from paceline.server.bodies import BodyReader
-from paceline.server.choices import PreparedRequest, TokenTexts
+from paceline.server.choices import TokenTexts
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import Worker
+from paceline.server.writers import PreparedRequest, dumps
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=schema.RequestBody)
+Body = TypeVar("Body", bound=schema.Generating)
 Prepare = Callable[[LLM, Settings, TokenTexts, options.GrammarTrials, Body], PreparedRequest]
 
 
@@ -55,7 +56,7 @@ class Service:
 
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a chat."""
-        return await self._generate(request, schema.ChatRequest, chat.prepare, "chatcmpl-")
+        return await self._generate(request, schema.ChatRequest, chat_completions.prepare, "chatcmpl-")
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
@@ -63,14 +64,14 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
-        async with self.bodies.read(request, schema.TokenizeRequest) as (body, _):
+        async with self.bodies.read(request, schema_tokens.TokenizeRequest) as (body, _):
             options.check_model(self.settings, body.model)
 
             def work() -> dict[str, Any]:
                 if body.messages is None:
                     tokens = self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
                 else:
-                    text = chat.chat_text(self.llm, body, body.tools, {})
+                    text = chat.chat_text(self.llm, body, body.tools)
                     tokens = options.token_ids(self.llm, text, "messages", chat=True)
                 context_length = self.llm.model.target.context_length
                 return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
@@ -79,7 +80,7 @@ class Service:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        async with self.bodies.read(request, schema.DetokenizeRequest) as (body, _):
+        async with self.bodies.read(request, schema_tokens.DetokenizeRequest) as (body, _):
             options.check_model(self.settings, body.model)
             size = self.llm.model.target.vocab_size
             for i, token in enumerate(body.tokens):
@@ -125,9 +126,9 @@ class Service:
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
     async def _generate(self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str) -> Response:
-        answer, events = await self._begin(request, kind, prepare, id_prefix)
-        if events is not None:
-            return EventStream(events, answer.close, self.settings.stall)
+        answer, stream = await self._begin(request, kind, prepare, id_prefix)
+        if stream:
+            return EventStream(answer, self.settings.stall)
         try:
             document = await _unless_disconnected(answer.document(), request.receive)
         finally:
@@ -136,8 +137,8 @@ class Service:
 
     async def _begin(
         self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str
-    ) -> tuple[GeneratedAnswer, AsyncIterator[bytes] | None]:
-        """Start the replies. Returns the answer, and its events if it is to be streamed.
+    ) -> tuple[Answer, bool]:
+        """Start the replies. Returns the answer, and whether it is to be streamed.
 
         The body, which may be large, is released when this returns, and not when the replies end.
         """
@@ -155,15 +156,14 @@ class Service:
             running = RunningRequest(answer_id, self.worker, self.limit, self.metrics, trace)
             try:
                 work = partial(prepare, self.llm, self.settings, self.token_texts, self.grammar_trials, body)
-                prepared = await self._preprocess(request, options.pool(body, pool), work, left())
+                prepared = await self._preprocess(request, "grammar" if body.constrained else pool, work, left())
                 remaining = left()
                 running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
-                answer = GeneratedAnswer(running, prepared, self.settings.model)
+                answer = Answer(running, prepared.writer(answer_id))
             except BaseException:
                 running.close()
                 raise
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return answer, answer.events(usage) if body.stream else None
+            return answer, bool(body.stream)
 
 
 async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
