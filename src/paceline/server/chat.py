@@ -10,6 +10,7 @@ from typing import Any
 from paceline.engine.prediction import predicted_ids
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
 from paceline.server.calls import CallParser, ForcedCallParser
 from paceline.server.errors import bad_request
@@ -67,14 +68,20 @@ class PreparedChat:
 
     jobs: Sequence[ReplyJob]
     reply: Callable[[], ChatReply]
+    sampling: Sampling
 
 
-def prepare(llm: LLM, settings: Settings, trials: options.GrammarTrials, body: ChatRequest) -> PreparedChat:
-    """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
+def prepare(
+    llm: LLM, settings: Settings, trials: options.GrammarTrials, body: ChatRequest, orderly: bool = False
+) -> PreparedChat:
+    """Prepare every reply's tokens, sampling and speculation. `orderly`: see `chat_text`.
+
+    Raises `PacelineError` and `ApiError`.
+    """
     options.check_model(settings, body.model)
     family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
     names = [tool.function.name for tool in calling.callable]
-    text = chat_text(llm, body, calling.shown)
+    text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.chat_template) if body.reasoning_format != "none" else None
     form = None if form is None or form.over(text) else form
@@ -108,7 +115,7 @@ def prepare(llm: LLM, settings: Settings, trials: options.GrammarTrials, body: C
             markers={token: marker for marker, token in markers.items()},
         )
 
-    return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply)
+    return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply, sampling)
 
 
 def _special(llm: LLM, *markers: str) -> dict[str, int]:
@@ -117,27 +124,59 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
 
-def chat_text(llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None) -> str:
-    """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
+def chat_text(
+    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, orderly: bool = False
+) -> str:
+    """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
+    every template expects. Raises `ApiError` 400 naming the messages.
+    """
     chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
-    values = body.template_values
-    reserved = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
+    reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        if given and not tools.knows_tools(llm.tokenizer.chat_template):
-            chat, given = tools.with_tools(check_messages(chat), given), []
-        values = {"tools": given or None, **values}
-        if body.continue_final_message:
-            return _continued(llm, chat, values)
-        text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
+        try:
+            return _rendered(llm, body, chat, given)
+        except InvalidPrompt:
+            if not orderly or (ordered := _ordered(chat)) == chat:
+                raise
+            return _rendered(llm, body, ordered, given)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
-    form = thinking.family(llm.tokenizer.chat_template)
+
+
+def _rendered(
+    llm: LLM, body: ChatRequest | TokenizeRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+) -> str:
+    template = llm.tokenizer.chat_template
+    if given and not tools.knows_tools(template):
+        chat, given = tools.with_tools(check_messages(chat), given), []
+    values = {"tools": given or None, **body.template_values}
+    if body.continue_final_message:
+        return _continued(llm, chat, values)
+    text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
+    form = thinking.family(template)
     return form.skip(text) if form and values.get("enable_thinking") is False else text
+
+
+def _ordered(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with all instructions in one message at its beginning, and no two of the user's in a row."""
+    system = [message for message in chat if message["role"] == "system"]
+    ordered: list[dict[str, Any]] = []
+    for message in (*system, *(message for message in chat if message["role"] != "system")):
+        last = ordered[-1] if ordered else None
+        if last and last["role"] == message["role"] in ("system", "user"):
+            ordered[-1] = {**last, "content": f"{_text_of(last)}\n\n{_text_of(message)}"}
+        else:
+            ordered.append(message)
+    return ordered
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    return str(check_messages([message])[0]["content"])
 
 
 def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from starlette.types import Receive
 
 from paceline.errors import TimedOut
 from paceline.llm import LLM
-from paceline.server import chat, chat_completions, completions, options, schema, schema_tokens
+from paceline.server import chat, chat_completions, completions, messages, options, responses, schema, schema_tokens
 from paceline.server.answers import Answer, EventStream, RunningRequest
 from paceline.server.bodies import BodyReader
 from paceline.server.choices import TokenTexts
@@ -25,6 +26,9 @@ from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.metrics import Metrics
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
+from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
+from paceline.server.schema_responses import ResponsesRequest
+from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import Worker
 from paceline.server.writers import PreparedRequest, dumps
@@ -47,6 +51,7 @@ class Service:
         self.limit = RequestLimit(settings.max_requests)
         self.grammar_trials = options.GrammarTrials(llm)
         self.preprocessor = Preprocessor()
+        self.responses = ResponseStore()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
     def close(self) -> None:
@@ -61,6 +66,37 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
         return await self._generate(request, schema.CompletionRequest, completions.prepare, "cmpl-")
+
+    async def create_response(self, request: Request) -> Response:
+        """Generate the next items of a conversation."""
+        prepare = partial(responses.prepare, self.responses)
+        return await self._generate(request, ResponsesRequest, prepare, "resp_")
+
+    async def response(self, response_id: str) -> dict[str, Any]:
+        """Return a stored response."""
+        return self.responses.get(response_id).document
+
+    async def delete_response(self, response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        self.responses.delete(response_id)
+        return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+    async def input_items(self, response_id: str) -> dict[str, Any]:
+        """List the items of a stored response's request, the latest first."""
+        items = [item.model_dump(exclude_none=True) for item in self.responses.get(response_id).input]
+        data = [{"id": f"{response_id}_{i}", **item} for i, item in enumerate(items)][::-1]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, "has_more": False, **ends}
+
+    async def messages(self, request: Request) -> Response:
+        """Generate the next message of a chat (Anthropic's API)."""
+        return await self._generate(request, MessagesRequest, messages.prepare, "msg_")
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a prompt (Anthropic's API)."""
+        async with self.bodies.read(request, CountTokensRequest) as (body, _):
+            options.check_model(self.settings, body.model)
+            return await self._compute(request, partial(messages.count_tokens, self.llm, self.settings, body))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
@@ -89,8 +125,10 @@ class Service:
             return await self._compute(request, lambda: {"prompt": self.llm.tokenizer.decode(body.tokens, False)})
 
     async def models(self) -> dict[str, Any]:
-        """List the model under each of its names."""
-        return {"object": "list", "data": [await self.model(name) for name in self.settings.names]}
+        """List the model under each of its names. OpenAI's and Anthropic's clients both read the list."""
+        names = self.settings.names
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return {"object": "list", "data": [await self.model(name) for name in names], **ends}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe the model under one of its names."""
@@ -105,7 +143,10 @@ class Service:
             "context_length": self.llm.model.target.context_length,
             "sampling": {name: getattr(sampling, name) for name in defaults},
         }
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "paceline", "paceline": about}
+        openai = {"object": "model", "created": self._started, "owned_by": "paceline"}
+        created = datetime.fromtimestamp(self._started, timezone.utc).isoformat()
+        anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
+        return {"id": name, **openai, **anthropic, "paceline": about}
 
     async def _compute(self, request: Request, work: Callable[[], Any]) -> Response:
         """Answer with the JSON of what `work` returns, for requests that generate nothing."""
