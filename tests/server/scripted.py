@@ -53,15 +53,13 @@ def scripted(text: str, template: str = TEMPLATE, special: Sequence[str] = ()) -
     return LLM(Loaded(target, words, (end,), {}, Path("script")), {"suffix": Suffix()})
 
 
-def failing(text: str) -> LLM:
-    """Return the model of a text that is never written to its end."""
-    llm = scripted(text)
+def fail_before_the_end(llm: LLM, text: str) -> None:
+    """Make the model of a text fail near its end."""
     honest, limit = llm.model.target.forward, len(llm.tokenizer.encode("go:" + text, special=False)) - 2
 
     def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
-        if int(rows.positions.max()) > limit:
+        if int(rows.positions.min()) > limit:
             raise RuntimeError("this model fails here")
         return honest(rows, cache, want)
 
     llm.model.target.forward = forward  # type: ignore[method-assign]
-    return llm

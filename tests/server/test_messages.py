@@ -10,7 +10,7 @@ import pytest
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from tests.server.running import Serving, serving
-from tests.server.scripted import failing, scripted
+from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
 
 anthropic = pytest.importorskip("anthropic")
@@ -30,7 +30,8 @@ def test_a_message_is_what_the_model_writes_alone(client: Any, plain: LLM) -> No
     blocks = [{"type": "text", "text": "be"}, {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
     system = [*blocks, {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}]
     chat = [{"role": "system", "content": "be\n\nbrief"}, user("abc abc")]
-    for how in ({}, {"temperature": 1.0, "top_p": 0.9, "top_k": 5}):
+    given: list[Any] = [{}, {"temperature": 1.0, "top_p": 0.9, "top_k": 5}]
+    for how in given:
         made = client.messages.create(
             model="toy", system=system, messages=[user("abc abc")], max_tokens=16, extra_body={"seed": 5, **how}
         )
@@ -156,7 +157,8 @@ def test_refusals(served: Serving, body: dict[str, Any], status: int, kind: str,
 
 def test_an_error_in_a_stream_is_an_event() -> None:
     body = {"messages": [user("go")], "max_tokens": 99, "stream": True}
-    with serving(failing("Once upon a time")) as it:
+    with serving(scripted("Once upon a time")) as it:
+        fail_before_the_end(it.llm, "Once upon a time")
         text = it.post("/v1/messages", body).text
     assert text.startswith("event: message_start\n")
     last = text.strip().split("\n\n")[-1]

@@ -13,7 +13,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.schema_responses import MessageItem
 from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.server.running import Serving, serving
-from tests.server.scripted import failing, scripted
+from tests.server.scripted import fail_before_the_end, scripted
 
 SCHEMA = {
     "type": "object",
@@ -35,7 +35,8 @@ def user(text: str) -> dict[str, str]:
 
 def test_a_response_is_what_the_model_writes_alone(served: Serving, plain: LLM) -> None:
     chat = [{"role": "system", "content": "be brief"}, user("abc abc")]
-    for how in ({}, {"temperature": 1.0, "top_p": 0.9}):
+    given: list[Any] = [{}, {"temperature": 1.0, "top_p": 0.9}]
+    for how in given:
         made = served.openai.responses.create(
             model="toy",
             instructions="be brief",
@@ -231,7 +232,8 @@ def test_refusals(served: Serving, body: dict[str, Any], param: str) -> None:
 
 
 def test_an_error_in_a_stream_fails_the_response() -> None:
-    with serving(failing("Once upon a time")) as it:
+    with serving(scripted("Once upon a time")) as it:
+        fail_before_the_end(it.llm, "Once upon a time")
         found = events(it)
     assert (found[-1]["type"], found[-1]["response"]["status"]) == ("response.failed", "failed")
     assert found[-1]["response"]["error"]["code"] == "internal_error"
