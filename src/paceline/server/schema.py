@@ -181,7 +181,7 @@ class ToolCall(Strict):
     index: Ignored = None
 
 
-@accepts("parsed annotations", (((), "audio"),))
+@accepts("parsed annotations cot_id cot_summary copilot_cache_control", (((), "audio"),))
 class Message(Strict):
     """A message of a chat."""
 
