@@ -314,6 +314,7 @@ def load(
     draft_quantize: Precision = "auto",
     draft_vocab: DraftVocab = "auto",
     revision: str | None = None,
+    draft_revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
     progress: bool = False,
@@ -327,8 +328,9 @@ def load(
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
     drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model; with an
     adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF", "block:REF",
-    "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone comes with Paceline), "early-exit:LAYERS", several
-    joined by "+", or a `Drafter`. A list loads each of them, for requests that name theirs (as a server's do).
+    "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone comes with Paceline), "early-exit:LAYERS" (with
+    "@P", such as "early-exit:8@0.7", a chain ends below that probability instead of 0.5), several joined by "+", or a
+    `Drafter`. A list loads each of them, for requests that name theirs (as a server's do).
     draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
     quantize: "auto" runs a GGUF on the codes that it is stored in, and other files as they are; "none" (or a dtype)
@@ -336,7 +338,9 @@ def load(
     has them (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" holds a draft model in 4 bits.
     draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
     ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
-    allow_pickle: read weights from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no safetensors.
+    draft_revision: the `revision` of the drafter's hub id.
+    allow_pickle: read weights, of drafters too, from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no
+    safetensors.
     progress: show bars for download and load on stderr.
     exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
     any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
@@ -348,20 +352,23 @@ def load(
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
     check_precision(quantize)
     check_draft_vocab(draft_vocab)
-    read = partial(load_model, dtype=dtype, device=device, token=token, progress=progress)
+    read = partial(load_model, dtype=dtype, device=device, token=token, allow_pickle=allow_pickle, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        read_target = partial(read, quantize=quantize, exact=exact)
-        loaded = read_target(model, adapter=adapter, revision=revision, allow_pickle=allow_pickle)
+        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact)
         _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
         moved = (dtype, device, revision) != ("auto", "auto", None)
         _check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
-    head = partial(open_head, token=token, quiet=not progress, allow_pickle=allow_pickle)
     opened = partial(
-        open_drafter, target=loaded, quantize=draft_quantize, read=read, head=head, draft_vocab=draft_vocab
+        open_drafter,
+        target=loaded,
+        quantize=draft_quantize,
+        read=partial(read, revision=draft_revision),
+        head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
+        draft_vocab=draft_vocab,
     )
     llm = LLM(loaded, _drafters(drafter, opened), budget)
     _check_exact(llm, exact)

@@ -114,6 +114,8 @@ def _config(meta: Metadata) -> Config:
     title = meta.file.path.name
     if any(isinstance(meta.get(key), list) for key in _PER_LAYER):
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
+    if meta.get("pooling_type", 0):
+        raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
     heads, hidden = meta["attention.head_count"], meta["embedding_length"]
     head_dim = meta.get("attention.key_length") or hidden // heads
     if meta.get("attention.value_length", head_dim) != head_dim:

@@ -63,15 +63,20 @@ Found = tuple[str, HeadConfig, Tensors]
 
 
 def open_head(
-    reference: str | Path, *, token: str | None = None, quiet: bool = True, allow_pickle: bool = False
+    reference: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = True,
+    allow_pickle: bool = False,
 ) -> HeadFile:
-    """Read and check a learned drafter in any layout, from a folder or a hub id.
+    """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`).
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
     runs).
     """
-    path = resolve(reference, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
         raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
     raw = read_json(path / "config.json", HEAD_IDENTITY)

@@ -23,7 +23,7 @@ from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.families import FAMILIES, read_config, refuse_other_kinds
+from paceline.models.families import FAMILIES, read_config, refuse_other_heads, refuse_other_kinds
 from paceline.models.lazy import LazyTensors, Outlines, Quantised
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
@@ -136,6 +136,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
     refuse_other_kinds(checkpoint.config, where)
+    refuse_other_heads(checkpoint.config, where)
     try:
         config = read_config(checkpoint.config, where)
     except UnsupportedModel as error:

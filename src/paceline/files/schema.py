@@ -255,6 +255,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "attention.layer_norm_rms_epsilon": _EPS,
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
+    "pooling_type": whole(),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
     "expert_feed_forward_length": _ROWS,

@@ -308,6 +308,14 @@ def _idle(value: Any) -> bool:
     return value is None or value is False or (value == 1 and value is not True)
 
 
+def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
+    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores, which `architectures` alone
+    may tell from a language model: with a tied embedding nothing else is missing. See `refuse_other_kinds`."""
+    name, *_ = raw.get("architectures") or ["CausalLM"]
+    if not any(head in name for head in ("CausalLM", "LMHead", "ConditionalGeneration", "GenerationDecoder")):
+        raise UnsupportedModel(f"{where} is of a {name}, which is not a language model", "Use a model that writes text")
+
+
 def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
     without a model type. `where`: name of the source in error messages."""

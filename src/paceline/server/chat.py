@@ -15,6 +15,7 @@ from paceline.server import options, thinking, tools
 from paceline.server.calls import CallParser, ForcedCallParser
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
 from paceline.server.schema_tokens import TokenizeRequest
@@ -71,14 +72,12 @@ class PreparedChat:
     sampling: Sampling
 
 
-def prepare(
-    llm: LLM, settings: Settings, trials: options.GrammarTrials, body: ChatRequest, orderly: bool = False
-) -> PreparedChat:
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: bool = False) -> PreparedChat:
     """Prepare every reply's tokens, sampling and speculation. `orderly`: see `chat_text`.
 
     Raises `PacelineError` and `ApiError`.
     """
-    options.check_model(settings, body.model)
+    llm = model.llm
     family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
     names = [tool.function.name for tool in calling.callable]
     text = chat_text(llm, body, calling.shown, orderly)
@@ -88,7 +87,7 @@ def prepare(
     inside = form is not None and form.begun(text)
     markers = _special(llm, *([family.start] if names else []), *([form.start, form.end] if form else []))
     grammar = options.grammar(
-        trials,
+        model.grammar_trials,
         body,
         calling.grammar(family, markers.get(family.start), body),
         form.rules(inside, markers) if form else None,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.llm import LLM
-from paceline.server import chat, options
+from paceline.server import chat
 from paceline.server.calls import Call
-from paceline.server.choices import Choice, ChoicesWriter, TokenTexts
+from paceline.server.choices import Choice, ChoicesWriter
 from paceline.server.limits import Settings
-from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, Text
+from paceline.server.models import LoadedModel
+from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
 from paceline.server.schema import ChatRequest
 from paceline.server.worker import ReplyRound
 from paceline.server.writers import PreparedRequest
@@ -75,7 +75,7 @@ class ChatChoice(Choice):
         match part:
             case Reasoning():
                 return {"reasoning_content": part.text}
-            case Text():
+            case ReplyText():
                 return {"content": part.text}
             case Arguments():
                 new: dict[str, Any] = {"function": {"arguments": part.text}}
@@ -88,18 +88,16 @@ class ChatChoice(Choice):
         return "function_call" if finished == "tool_calls" and self.legacy else finished
 
 
-def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: ChatRequest
-) -> PreparedRequest:
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    prepared = chat.prepare(llm, settings, trials, body)
+    prepared = chat.prepare(model, settings, body)
     kinds = ("chat.completion", "chat.completion.chunk")
     usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def choice(index: int) -> ChatChoice:
         return ChatChoice(
             index=index,
-            token_texts=token_texts,
+            token_texts=model.token_texts,
             logprobs=bool(body.logprobs),
             trace=bool(body.trace),
             reply=prepared.reply(),
@@ -107,7 +105,7 @@ def prepare(
         )
 
     def writer(answer_id: str) -> ChoicesWriter:
-        head = {"id": answer_id, "model": settings.model}
+        head = {"id": answer_id, "model": model.name}
         return ChoicesWriter(head, kinds, [choice(i) for i in range(len(prepared.jobs))], usage)
 
     return PreparedRequest(prepared.jobs, writer)

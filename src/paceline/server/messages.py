@@ -11,10 +11,10 @@ from paceline.server import chat, options
 from paceline.server.blocks import chat_body
 from paceline.server.bodies import validated
 from paceline.server.calls import Call
-from paceline.server.choices import TokenTexts
 from paceline.server.errors import ApiError
 from paceline.server.limits import Settings
-from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, Text
+from paceline.server.models import LoadedModel
+from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
 from paceline.server.schema import ChatRequest
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
 from paceline.server.usage import Usage
@@ -22,15 +22,13 @@ from paceline.server.worker import ReplyRound
 from paceline.server.writers import Event, PreparedRequest, Writer
 
 
-def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: MessagesRequest
-) -> PreparedRequest:
+def prepare(model: LoadedModel, settings: Settings, body: MessagesRequest) -> PreparedRequest:
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    prepared = chat.prepare(llm, settings, trials, validated(chat_body(body), ChatRequest), orderly=True)
-    full = body.max_tokens > llm.model.target.context_length - len(prepared.jobs[0].tokens)
+    prepared = chat.prepare(model, settings, validated(chat_body(body), ChatRequest), orderly=True)
+    full = body.max_tokens > model.llm.model.target.context_length - len(prepared.jobs[0].tokens)
 
     def writer(answer_id: str) -> MessagesWriter:
-        return MessagesWriter({"id": answer_id, "model": settings.model}, prepared.reply(), full)
+        return MessagesWriter({"id": answer_id, "model": model.name}, prepared.reply(), full)
 
     return PreparedRequest(prepared.jobs, writer)
 
@@ -92,7 +90,7 @@ class MessagesWriter(Writer):
         match part:
             case Reasoning():
                 return self._more("thinking", "thinking_delta", part.text)
-            case Text():
+            case ReplyText():
                 return self._more("text", "text_delta", part.text)
             case Call():
                 events = self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})

@@ -19,7 +19,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ReplyText:
     """More of the text."""
 
     text: str
@@ -32,7 +32,7 @@ class Arguments:
     text: str
 
 
-Part = Reasoning | Text | Call | Arguments
+Part = Reasoning | ReplyText | Call | Arguments
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,17 +88,17 @@ class ChatReply:
 
     def _parse(self, text: str, over: bool) -> list[Part]:
         if self.parser is None:
-            return [Text(text)] if text else []
+            return [ReplyText(text)] if text else []
         shown, pieces = self.parser.push(text)
         rest, last = self.parser.flush() if over else ("", [])
         found = [Arguments(piece) if isinstance(piece, str) else piece for piece in (*pieces, *last)]
-        return [*([Text(shown + rest)] if shown + rest else []), *found]
+        return [*([ReplyText(shown + rest)] if shown + rest else []), *found]
 
     def _keep(self, part: Part) -> None:
         match part:
             case Reasoning():
                 self.reasoning += part.text
-            case Text():
+            case ReplyText():
                 self.text += part.text
             case Arguments():
                 self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + part.text)

@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from paceline.llm import LLM
-from paceline.server import chat, options
+from paceline.server import chat
 from paceline.server.bodies import validated
 from paceline.server.calls import Call
 from paceline.server.choices import TokenTexts
 from paceline.server.errors import ApiError
 from paceline.server.items import chat_body
 from paceline.server.limits import Settings
-from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, Text
+from paceline.server.models import LoadedModel
+from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
 from paceline.server.schema import ChatRequest
 from paceline.server.schema_responses import Item, MessageItem, ResponsesRequest
 from paceline.server.stored import ResponseStore, StoredResponse, memory
@@ -29,27 +29,20 @@ from paceline.server.writers import Event, PreparedRequest, Writer, dumps
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-def prepare(
-    store: ResponseStore,
-    llm: LLM,
-    settings: Settings,
-    token_texts: TokenTexts,
-    trials: options.GrammarTrials,
-    body: ResponsesRequest,
-) -> PreparedRequest:
+def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: ResponsesRequest) -> PreparedRequest:
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
     items: list[Item] = []
     for before in store.conversation(body.previous_response_id):
         items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
-    prepared = chat.prepare(llm, settings, trials, request, orderly=True)
+    prepared = chat.prepare(model, settings, request, orderly=True)
     head = _head(body, prepared.sampling)
-    logprobs = token_texts if request.logprobs else None
+    logprobs = model.token_texts if request.logprobs else None
     kept, size = (store, memory(body.model_dump_json())) if body.store is not False else (None, 0)
 
     def writer(answer_id: str) -> ResponsesWriter:
-        document = {"id": answer_id, "created_at": int(time.time()), "model": settings.model, **head}
+        document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
         return ResponsesWriter(document, prepared.reply(), logprobs, kept, new, size)
 
     return PreparedRequest(prepared.jobs, writer)
@@ -154,7 +147,7 @@ class ResponsesWriter(Writer):
                 events = [] if self._in("reasoning") else self._begin(_reasoning())
                 self._content["text"] += part.text
                 return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=part.text)]
-            case Text():
+            case ReplyText():
                 events = [] if self._in("message") else self._begin(_message())
                 return [*events, self._text(part, round_)]
             case Call():
@@ -166,7 +159,7 @@ class ResponsesWriter(Writer):
         delta = [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
         return [*events, *delta]
 
-    def _text(self, part: Text, round_: ReplyRound) -> Event:
+    def _text(self, part: ReplyText, round_: ReplyRound) -> Event:
         logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
         self._content["text"] += part.text
         self._content["logprobs"] += logprobs
