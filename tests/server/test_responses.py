@@ -86,7 +86,7 @@ def test_a_conversation_goes_on(served: Serving, plain: LLM) -> None:
     assert third.output_text == alone(plain, chat, max_new_tokens=4).text
     assert client.responses.retrieve(first.id).output_text == first.output_text
     (item,) = client.responses.input_items.list(second.id).data
-    assert json.loads(item.model_dump_json())["content"] == "d"
+    assert json.loads(item.model_dump_json())["content"][0]["text"] == "d"
     client.responses.delete(first.id)
     with pytest.raises(NotFoundError):
         client.responses.retrieve(first.id)

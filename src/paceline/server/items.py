@@ -41,6 +41,15 @@ def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def listed(item: Item) -> dict[str, Any]:
+    """Return an item as it is listed, a message with the parts of its content."""
+    found = item.model_dump(exclude_none=True)
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        found["content"] = [{"type": kind, "text": item.content}]
+    return found
+
+
 def to_messages(items: Iterable[Item], instructions: str | None = None) -> Messages:
     """Return the messages of a chat. Reasoning, text and calls in a row are one message of the assistant; without any
     item there is one of the user, without text."""

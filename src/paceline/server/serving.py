@@ -22,6 +22,7 @@ from paceline.server import chat, chat_completions, completions, messages, optio
 from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
+from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
@@ -77,7 +78,7 @@ class Service:
 
     async def input_items(self, response_id: str) -> dict[str, Any]:
         """List the items of a stored response's request, the latest first."""
-        items = [item.model_dump(exclude_none=True) for item in self.responses.get(response_id).input]
+        items = [listed(item) for item in self.responses.get(response_id).input]
         data = [{"id": f"{response_id}_{i}", **item} for i, item in enumerate(items)][::-1]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, "has_more": False, **ends}
