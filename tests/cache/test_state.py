@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed
+from paceline.errors import CacheError
 from paceline.models.recurrent import DeltaRule
 from paceline.protocols import KVCache
 from paceline.testing import check_target
@@ -112,12 +113,16 @@ def test_a_pass_that_is_not_committed_leaves_no_trace() -> None:
     assert torch.equal(logits(cache, slot), before)
 
 
-def test_a_commit_can_be_repeated() -> None:
+def test_a_round_can_be_repeated_after_its_commit() -> None:
     cache, slot = fed(text(20))
-    rows = pack([3], [Draft.chain([6, 8, 9])], [slot], [20], CPU)
-    TARGET.forward(rows, cache, Want())
     for _ in range(2):
+        rows = pack([3], [Draft.chain([6, 8, 9])], [slot], [20], CPU)
+        TARGET.forward(rows, cache, Want())
         cache.commit(rows, [(1, 2)])
+    states = cache._states[slot]
+    with pytest.raises(CacheError, match="once"):
+        cache.commit(rows, [(1, 2, 3)])
+    assert cache._states[slot] is states
     again, other = fed([*text(20), 3, 6, 8])
     torch.testing.assert_close(logits(cache, slot), logits(again, other))
 

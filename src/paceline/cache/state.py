@@ -158,6 +158,7 @@ class StateCache(SlabCache):
 
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`."""
+        self.check_length(slot, length)
         super().truncate(slot, max(n for n in self._states[slot] if n <= length))
         length = self.lengths[slot]
         self._states[slot] = {n: state for n, state in self._states[slot].items() if n <= length}
@@ -169,10 +170,11 @@ class StateCache(SlabCache):
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
-        """See `protocols.KVCache.commit`. What a slot has fed stays until its next pass, so that a commit that failed
-        half-way can be repeated."""
-        for slot, length, path in zip(rows.slots, rows.lengths, paths, strict=True):
+        """See `protocols.KVCache.commit`. The state before it stays, so that a round that failed half-way can be
+        repeated."""
+        for i, (slot, length, path) in enumerate(zip(rows.slots, rows.lengths, paths, strict=True)):
             if path is not None:
+                self.check_commit(slot, rows, i)
                 states, taken = self._states[slot], [0, *path]
                 states |= self._after(slot, length, taken)
                 kept = {*_kept(length + len(taken)), length}
@@ -219,10 +221,9 @@ class StatePass(SlabPass):
         """See `protocols.RecurrentPass.recur`."""
         counts = self._rows.counts
         lines = [self._recur(layer, b, tuple(x[b, :count] for x in inputs)) for b, count in enumerate(counts)]
-        out = lines[0].new_zeros(*inputs[0].shape[:2], *lines[0].shape[1:])
-        for here, line in zip(out, lines, strict=True):
-            here[: len(line)] = line
-        return out
+        room = inputs[0].shape[1]
+        # Padding repeats the first row's token, and so its output (see `SlabPass.attend`).
+        return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in lines])
 
     def _recur(self, layer: int, b: int, inputs: Tensors) -> Tensor:
         """The outputs [T, ...] of one slot's rows."""

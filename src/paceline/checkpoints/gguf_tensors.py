@@ -89,6 +89,15 @@ LAYOUTS = {
     "lfm2": TensorLayout(
         {**_LAYER, **_QK_NORMS, **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}}
     ),
+    "gpt-oss": TensorLayout(
+        {
+            **_ATTENTION,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
     **{
         name: TensorLayout(
             _DELTA_NET,

@@ -84,8 +84,8 @@ class LayerConfig:
 class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
-    `block`, `names`: names in the checkpoint of the block, and of an expert's gate, up and down projections. `shared`:
-    width of one more expert that every row uses, by a share of its own (0: none).
+    `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
+    of what chooses among them. `shared`: width of one more expert that every row uses, by a share of its own (0: none).
     """
 
     count: int
@@ -94,6 +94,7 @@ class Experts:
     normalised: bool
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
     shared: int = 0
 
 
@@ -105,7 +106,7 @@ class ModelConfig:
     key heads are normed. `gated`: the output of attention is multiplied by a gate, which is stored with the queries.
     `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to the weight of every
     norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
-    `final_softcap`: bounds of scores and logits, by tanh.
+    `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
     """
 
     family: str
@@ -131,6 +132,7 @@ class ModelConfig:
     query_scale: float | None = None
     softcap: float | None = None
     final_softcap: float | None = None
+    sinks: bool = False
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:

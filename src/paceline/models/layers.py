@@ -83,9 +83,11 @@ class Attention(Mixer):
         kv_heads: int,
         head_dim: int,
         norm: HeadNorm | None = None,
+        sinks: Tensor | None = None,
         gated: bool = False,
     ) -> None:
-        self.qkv, self.norm, self.gated = qkv, norm, gated
+        """`sinks` [heads]: see `cache.attention.LayerAttention`, of which they are a part."""
+        self.qkv, self.norm, self.sinks, self.gated = qkv, norm, sinks, gated
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 

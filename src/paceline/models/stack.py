@@ -12,7 +12,7 @@ from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
 from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
-from paceline.models.layers import Layer
+from paceline.models.layers import Attention, Layer
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
@@ -31,8 +31,10 @@ class LayerStack:
         self._layers, plan = layers, config.plan
         scale = config.query_scale or config.head_dim**-0.5
         self._attentions = [
-            None if layer.recurrent else LayerAttention(scale, layer.window, config.softcap, both)
-            for layer, both in zip(plan, mutual or (False,) * len(plan), strict=True)
+            LayerAttention(scale, spec.window, config.softcap, both, layer.attention.sinks)
+            if isinstance(layer.attention, Attention)
+            else None
+            for layer, spec, both in zip(layers, plan, mutual or (False,) * len(plan), strict=True)
         ]
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
