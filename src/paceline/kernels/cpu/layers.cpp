@@ -163,7 +163,7 @@ EXPORTED int paceline_candidates(const float* scores, const int64_t* tokens, int
 }
 
 // Returns 1 if out of memory.
-int paceline_delta(const Delta* delta, int threads) {
+EXPORTED int paceline_delta(const Delta* delta, int threads) {
     Team team(threads);
     std::vector<float> scratch;
     try {
