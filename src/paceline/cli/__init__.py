@@ -1,4 +1,4 @@
-"""The `paceline` command: `generate`, `chat`, `serve`, `demo`, `info`, `doctor`, `bench` and others."""
+"""The `paceline` command: `generate`, `chat`, `serve`, `pull`, `list`, `info`, `doctor`, `bench` and others."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.info import info
+from paceline.cli.models import list_models, pull, rm
 from paceline.cli.options import AsJson
 from paceline.cli.perplexity import perplexity
 from paceline.cli.record import record, replay, tune
@@ -74,9 +75,13 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, serve, demo, info, doctor, bench, record, replay, tune, perplexity, train):
+for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, replay, tune, perplexity, train):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
+add_command(app, list_models, "list")
+# Second names, under which users of ollama know them.
+add_command(app, chat, "run")
+add_command(app, info, "show")
 
 
 def main() -> None:

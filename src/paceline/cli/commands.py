@@ -22,6 +22,8 @@ EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
     "chat": "model drafter quantize max-new-tokens temperature seed system quiet",
     "serve": "model drafter quantize host port api-key served-model-name slots quiet",
+    "pull": "revision token quiet",
+    "rm": "",
     "demo": "model drafter quantize max-new-tokens temperature seed",
     "info": "model json",
     "doctor": "model drafter quantize threads details json quiet",
@@ -32,6 +34,9 @@ EVERYDAY = {
     "perplexity": "model quantize tokens json quiet",
     "train": "out target kind prompts answers from taps vocabulary epochs quiet",
     "compile": "json",
+    "list": "all json",
+    "run": "model drafter quantize max-new-tokens temperature seed system quiet",
+    "show": "model json",
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
 

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.errors import ModelNotFound
-from paceline.files.gguf_names import complete, quantization_of, whole
+from paceline.errors import InvalidOption, ModelNotFound
+from paceline.files.gguf_names import complete, parts_of, quantization_of, whole
 from paceline.files.hub import client_cache, snapshot_of, store_folder
 from paceline.files.names import short_name
 from paceline.files.wheels import PACKAGED, cache_folder
@@ -24,6 +24,10 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _LONGEST_MANIFEST = 1 << 20
 _MOST = 10_000
 """Files of a store that are looked at."""
+
+
+_OTHERS = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
+"""Stores of other programs, and how these delete a model."""
 
 
 class StoredModel(NamedTuple):
@@ -49,6 +53,22 @@ def find(name: str) -> StoredModel:
         if model.name == name:
             return model
     raise ModelNotFound(f"there is no model {name!r} on this disk", "`paceline list --all` shows what there is")
+
+
+def remove(model: StoredModel) -> None:
+    """Delete a model's files. Raises `InvalidOption` for one that another program looks after."""
+    if model.store in _OTHERS:
+        raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
+    if model.path.is_dir():
+        from huggingface_hub import scan_cache_dir
+
+        scan_cache_dir(client_cache()).delete_revisions(model.path.name).execute()
+        return
+    for part in parts_of(model.path.name) or [model.path.name]:
+        path = model.path.with_name(part)
+        blob = path.resolve()  # what the hub's client links to
+        path.unlink()
+        blob.unlink(missing_ok=True)
 
 
 def models_in(folder: Path) -> list[StoredModel]:
