@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -59,16 +60,15 @@ def remove(model: StoredModel) -> None:
     """Delete a model's files. Raises `InvalidOption` for one that another program looks after."""
     if model.store in _OTHERS:
         raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
-    if model.path.is_dir():
-        from huggingface_hub import scan_cache_dir
-
-        scan_cache_dir(client_cache()).delete_revisions(model.path.name).execute()
-        return
-    for part in parts_of(model.path.name) or [model.path.name]:
-        path = model.path.with_name(part)
+    names = parts_of(model.path.name) or [model.path.name]
+    is_folder = model.path.is_dir()
+    for path in model.path.rglob("*") if is_folder else [model.path.with_name(name) for name in names]:
         blob = path.resolve()  # what the hub's client links to
-        path.unlink()
-        blob.unlink(missing_ok=True)
+        if blob.is_file():
+            path.unlink()
+            blob.unlink(missing_ok=True)
+    if is_folder:
+        shutil.rmtree(model.path)
 
 
 def models_in(folder: Path) -> list[StoredModel]:
