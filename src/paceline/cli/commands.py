@@ -21,7 +21,7 @@ from paceline.errors import PacelineError
 EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
     "chat": "model drafter quantize max-new-tokens temperature seed system quiet",
-    "serve": "model drafter quantize host port api-key served-model-name slots quiet",
+    "serve": "model drafter quantize models host port api-key served-model-name slots quiet",
     "pull": "revision token quiet",
     "rm": "",
     "demo": "model drafter quantize max-new-tokens temperature seed",
