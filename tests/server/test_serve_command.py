@@ -74,7 +74,7 @@ def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path
         (tmp_path / name).write_bytes(b"GGUF" * 100)
     head = tmp_path / "head"
     head.mkdir()
-    (head / "config.json").write_text('{"paceline": {"kind": "medusa"}}')
+    (head / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     (head / "model.safetensors").write_bytes(b"x")
     more = ["--models", str(tmp_path), "--max-memory", "2", "--keep-alive", "-1", "--quiet", "--drafter", "none"]
     done = CliRunner().invoke(app, ["serve", "/srv/my-model", *more])

@@ -14,7 +14,7 @@ import typer
 from paceline.cli.commands import option, options_of
 from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.cli.show import amount
-from paceline.errors import InvalidOption, install_line
+from paceline.errors import InvalidOption, PacelineError, install_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,13 +128,21 @@ class ModelsOptions:
 
     def found(self) -> list[StoredModel]:
         """Return the models, without learned drafters. Raises `ModelNotFound`."""
-        from paceline.checkpoints.head_files import holds_head
         from paceline.files.stores import models_in, stored_models
 
         found: list[StoredModel] = []
         for place in self.models or ():
             found += stored_models(place == "all") if place in _STORES else models_in(Path(place).expanduser())
-        return [model for model in found if model.path.is_file() or not holds_head(model.path)]
+        return [model for model in found if model.path.is_file() or not _is_head(model.path)]
+
+
+def _is_head(folder: Path) -> bool:
+    from paceline.checkpoints.head_files import holds_head
+
+    try:
+        return holds_head(folder)
+    except PacelineError:  # of a kind that does not run, or damaged
+        return True
 
 
 def serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ModelNotFound, UnsupportedModel
+from paceline.files.gguf_names import whole
 from paceline.files.hub import hub_model
 from paceline.files.names import hub_name, similar
 from paceline.files.reading import open_regular
@@ -65,7 +66,7 @@ def _in_folder(folder: Path) -> Path:
     """Return the folder itself, or the GGUF file in a folder that holds one and nothing else to load."""
     if (folder / "config.json").exists() or is_adapter(folder):
         return folder
-    files = sorted(folder.glob("*.gguf"))
+    files = [folder / parts[0] for parts in whole(path.name for path in folder.glob("*.gguf"))]
     if len(files) > 1:
         raise ModelNotFound(f"{folder} holds {len(files)} GGUF files", f"Name one of them, as {files[0]}")
     return files[0] if files else folder
