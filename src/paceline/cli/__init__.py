@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.commands import PacelineGroup, add_command
+from paceline.cli.config import read_config
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
@@ -44,6 +46,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="PACELINE_CONFIG",
+            help="File of options (TOML).",
+            show_default="~/.config/paceline/config.toml",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -51,7 +63,8 @@ def _global(
         ),
     ] = False,
 ) -> None:
-    pass
+    group: Any = context.command
+    context.default_map = dict(read_config(config, group.commands))
 
 
 def compile_kernels(*, as_json: AsJson = False) -> None:

@@ -72,6 +72,13 @@ def options_of(panel: str) -> Callable[..., Any]:
 class Command(TyperCommand):
     """Command whose --help shows its everyday options, and whose --help-all shows them all."""
 
+    def invoke(self, ctx: Any) -> Any:
+        source = ctx.get_parameter_source("model")
+        if ctx.params.get("argument") is not None and source is not None and source.name != "COMMANDLINE":
+            # MODEL goes before what the environment and the configuration file say.
+            ctx.params["model"] = ctx.params["argument"]
+        return super().invoke(ctx)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = self
         if not ctx.meta.get(_ALL):

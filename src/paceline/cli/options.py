@@ -50,7 +50,14 @@ ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Model; the same as --model.", show_default=False)
 ]
 ModelName = Annotated[
-    str, _model("demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).", "-m", metavar="MODEL")
+    str,
+    _model(
+        "demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).\n\nAlso a short name such as qwen3:0.6b, a "
+        "hub id with the quantisation of a GGUF file (owner/name:Q8_0), or a name that `paceline list --all` shows.",
+        "-m",
+        metavar="MODEL",
+        envvar="PACELINE_MODEL",
+    ),
 ]
 DataType = Annotated[str, _model("Precision: auto, float32, bfloat16 or float16.", metavar="DTYPE")]
 Device = Annotated[str, _model("Device: auto, cpu, cuda or mps.", metavar="DEVICE")]
