@@ -14,17 +14,16 @@ from paceline.drafters.found import found_drafter
 from paceline.errors import InvalidOption
 from paceline.files.stores import StoredModel
 from paceline.llm import load
-from tests.checkpoints.test_gguf import write
+from tests.checkpoints.test_gguf import Q, write
 
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """A GGUF that is three times as large as the smallest one here, alone in its folder."""
+    """A GGUF in float32, alone in its folder: beside it, one in float16 has more than half its size."""
     monkeypatch.setattr(found, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()
-    filler = {f"blk.{i}.{name}.weight": (400, 400) for i in range(1, 2) for name in ("filler",)}
-    write(folder / "large.gguf", tensors=filler)
+    write(folder / "large.gguf")
     return load_model(folder / "large.gguf")
 
 
@@ -38,22 +37,22 @@ def head(folder: Path, of: str) -> None:
 def test_nothing_is_found(target: Loaded) -> None:
     folder = target.path.parent
     (folder / "damaged.gguf").write_bytes(b"GGUF")
-    write(folder / "other-words.gguf", tokens=["b", "a", "ab", "<s>", "</s>"])
-    write(folder / "as-large.gguf", tensors={"blk.1.filler.weight": (300, 400)})
+    write(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
+    write(folder / "too-large.gguf", kind=Q.F16)
     head(folder / "head", of="0" * 32 + ":" + "f" * 256)
     assert found_drafter(target) == "suffix"
 
 
 def test_the_smallest_model_with_the_same_vocabulary(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "small.gguf", tensors={"blk.1.filler.weight": (10, 400)})
-    write(folder / "smallest.gguf")
+    write(folder / "small.gguf", kind=Q.Q8_0)
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
     assert found_drafter(target) == f"suffix+model:{folder / 'smallest.gguf'}"
 
 
 def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "blob"
-    write(path)
+    write(path, kind=Q.Q4_0)
     stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
     monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
     assert found_drafter(target) == f"suffix+model:{path}"
@@ -61,14 +60,14 @@ def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_head_goes_before_a_model(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "smallest.gguf")
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
     head(folder / "my-head", of=fingerprint(target))
     assert found_drafter(target) == f"suffix+head:{folder / 'my-head'}"
 
 
 def test_found_is_a_drafter_of_load(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "smallest.gguf")
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
     llm = load(target.path, drafter=["found", "suffix"], draft=2)
     assert [policy.name for policy in llm.engine.policies] == ["suffix+model:smallest.gguf", "suffix"]
     plain = load(target.path, drafter=None)
