@@ -170,6 +170,19 @@ def _qwen3moe(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _gpt_oss(meta: Metadata, config: Config) -> Config:
+    """The trained YaRN does not round its planes, which no metadata says."""
+    rope = {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else {"rope_type": "default"}
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "intermediate_size": meta["expert_feed_forward_length"],
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "rope_scaling": rope,
+    }
+
+
 def _phi3(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "phi3",
@@ -227,6 +240,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen2": _named("qwen2"),
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
+    "gpt-oss": _gpt_oss,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -258,8 +272,10 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
 
 _EOS_TOKENS = {
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
 }
+_HARMONY = {"<|return|>", "<|call|>"}
+"""In gpt-oss's chat format these end a reply, and "<|end|>" ends a message, of which a reply may have several."""
 
 
 def _eos(fields: Fields) -> list[int] | None:
@@ -270,5 +286,6 @@ def _eos(fields: Fields) -> list[int] | None:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]
     tokens = fields.get("tokenizer.ggml.tokens") or ()
-    spelled = [index for index, token in enumerate(tokens) if token in _EOS_TOKENS]
+    wanted = _EOS_TOKENS - {"<|end|>"} if {*tokens} >= _HARMONY else _EOS_TOKENS
+    spelled = [index for index, token in enumerate(tokens) if token in wanted]
     return list(dict.fromkeys(ids + spelled)) or None

@@ -71,6 +71,15 @@ LAYOUTS = {
         {**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
+    "gpt-oss": TensorLayout(
+        {
+            **_ATTENTION,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
     "phi3": TensorLayout(
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),

@@ -173,6 +173,7 @@ MIXTURE: Mapping[str, FieldKind] = {
     **_each(_EXPERTS, "num_experts", "num_local_experts", "num_experts_per_tok"),
     "moe_intermediate_size": _ROWS,
     "norm_topk_prob": FLAG,
+    **_each(_FACTOR, "swiglu_alpha", "swiglu_limit"),
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }

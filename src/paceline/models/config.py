@@ -40,7 +40,8 @@ class LayerConfig:
 class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
-    `block`, `names`: names in the checkpoint of the block, and of an expert's gate, up and down projections.
+    `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
+    of what chooses among them.
     """
 
     count: int
@@ -49,6 +50,7 @@ class Experts:
     normalised: bool
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class ModelConfig:
     `special`: the layers one by one, unless all are alike (full attention, dense, with `rope`). `qk_norm`: query and
     key heads are normed. `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to
     the weight of every norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None:
-    head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh.
+    head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head
+    has a score for seeing nothing.
     """
 
     family: str
@@ -83,6 +86,7 @@ class ModelConfig:
     query_scale: float | None = None
     softcap: float | None = None
     final_softcap: float | None = None
+    sinks: bool = False
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:

@@ -21,7 +21,7 @@ from paceline.models.layers import Layer, Mixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
 """A window that reaches back further than any text, and fits the kernels' 32 bits."""
 
@@ -32,7 +32,7 @@ def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
 
 
 class _Heads(Structure):
-    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"))
+    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"), (c_void_p, "sinks"))
 
 
 class _Expert(Structure):
@@ -136,13 +136,15 @@ class NativeLayers:
             *(self._pointer(norm) for norm in norms),
             *(layer.mlp_norm.eps, parts.out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation], mix.head_dim),
             *(slab, index, rope),
-            _Heads(mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0),
+            _Heads(
+                mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
+            ),
         )
 
-    def _pointer(self, norm: Tensor | None) -> int | None:
-        if norm is None:
+    def _pointer(self, vector: Tensor | None) -> int | None:
+        if vector is None:
             return None
-        self._held.append(F.pad(norm.float(), (0, -len(norm) % LANES)).contiguous())
+        self._held.append(F.pad(vector.float(), (0, -len(vector) % LANES)).contiguous())
         return self._held[-1].data_ptr()
 
 

@@ -190,7 +190,8 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
     if c.qk_norm:
         q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
-    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm)
+    sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
+    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm, sinks)
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
@@ -210,4 +211,4 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixtu
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    return Mixture(weights.router(block + "gate", (e.count, c.hidden)), experts, e.used, e.normalised)
+    return Mixture(weights.router(block + e.router, (e.count, c.hidden)), experts, e.used, e.normalised)

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, MOST_ROWS, QWEN, SMOLLM3, FieldKind, check
-from paceline.kernels.activations import ACTIVATIONS
+from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
 
@@ -59,6 +59,18 @@ def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
     experts = Experts(raw["num_local_experts"], used, base.ffn, True, "block_sparse_moe", names)
     windows = [raw.get("sliding_window")] * base.layers
     return _layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
+
+
+def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """gpt-oss: every other layer slides, attention has sinks, and all layers are mixtures with a clamped SwiGLU."""
+    if (given := (raw["swiglu_alpha"], raw["swiglu_limit"])) != (SLOPE, LIMIT):
+        raise UnsupportedModel(
+            f"swiglu_alpha and swiglu_limit {given} are not supported", f"OpenAI's models have {SLOPE} and {LIMIT}"
+        )
+    experts = Experts(raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, True, router="router")
+    base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
+    windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
+    return _layered(base, windows, sparse=[True] * base.layers)
 
 
 def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -177,6 +189,24 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "rope_theta": 1000000.0,
             "rms_norm_eps": 1e-5,
+        },
+        MIXTURE,
+    ),
+    "gpt_oss": Family(
+        _gpt_oss,
+        {
+            "head_dim": 64,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+            "swiglu_alpha": SLOPE,
+            "swiglu_limit": LIMIT,
         },
         MIXTURE,
     ),

@@ -56,8 +56,17 @@ class HeadNorm:
 class Attention:
     """Grouped-query attention with q, k and v from one product."""
 
-    def __init__(self, qkv: Linear, heads: int, kv_heads: int, head_dim: int, norm: HeadNorm | None = None) -> None:
-        self.qkv, self.norm = qkv, norm
+    def __init__(
+        self,
+        qkv: Linear,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        norm: HeadNorm | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """`sinks` [heads]: see `cache.attention.LayerAttention`, of which they are a part."""
+        self.qkv, self.norm, self.sinks = qkv, norm, sinks
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 

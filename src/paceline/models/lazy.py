@@ -37,6 +37,10 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return a matrix where it lies, in the type of the file; None for tensors that are computed when read."""
         return None
 
+    def kind(self, name: str) -> str:
+        """Return the name of the type that a tensor is stored in."""
+        return str(self[name].dtype)
+
     def mostly_codes(self) -> bool:
         """Whether most weights are stored in codes."""
         return False
@@ -61,6 +65,11 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
+def kind_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return `LazyTensors.kind`, of tensors in memory their dtype."""
+    return tensors.kind(name) if isinstance(tensors, LazyTensors) else str(tensors[name].dtype)
+
+
 class Renamed(LazyTensors):
     """Tensors of which one may have been given another name."""
 
@@ -76,6 +85,9 @@ class Renamed(LazyTensors):
 
     def stored(self, name: str) -> Stored | None:
         return stored_of(self._tensors, self._names[name])
+
+    def kind(self, name: str) -> str:
+        return kind_of(self._tensors, self._names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])

@@ -29,8 +29,8 @@ class LayerStack:
         self._layers, plan = layers, config.plan
         scale = config.query_scale or config.head_dim**-0.5
         self._attentions = [
-            LayerAttention(scale, layer.window, config.softcap, both)
-            for layer, both in zip(plan, mutual or (False,) * len(plan), strict=True)
+            LayerAttention(scale, spec.window, config.softcap, both, layer.attention.sinks)
+            for layer, spec, both in zip(layers, plan, mutual or (False,) * len(plan), strict=True)
         ]
         precise = torch.promote_types(host.dtype, torch.float32)
         self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
