@@ -59,10 +59,10 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
     If they cannot be compiled, the error says why.
     """
     from paceline.files.wheels import cache_folder
-    from paceline.kernels.cpu.build import built_for, compiled, loaded
+    from paceline.kernels.cpu.build import built_for, find, loaded
 
     begin, before = time.perf_counter(), set(cache_folder().glob("native-*"))
-    path = compiled()
+    path = find()
     existed = path in before
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:
