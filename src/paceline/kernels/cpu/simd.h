@@ -463,36 +463,4 @@ template <int N>
 #endif
 }
 
-// --- functions ------------------------------------------------------------------------------------------------------
-
-// e^x to about one unit in the last place; 0 below -87, -inf included.
-inline Floats exponential(Floats x) {
-    const Ints vanishes = x < -87.0f;
-    x = select(vanishes, all(-87.0f), select(x > 88.0f, all(88.0f), x));
-    Floats turns = x * 1.44269504f + 12582912.0f;  // rounds: 1.5 * 2^23 leaves no bits behind the point
-    const Ints power = as<Ints>(turns) << 23;
-    turns -= 12582912.0f;
-    Floats r = fma(turns, all(-0.693359375f), x);
-    r = fma(turns, all(2.12194440e-4f), r);
-    Floats y = all(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        y = fma(y, r, all(c));
-    y = fma(y, r * r, r) + 1.0f;
-    y = as<Floats>(as<Ints>(y) + power);
-    return select(vanishes, Floats{}, y);
-}
-
-// 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
-inline Floats power_of_two(Floats x) {
-    x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
-    const Floats turns = x + 12582912.0f;
-    const Ints power = as<Ints>(turns) << 23;
-    const Floats r = x - (turns - 12582912.0f);
-    Floats y = all(9.58287326e-3f);
-    for (float c : {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f}) y = fma(y, r, all(c));
-    return as<Floats>(as<Ints>(y) + power);
-}
-
-inline Floats hyperbolic_tangent(const Floats& x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
-
 }  // namespace paceline
