@@ -120,6 +120,8 @@ const char* paceline_built_for() {
 #define PACELINE_PROCESSOR "AVX-VNNI"
 #elif defined(__AVX2__)
 #define PACELINE_PROCESSOR "AVX2"
+#elif defined(__SSE4_1__)
+#define PACELINE_PROCESSOR "SSE4.1"
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 #define PACELINE_PROCESSOR "NEON I8MM"
 #elif defined(__ARM_FEATURE_DOTPROD)

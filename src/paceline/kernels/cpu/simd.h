@@ -1,5 +1,5 @@
-// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets but the
-// portable one on x86-64, which has no fused multiply-add, give the same bits; `dot2` says where AVX-512 BF16 may not.
+// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets give the same bits,
+// but those of x86-64 below AVX2, which have no fused multiply-add; `dot2` says where AVX-512 BF16 may not.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ using bf16 = uint16_t;
 using half = uint16_t;
 using Shorts = Lanes<uint16_t>;
 
-// a * b + c, rounded once; twice on processors without such an instruction, where it would be a function call.
+// a * b + c, rounded once; twice on processors without such an instruction, where it would take twenty others.
 inline FloatPart fma(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -104,6 +104,10 @@ inline Ints from_bytes(const uint8_t* from) {
     Ints v;
     for (int i = 0; i < PARTS; i++) v.part[i] = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8 * i)));
     return v;
+#elif defined(__SSE4_1__)
+    Ints v;
+    for (int i = 0; i < PARTS; i++) v.part[i] = (IntPart)_mm_cvtepu8_epi32(_mm_cvtsi32_si128(read<int32_t>(from + 4 * i)));
+    return v;
 #else
     return convert<Ints>(load<Lanes<uint8_t>>(from));
 #endif
@@ -155,6 +159,8 @@ struct Weights {
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm512_abs_epi8((__m512i)codes);
 #elif defined(__AVX2__)
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm256_abs_epi8((__m256i)codes);
+#elif defined(__SSE4_1__)
+        if (!SMALL) sizes = (BytePart)_mm_abs_epi8((__m128i)codes);
 #endif
     }
 };
@@ -185,6 +191,8 @@ inline BytePart looked_up(const uint8_t* table, BytePart codes) {
     return (BytePart)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(table)), (__m512i)codes);
 #elif defined(__AVX2__)
     return (BytePart)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(table)), (__m256i)codes);
+#elif defined(__SSE4_1__)
+    return (BytePart)_mm_shuffle_epi8(read<__m128i>(table), (__m128i)codes);
 #elif defined(__aarch64__)
     return (BytePart)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
 #else
@@ -290,6 +298,12 @@ class Dots {
         __m256i x = _mm256_set1_epi32(four);
         if (!SMALL) x = _mm256_sign_epi8(x, (__m256i)w.codes);
         add(_mm256_maddubs_epi16((__m256i)w.sizes, x));
+    }
+#elif defined(__SSE4_1__)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        __m128i x = _mm_set1_epi32(four);
+        if (!SMALL) x = _mm_sign_epi8(x, (__m128i)w.codes);
+        add(_mm_maddubs_epi16((__m128i)w.sizes, x));
     }
 #else
     void add(const Weights<SMALL>& w, int32_t four) {
