@@ -12,11 +12,11 @@ import pytest
 from paceline.kernels.cpu import toolchain
 from paceline.kernels.cpu.build import SETS, available, compiled, library
 from paceline.kernels.cpu.toolchain import InstructionSet, find_compiler, sets_of
+from tests.kernels.sets import FUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
 
 DRIVER = Path(__file__).with_name("bits.cpp")
-FUSED = [name for name in available() if name not in ("portable", "sse4")]
 ARM, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSORS = {"neon": "cortex-a53", "neondot": "cortex-a76", "neoni8mm": "max"}
 """Instruction sets of ARM, and a processor that has no larger one."""
@@ -47,21 +47,19 @@ def bits(one: InstructionSet, folder: Path, *emulator: str) -> dict[str, str]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if not FUSED:
         pytest.skip("this processor has no fused multiply-add")
-    return bits(SETS[FUSED[0]], tmp_path_factory.mktemp("bits"))
+    return bits(FUSED[0], tmp_path_factory.mktemp("bits"))
 
 
-@pytest.mark.parametrize("name", FUSED[1:])
-def test_sets_of_this_processor(name: str, expected: dict[str, str], tmp_path: Path) -> None:
-    found = bits(SETS[name], tmp_path)
+@pytest.mark.parametrize("one", FUSED[1:], ids=lambda one: one.name)
+def test_sets_of_this_processor(one: InstructionSet, expected: dict[str, str], tmp_path: Path) -> None:
+    found = bits(one, tmp_path)
     differing = {key for key in expected if found[key] != expected[key]}
-    assert differing == ({VANISHING} if name == "avx512bf16" else set())
+    assert differing == ({VANISHING} if one.name == "avx512bf16" else set())
 
 
 @needs_arm
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_sets_of_arm(
-    name: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sets_of_arm(name: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", ARM)
     emulator = (EMULATOR, "-L", "/usr/aarch64-linux-gnu", "-cpu", PROCESSORS[name])
     assert bits(sets_of("aarch64")[name], tmp_path, *emulator) == expected
