@@ -17,7 +17,9 @@ def counting(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     def answer(ask: PeerPrompt) -> MeasuredReply:
         print("working ...")
         told = [setup.tokens, setup.positions, setup.threads, *setup.eos]
-        return MeasuredReply([*told, len(ask.prompt), int(ask.lookup), round(10 * ask.temperature), ask.seed], 0.25)
+        return MeasuredReply(
+            [*told, len(ask.prompt), int(bool(ask.drafter)), round(10 * ask.temperature), ask.seed], 0.25
+        )
 
     return answer
 
@@ -32,7 +34,7 @@ def broken(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
 
 def without_lookup(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
     def answer(ask: PeerPrompt) -> MeasuredReply:
-        if ask.lookup:
+        if ask.drafter:
             raise ValueError("prompt lookup is greedy only")
         return MeasuredReply([1, 2, 3], 0.01)
 

@@ -18,7 +18,7 @@ import paceline.llm
 from paceline.bench import peer_process as peer_module
 from paceline.bench import peers
 from paceline.bench.figures import bootstrap, decode_speed, median, ratios, same_text, summarise
-from paceline.bench.measure import MeasuredReply, Sample, SystemFailed, measure
+from paceline.bench.measure import WARM_UP, MeasuredReply, Sample, SystemFailed, measure
 from paceline.bench.page import page
 from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
@@ -177,7 +177,7 @@ def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
         for name in "abc"
     }
     found = list(measure(systems, questions_of(x=3), repeats=2))
-    assert asked[:3] == ["ax 0", "bx 0", "cx 0"]
+    assert asked[:4] == [f"a{WARM_UP}", f"b{WARM_UP}", f"c{WARM_UP}", "ax 0"], "no question is asked before its time"
     samples = [s for s in found if isinstance(s, Sample)]
     assert ["".join(s.system for s in samples[i : i + 3]) for i in range(0, 18, 3)] == ["abc", "bca", "cab"] * 2
     assert {(s.system, s.order) for s in samples} == {(name, i) for name in "abc" for i in range(3)}
@@ -194,7 +194,7 @@ def test_a_system_that_is_lost_is_asked_no_more() -> None:
         return MeasuredReply([1], 0.1)
 
     found = list(measure({"a": failing, "b": lambda question: MeasuredReply([1], 0.1)}, questions_of(x=4)))
-    assert asked == ["x 0", "x 0", "x 1"]
+    assert asked == [WARM_UP, "x 0", "x 1"]
     assert [(name, str(error)) for name, error in (e for e in found if isinstance(e, tuple))] == [("a", "gone")]
     assert Counter(s.system for s in found if isinstance(s, Sample)) == {"a": 1, "b": 4}
 
@@ -239,7 +239,7 @@ def test_a_peer_is_asked_what_the_model_would_read_and_rendering_counts() -> Non
     found = peer_systems("x", child, toy_llm(), Comparison(temperatures=(0.0, 0.7), seed=4))
     replies = {system.name: write(Question(1, "qa", "why")) for system, write in found.items()}
     assert list(replies) == ["x", "x lookup", "x T=0.7", "x lookup T=0.7"]
-    assert asked == [PeerPrompt("<user:why><a:", heat, lookup, 4) for heat in (0.0, 0.7) for lookup in (False, True)]
+    assert asked == [PeerPrompt("<user:why><a:", heat, drafter, 4) for heat in (0.0, 0.7) for drafter in ("", "lookup")]
     assert all(reply.first > 0.25 for reply in replies.values())
 
 
@@ -254,7 +254,7 @@ def child() -> Iterator[PeerProcess]:
 
 
 def test_a_peer_answers_from_a_process_of_its_own(child: PeerProcess) -> None:
-    assert child.ask(PeerPrompt("abc", 0.7, True, 4)) == MeasuredReply([8, 40, 2, 36, 5, 3, 1, 7, 4], 0.25)
+    assert child.ask(PeerPrompt("abc", 0.7, "lookup", 4)) == MeasuredReply([8, 40, 2, 36, 5, 3, 1, 7, 4], 0.25)
     assert child.ask(PeerPrompt("é\n")).token_ids[5:] == [2, 0, 0, 0]
 
 

@@ -87,8 +87,8 @@ def test_llama_cpp_ends_where_the_model_does(llamas: list[FakeLlama], monkeypatc
 
 def test_llama_cpp_drafts_by_lookup_in_a_model_of_its_own(llamas: list[FakeLlama]) -> None:
     answer = llama_cpp(JOB)
-    answer(PeerPrompt("a", lookup=True))
-    answer(PeerPrompt("b", lookup=True))
+    answer(PeerPrompt("a", drafter="lookup"))
+    answer(PeerPrompt("b", drafter="lookup"))
     assert [m.options["draft_model"] and m.options["draft_model"].num_pred_tokens for m in llamas] == [None, 10]
 
 
@@ -133,8 +133,8 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
     asks = [
         PeerPrompt("a"),
         PeerPrompt("b", temperature=0.7, seed=3),
-        PeerPrompt("c", lookup=True),
-        PeerPrompt("d", lookup=True),
+        PeerPrompt("c", drafter="lookup"),
+        PeerPrompt("d", drafter="lookup"),
     ]
     replies = [answer(ask) for ask in asks]
     assert all(reply.token_ids == [7, 8, 36] and reply.first > 0 for reply in replies)
@@ -181,7 +181,7 @@ def test_transformers_answers_at_most_so_many_tokens_and_the_same_by_lookup(fold
     plain = answer(PeerPrompt("abcabcabc"))
     assert len(plain.token_ids) == 12
     assert plain.first > 0
-    assert answer(PeerPrompt("abcabcabc", lookup=True)).token_ids == plain.token_ids
+    assert answer(PeerPrompt("abcabcabc", drafter="lookup")).token_ids == plain.token_ids
     drawn = [answer(PeerPrompt("abcabcabc", 2.0, seed=seed)).token_ids for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     end = plain.token_ids[3]

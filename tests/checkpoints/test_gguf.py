@@ -306,6 +306,7 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
         ("llama", {"fields": {"split.count": 3}}, "merge"),
         ("llama", {"fields": {"llama.feed_forward_length": [96]}}, "different widths"),
         ("llama", {"fields": {"llama.attention.value_length": 8}}, "different sizes"),
+        ("llama", {"fields": {"llama.pooling_type": 3}}, "embeds or ranks"),
         ("llama", {"fields": {"llama.rope.dimension_count": 8}}, "part of each head"),
         ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
     ],

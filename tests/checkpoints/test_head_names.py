@@ -46,9 +46,9 @@ def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", n
 class Fake(Suffix):
     """Stands for every drafter of a head, and keeps what it was made of."""
 
-    def __init__(self, config: HeadConfig, tensors: Any, target: TargetWithHead) -> None:
+    def __init__(self, config: HeadConfig, tensors: Any, target: TargetWithHead, **options: float) -> None:
         super().__init__()
-        self.made = (config, dict(tensors), target)
+        self.made, self.options = (config, dict(tensors), target), options
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +105,21 @@ def test_early_exit_takes_a_number_of_layers() -> None:
     for layers in (0, 8):
         with pytest.raises(InvalidOption, match=rf"early-exit:{layers} .* 8 layers\. Give 1 to 7"):
             make_drafter(f"early-exit:{layers}", target, refuse)
+
+
+def test_early_exit_takes_a_threshold(tmp_path: Path) -> None:
+    target, folder = loaded(), write_head(tmp_path / "exit", head_of(EXIT))
+    for spec, layers in (("early-exit:3", 3), ("early-exit", 4), (f"early-exit:{folder}", EXIT.layers)):
+        drafter = made(f"{spec}@0.25", target)
+        assert (drafter.made[0], drafter.options) == (
+            replace(made(spec, target).made[0], layers=layers),
+            {"threshold": 0.25},
+        )
+        assert made(spec, target).options == {}
+    stack: Any = make_drafter("early-exit:3@.7+suffix", target, refuse)
+    assert stack._drafters[0].options == {"threshold": 0.7}
+    with pytest.raises(InvalidOption, match=r"threshold of 'early-exit:3@1\.5' must be 0 to 1"):
+        check_spec("early-exit:3@1.5+ngram")
 
 
 @pytest.mark.parametrize("spec", ["eagle3", "medusa", "early-exit", "early-exit:4+ngram", "head:a", "eagle3:a+b:c@d"])

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from typer.testing import CliRunner
 
+import paceline
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.loader import load_model, native
 from paceline.checkpoints.lora import open_model
 from paceline.cli import app
-from paceline.errors import PacelineError
+from paceline.errors import CorruptModel, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
+from paceline.models.families import refuse_other_heads
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from tests.models.test_families import SIZES
@@ -36,6 +38,12 @@ def save(folder: Path, name: str = "Llama", **changes: Any) -> Any:
     model.save_pretrained(folder)
     Backend(models.BPE(vocab={chr(97 + i): i for i in range(26)}, merges=[])).save(str(folder / "tokenizer.json"))
     return model
+
+
+def rewrite(folder: Path, change: dict[str, object]) -> None:
+    """Change entries of the config; None takes one out."""
+    raw = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -55,9 +63,7 @@ def test_a_tied_matrix_stored_as_the_head_is_loaded(tmp_path: Path, name: str, s
     model = save(tmp_path, name)
     stored(tmp_path, as_head)
     if not said and name == "Gemma2":
-        raw = json.loads((tmp_path / "config.json").read_text())
-        del raw["tie_word_embeddings"]
-        (tmp_path / "config.json").write_text(json.dumps(raw))
+        rewrite(tmp_path, {"tie_word_embeddings": None})
     target = load_model(tmp_path, dtype="float32", device="cpu").target
     assert isinstance(target, Decoder)
     expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
@@ -124,8 +130,7 @@ def test_info_and_load_agree_on_what_transformers_would_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, object], said: str
 ) -> None:
     save(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    rewrite(tmp_path, change)
     with pytest.raises(PacelineError) as caught:
         load_model(tmp_path)
     assert said in str(caught.value)
@@ -133,6 +138,56 @@ def test_info_and_load_agree_on_what_transformers_would_run(
     result = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (1, f"error: {caught.value}\n")
     assert capfd.readouterr() == ("", ""), "nothing of the library's own"
+
+
+@pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "Qwen2ForRewardModel", "LlamaModel"])
+def test_a_model_with_another_head_is_refused(tmp_path: Path, head: str) -> None:
+    save(tmp_path)
+    rewrite(tmp_path, {"architectures": [head]})
+    with pytest.raises(UnsupportedModel, match=f"of a {head}, which is not a language model") as caught:
+        load_model(tmp_path)
+    result = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (1, f"error: {caught.value}\n")
+
+
+def test_a_classifier_as_transformers_writes_it_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    config = transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": True})
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    stored(tmp_path, lambda tensors: tensors.pop("score.weight"))  # all else is a language model's
+    with pytest.raises(UnsupportedModel, match="LlamaForSequenceClassification"):
+        load_model(tmp_path)
+
+
+def test_every_language_model_of_transformers_is_known_by_its_class() -> None:
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in names:
+        refuse_other_heads({"architectures": [name]})
+
+
+def test_weights_that_transformers_would_make_up_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "GPT2", n_embd=48, n_layer=2, n_head=2)
+    load_model(tmp_path, device="cpu")
+    stored(tmp_path, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
+    with pytest.raises(CorruptModel, match=r"lack 1 tensors \(transformer\.h\.1\.mlp\.c_fc\.weight\)"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_pickles_and_revisions_are_allowed_to_draft_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("target", "draft"):
+        save(tmp_path / name)
+        torch.save(load_file(tmp_path / name / "model.safetensors"), tmp_path / name / "pytorch_model.bin")
+        (tmp_path / name / "model.safetensors").unlink()
+    asked = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options["revision"]))
+        return str(tmp_path / name.partition("/")[2])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    llm = paceline.load("o/target", drafter="model:o/draft", revision="v1", draft_revision="v2", allow_pickle=True)
+    assert llm.drafter == "model:o/draft"
+    assert set(asked) == {("o/target", "v1"), ("o/draft", "v2")}
 
 
 def test_info_says_what_runs_through_transformers(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.bench.questions import Question
@@ -73,6 +73,7 @@ class Sample:
         }
 
 
+WARM_UP = "Count from one to ten, then from ten to one."
 PAUSE = 0.02
 """Seconds between replies, in which threads of the last system that spin while they wait go to sleep."""
 
@@ -80,13 +81,15 @@ PAUSE = 0.02
 def measure(
     systems: Mapping[str, Answer], questions: Sequence[Question], repeats: int = 1
 ) -> Iterator[Sample | tuple[str, SystemFailed]]:
-    """Warm every system up with one unrecorded reply, then yield samples as they are made.
+    """Warm every system up with one unrecorded reply to another question, then yield samples as they are made.
 
     A machine's speed drifts, so what is compared is measured side by side and only ratios within a question count.
     A system that fails is yielded once with its error and then dropped.
     """
     left = dict(systems)
-    plan = [(-1, questions[0]), *((repeat, question) for repeat in range(repeats) for question in questions)]
+    # A drafter that remembers earlier replies must not have seen a question before.
+    warm_up = replace(questions[0], id="warm-up", text=WARM_UP, more=(WARM_UP,) * len(questions[0].more))
+    plan = [(-1, warm_up), *((repeat, question) for repeat in range(repeats) for question in questions)]
     for turn, (repeat, question) in enumerate(plan):
         names = list(left)
         start = max(0, turn - 1) % len(names) if names else 0

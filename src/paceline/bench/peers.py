@@ -1,4 +1,4 @@
-"""Other programs that run the same weights, each an optional extra: transformers, llama.cpp, OpenVINO GenAI.
+"""Other programs that run the same weights: transformers, llama.cpp (its library and its server), OpenVINO GenAI.
 
 Each runs in a process of its own (`peer_process.py`), reads the same file at its own defaults, tokenises the same
 rendered prompt and ends at the same tokens. None may keep anything of an earlier prompt.
@@ -25,7 +25,7 @@ class PeerUnavailable(PacelineError):
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
     """Setup of a peer: the model's path, token ids that end a reply, new tokens per reply at most, context length for
-    the longest prompt and its reply, CPU threads, and the device as torch names it."""
+    the longest prompt and its reply, CPU threads, the device as torch names it, a draft model's path or ""."""
 
     path: str
     eos: tuple[int, ...]
@@ -33,15 +33,16 @@ class PeerSetup:
     positions: int
     threads: int
     device: str = "cpu"
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A rendered prompt. `lookup`: whether to draft by prompt lookup. `temperature`: 0 is greedy."""
+    """A rendered prompt. `temperature`: 0 is greedy. `drafter`: one that the program offers, "" for none."""
 
     prompt: str
     temperature: float = 0.0
-    lookup: bool = False
+    drafter: str = ""
     seed: int = 0
 
 
@@ -50,9 +51,19 @@ PeerAnswer = Callable[[PeerPrompt], MeasuredReply]
 PEERS: dict[str, str] = {
     "transformers": f"{__name__}:transformers",
     "llama.cpp": f"{__name__}:llama_cpp",
+    "llama-server": "paceline.bench.llama_server:llama_server",
     "openvino": f"{__name__}:openvino",
 }
 """Name -> the function that starts it, `PeerSetup` to `PeerAnswer`, as module:function."""
+
+LOOKUP = "lookup"
+
+
+def peer_drafters(name: str, draft: str) -> tuple[str, ...]:
+    """Return the drafters to measure of a program. `draft`: path of a draft model, "" if there is none."""
+    if name != "llama-server":
+        return (LOOKUP,)
+    return ("ngram-mod", "ngram-simple", *(("draft",) if draft else ()))
 
 
 class Transformers:
@@ -106,7 +117,7 @@ def transformers(setup: PeerSetup) -> PeerAnswer:
     def answer(prompt: PeerPrompt) -> MeasuredReply:
         timer = FirstTokenTimer()
         ids = peer.encode(prompt.prompt)
-        options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if prompt.lookup else {}
+        options: dict[str, Any] = {"prompt_lookup_num_tokens": peer.lookup} if prompt.drafter else {}
         if prompt.temperature:
             torch.manual_seed(prompt.seed)
             options |= {"do_sample": True, "temperature": prompt.temperature, "top_k": 0, "top_p": 1.0}
@@ -121,7 +132,7 @@ def transformers(setup: PeerSetup) -> PeerAnswer:
 def llama_cpp(setup: PeerSetup) -> PeerAnswer:
     """Start llama-cpp-python on the GGUF file, at the file's precision, with prompt lookup of 10 tokens."""
     library = _library("llama_cpp", "llama-cpp-python")
-    path = _gguf(setup, "llama.cpp")
+    path = gguf(setup, "llama.cpp")
 
     @cache
     def model(lookup: bool) -> Any:
@@ -136,7 +147,7 @@ def llama_cpp(setup: PeerSetup) -> PeerAnswer:
         )
 
     def answer(prompt: PeerPrompt) -> MeasuredReply:
-        llama = model(prompt.lookup)
+        llama = model(bool(prompt.drafter))
         timer = FirstTokenTimer()
         llama.reset()  # otherwise it keeps the common prefix of two prompts
         ids = llama.tokenize(prompt.prompt.encode(), add_bos=False, special=True)
@@ -157,7 +168,7 @@ def llama_cpp(setup: PeerSetup) -> PeerAnswer:
 def openvino(setup: PeerSetup) -> PeerAnswer:
     """Start OpenVINO GenAI on the GGUF file, with prompt lookup of 5 tokens."""
     library = _library("openvino_genai", "openvino-genai")
-    path = _gguf(setup, "OpenVINO GenAI")
+    path = gguf(setup, "OpenVINO GenAI")
 
     class Streamer(library.StreamerBase):  # type: ignore[misc, name-defined]
         def __init__(self, timer: FirstTokenTimer) -> None:
@@ -181,7 +192,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
         return library.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=setup.threads, **options)
 
     def answer(prompt: PeerPrompt) -> MeasuredReply:
-        writer, config = pipeline(prompt.lookup), library.GenerationConfig()
+        writer, config = pipeline(bool(prompt.drafter)), library.GenerationConfig()
         config.max_new_tokens = setup.tokens
         config.apply_chat_template = False
         config.set_eos_token_id(setup.eos[0])
@@ -189,7 +200,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
         config.do_sample = prompt.temperature > 0
         if config.do_sample:
             config.temperature, config.rng_seed = prompt.temperature, prompt.seed
-        if prompt.lookup:
+        if prompt.drafter:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
         timer = FirstTokenTimer()
         tokenizer = writer.get_tokenizer()
@@ -227,7 +238,8 @@ def _library(name: str, packages: str) -> Any:
         raise PeerUnavailable(f"{name} cannot be imported ({error})", fix) from error
 
 
-def _gguf(setup: PeerSetup, name: str) -> str:
+def gguf(setup: PeerSetup, name: str) -> str:
+    """Return the path of the model. Raises `PeerUnavailable` if it is not a GGUF file, or not on the CPU."""
     if not setup.path.endswith(".gguf"):
         raise PeerUnavailable(f"{name} reads the same file, and {setup.path} is not a GGUF file", "Give a GGUF file")
     if setup.device != "cpu":

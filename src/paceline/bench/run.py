@@ -61,9 +61,8 @@ def _peers(
     longest = max(len(llm.encode(text)) for question in questions for text in question.texts)
     positions = min(llm.model.target.context_length, longest + comparison.tokens)
     device = str(llm.model.target.device)
-    setup = PeerSetup(
-        str(llm.model.path), tuple(llm.model.eos), comparison.tokens, positions, comparison.threads, device
-    )
+    model, eos, tokens = str(llm.model.path), tuple(llm.model.eos), comparison.tokens
+    setup = PeerSetup(model, eos, tokens, positions, comparison.threads, device, comparison.draft_model)
     systems: dict[System, Answer] = {}
     missing = []
     for name in dict.fromkeys(comparison.against):

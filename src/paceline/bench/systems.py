@@ -9,7 +9,7 @@ from typing import cast
 
 from paceline.bench.measure import Answer, FirstTokenTimer, MeasuredReply
 from paceline.bench.peer_process import PeerProcess
-from paceline.bench.peers import PEERS, PeerPrompt
+from paceline.bench.peers import PEERS, PeerPrompt, peer_drafters
 from paceline.bench.questions import Question
 from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_size
 from paceline.errors import InvalidOption
@@ -24,7 +24,7 @@ OURS = "paceline"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, "lookup" of a peer, "" for none. `precision`:
+    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, a peer's own, "" for none. `precision`:
     see `split_precision`, "" for weights as loaded. `temperature`: 0 is greedy. `width`: requests in a batch."""
 
     program: str = OURS
@@ -56,8 +56,8 @@ class Comparison:
     """Systems to compare: every drafter at every precision, temperature and batch width, beside plain decoding.
 
     `drafters`: as for `paceline.load`, each with its own draft size as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
-    without one, Paceline's draft policy decides. `against`: names of `PEERS`, each measured plainly and with its prompt
-    lookup. `repeats`: how often each question is asked. `widths`: numbers of requests answered together. Raises
+    without one, Paceline's draft policy decides. `against`: names of `PEERS`, each measured plainly and with its own
+    drafters. `repeats`: how often each question is asked. `widths`: numbers of requests answered together. Raises
     `InvalidOption`.
     """
 
@@ -84,6 +84,12 @@ class Comparison:
             check_spec(split_size(drafter)[0])
         for temperature in (1.0, *self.temperatures):  # 1.0 checks the rule
             self.sampling(temperature)
+
+    @property
+    def draft_model(self) -> str:
+        """Path of the first draft model among the drafters that is a GGUF file, for programs that take one; or ""."""
+        models = (split_size(name)[0].removeprefix("model:") for name in self.drafters if name.startswith("model:"))
+        return next((model for model in models if model.endswith(".gguf")), "")
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling parameters of Paceline's systems; rules differ only above temperature 0."""
@@ -146,12 +152,12 @@ def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
 
 
 def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparison) -> dict[System, Answer]:
-    """Return a peer's systems, plain and with prompt lookup. `llm` renders the prompts, so that all get the same."""
+    """Return a peer's systems, plain and with its drafters. `llm` renders the prompts, so that all get the same."""
 
-    def system(temperature: float, lookup: bool) -> Answer:
+    def system(temperature: float, drafter: str) -> Answer:
         def answer(question: Question) -> MeasuredReply:
             began = time.perf_counter()
-            prompt = PeerPrompt(render(llm, question.text), temperature, lookup, comparison.seed)
+            prompt = PeerPrompt(render(llm, question.text), temperature, drafter, comparison.seed)
             rendering = time.perf_counter() - began
             reply = process.ask(prompt)
             return replace(reply, first=rendering + reply.first)
@@ -159,9 +165,9 @@ def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparis
         return answer
 
     return {
-        System(name, "lookup" if lookup else "", temperature=temperature): system(temperature, lookup)
+        System(name, drafter, temperature=temperature): system(temperature, drafter)
         for temperature in comparison.temperatures
-        for lookup in (False, True)
+        for drafter in ("", *peer_drafters(name, comparison.draft_model))
     }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
+from paceline.checkpoints.head_codes import decode
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
@@ -63,15 +64,20 @@ Found = tuple[str, HeadConfig, Tensors]
 
 
 def open_head(
-    reference: str | Path, *, token: str | None = None, quiet: bool = True, allow_pickle: bool = False
+    reference: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = True,
+    allow_pickle: bool = False,
 ) -> HeadFile:
-    """Read and check a learned drafter in any layout, from a folder or a hub id.
+    """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`).
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
     runs).
     """
-    path = resolve(reference, token=token, quiet=quiet, allow_pickle=allow_pickle)
+    path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     if path.is_file():
         raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
     raw = read_json(path / "config.json", HEAD_IDENTITY)
@@ -87,14 +93,14 @@ def open_head(
         layout, config, tensors = reader(folder)
     except KeyError as missing:
         raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
-    tensors = complete(config, tensors)
-    check_tensors(path, config, tensors)
     extra = dict(raw.get("paceline") or {})
+    whole = decode(complete(config, tensors), extra)
+    check_tensors(path, config, whole)
     target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
-    for known in ("kind", "paths"):  # which `config` holds
+    for known in ("kind", "paths", "matrices"):  # which `config` and `tensors` hold
         extra.pop(known, None)
     target = _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or target
-    return HeadFile(path, layout, config, tensors, target, layers, extra)
+    return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
 def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
@@ -280,7 +286,7 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size", {"vocab_size": rows, **folder.raw})
     return MedusaConfig(
-        hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
+        hidden=len(tensors["blocks.0.layers.0.weight"]),
         vocab_size=vocab,
         heads=heads,
         layers=layers,

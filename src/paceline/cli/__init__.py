@@ -54,7 +54,7 @@ def _global(
 
 
 def compile_kernels(*, as_json: AsJson = False) -> None:
-    """Compile the CPU kernels now instead of at the first model load.
+    """Compile the CPU kernels now instead of at the first model load, unless the installed wheel brought them.
 
     If they cannot be compiled, the error says why.
     """
@@ -63,7 +63,7 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
     begin, before = time.perf_counter(), set(cache_folder().glob("native-*"))
     path = find()
-    existed = path in before
+    existed = path in before or path.parent != cache_folder()
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:
         facts = {"path": str(path), "built_for": target, "compiled": not existed, "seconds": seconds}

@@ -66,7 +66,7 @@ class BenchOptions:
         default="auto",
     )
     against: str = _systems(
-        "Other programs, if installed: transformers, llama.cpp, openvino.", metavar="PROGRAMS", default=""
+        "Other programs, if installed: transformers, llama.cpp, llama-server, openvino.", metavar="PROGRAMS", default=""
     )
     model: ModelName = DEMO
     dtype: DataType = "auto"

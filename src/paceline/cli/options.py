@@ -151,8 +151,9 @@ class LoadOptions(ModelOptions):
         "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
         "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
-        "them) or early-exit:LAYERS. eagle3 and medusa alone are the heads that come with Paceline. Join several "
-        "with '+': the first that has a proposal drafts. The text stays the same with --rule match.",
+        "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa "
+        "alone are the heads that come with Paceline. Join several with '+': the first that has a proposal drafts. The "
+        "text stays the same with --rule match.",
         "-d",
         metavar="DRAFTER",
         default="auto",
@@ -164,6 +165,9 @@ class LoadOptions(ModelOptions):
         default="auto",
     )
     draft_quantize: DraftQuantize = "auto"
+    draft_revision: str | None = _speculation(
+        "Branch, tag or commit of the drafter's hub id.", metavar="NAME", default=None
+    )
     draft_vocab: str = _speculation(
         "Tokens a draft model or EAGLE head chooses from: auto, a number or FILE.\n\n0 is all of them. FILE holds "
         "answers of the model (JSONL, as `paceline train` writes them): the most frequent tokens are taken. auto takes "
@@ -180,6 +184,7 @@ class LoadOptions(ModelOptions):
             draft=parse_draft(self.draft),
             quantize=self.quantize,
             draft_quantize=self.draft_quantize,
+            draft_revision=self.draft_revision,
             draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
         )
 

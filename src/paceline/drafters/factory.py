@@ -9,6 +9,7 @@ eagle3, medusa, block         the head of this kind that comes with Paceline for
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
 early-exit                    the adapter that comes with Paceline, or half of the target's layers
 early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
+early-exit@P, ...:LAYERS@P    the same; a chain ends where the exit's highest probability is below P (0.5)
 A+B+C                         the first of these that has a draft; a reference comes last and may hold a "+"
 """
 
@@ -22,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
@@ -36,13 +38,16 @@ from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.trimmed import DraftVocab, head_tokens
 from paceline.errors import HeadMismatch, InvalidOption
+from paceline.kernels.linear import takes_stored
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.heads import EagleConfig, ExitConfig, HeadConfig, HeadFile, kind_of
-from paceline.models.lazy import Quantised
+from paceline.models.lazy import Quantised, mostly_codes
 from paceline.types import DraftBudget
 
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
+Options = Mapping[str, float]
+"""What a name sets of a drafter: `threshold`, of early exit."""
 
 _LOOKUPS: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
@@ -67,7 +72,7 @@ _CLASSES = {
 _KINDS = {"eagle3": "eagle3", "medusa": "medusa", "block": "block", "early-exit": "exit"}
 """Name -> kind of head."""
 
-_REFERENCE = re.compile(r"(?:^|\+)\s*((?:model|eagle3|medusa|block|head|early-exit(?!:\d+\s*(?:\+|$))):)")
+_REFERENCE = re.compile(r"(?:^|\+)\s*((?:model|eagle3|medusa|block|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)")
 """The name before a reference, which goes on to the end of the spec."""
 
 
@@ -110,9 +115,16 @@ def open_drafter(
         if isinstance(found.config, EagleConfig) and "d2t" not in found.tensors:
             kept = choose(target.tokenizer, target.target.vocab_size)
             found = replace(found, config=replace(found.config, head_tokens=kept))
-        return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize in ("int8", "int4") else found
+        mode = "int4" if quantize == "auto" and _keeps_codes(found, target) else quantize
+        return replace(found, tensors=Quantised(found.tensors, mode)) if mode in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
+
+
+def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
+    """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
+    host = host_of(target)
+    return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
 
 def spec_name(spec: str) -> str:
@@ -150,6 +162,7 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
 
 
 def _check_name(part: str) -> None:
+    part, _ = _split_threshold(part)
     name, _, reference = part.partition(":")
     named = bool(reference) and (name in _KINDS or name in ("model", "head"))
     if part != "auto" and part not in _LOOKUPS and part not in _KINDS and not named:
@@ -167,8 +180,19 @@ def _split(spec: str) -> list[str]:
     return [*(part.strip() for part in before), spec[found.start(1) :]]
 
 
+def _split_threshold(part: str) -> tuple[str, dict[str, float]]:
+    """Split `early-exit...@P` into the drafter and its threshold, if it has one. Raises `InvalidOption`."""
+    found = re.fullmatch(r"(early-exit(?::.+)?)@(\d+(?:\.\d*)?|\.\d+)", part)
+    if not found:
+        return part, {}
+    if (threshold := float(found[2])) > 1:
+        raise InvalidOption(f"the threshold of {part!r} must be 0 to 1", "Write, for example, early-exit:8@0.7")
+    return found[1], {"threshold": threshold}
+
+
 def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -> Drafter:
     _check_name(part)
+    part, options = _split_threshold(part)
     if part == "auto":
         part = AUTO
     if part in _LOOKUPS:
@@ -181,7 +205,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
             return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
     if name == "early-exit" and (reference.isdecimal() or not reference):
-        return _early_exit(reference, target, read)
+        return _early_exit(reference, target, read, options)
     path = reference or shipped(_KINDS[name], target)
     if path is None:
         raise InvalidOption(
@@ -192,20 +216,20 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     if name != "head" and _KINDS[name] != kind:
         raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Write head:{reference}")
     fitted = fits(head, target)
-    return _with_head(fitted.config, fitted.tensors, target)
+    return _with_head(fitted.config, fitted.tensors, target, options)
 
 
-def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded) -> Drafter:
+def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded, options: Options) -> Drafter:
     module, _, name = _CLASSES[kind_of(config)].partition(":")
-    made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target))
+    made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target), **options)
     return made
 
 
-def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
+def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
     """Return early exit after `layers` layers; "": with the adapter that comes with Paceline, or after half of them."""
     if not layers and (path := shipped("exit", target)):
         head = fits(read(path), target)
-        return _with_head(head.config, head.tensors, target)
+        return _with_head(head.config, head.tensors, target, options)
     sizes = sizes_of(target)
     count = int(layers) if layers else max(1, sizes.layers // 2)
     if not 0 < count < sizes.layers:
@@ -213,7 +237,7 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener) -> Drafter:
             f"early-exit:{count} is not possible in a model of {sizes.layers} layers",
             f"Give 1 to {sizes.layers - 1}",
         )
-    return _with_head(ExitConfig(sizes.hidden, count), {}, target)
+    return _with_head(ExitConfig(sizes.hidden, count), {}, target, options)
 
 
 def parse_size(text: str) -> DraftBudget | None:

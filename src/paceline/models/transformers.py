@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.utils import logging
 
 from paceline.cache.layout import NONE, ancestors, depths
-from paceline.errors import InvalidOption, UnsupportedModel, is_out_of_memory
+from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel, is_out_of_memory
 from paceline.models.families import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verification_error
@@ -130,6 +130,7 @@ class CausalLM:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
+    @torch.inference_mode()
     def _plain(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole text in one pass, by the model alone."""
         ids = torch.tensor([tokens], device=self.device)
@@ -184,9 +185,16 @@ def _silence() -> Iterator[None]:
 
 
 def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know."""
+    """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know,
+    `CorruptModel` for weights that lack a tensor, which it would fill with random numbers."""
     with _refusing(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    if missing := found["missing_keys"]:
+        raise CorruptModel(
+            f"the weights in {path} lack {len(missing)} tensors ({min(missing)})", "Fetch the model again"
+        )
     return CausalLM(model.to(device))
 
 

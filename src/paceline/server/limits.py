@@ -23,7 +23,6 @@ from paceline.server.worker import ServerStopping
 class Settings:
     """Configuration of a server.
 
-    model: its name in the API; `aliases`: further names that requests may give.
     api_keys: one must be sent as `Authorization: Bearer KEY`; empty: no authentication.
     hosts: accepted values of the Host header; empty: any. Without API keys they block DNS rebinding, by which a web
     page reaches the server under its own name.
@@ -36,8 +35,6 @@ class Settings:
     log_prompts: write prompts to the log. trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
     """
 
-    model: str
-    aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
@@ -53,15 +50,14 @@ class Settings:
     trace_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if not all(name.strip() for name in self.names):
-            raise InvalidOption("the model's name must not be empty", "Give --served-model-name a name")
         if not all(key.strip() for key in self.api_keys):
             raise InvalidOption("an API key must not be empty", "Give a key, or no --api-key at all")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model."""
-        return (self.model, *self.aliases)
+
+def authorization(headers: Headers) -> str:
+    """Return the credentials of a request: OpenAI's header, or Anthropic's in its form."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 def check_key(keys: Sequence[str], authorization: str) -> None:
@@ -73,7 +69,7 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
     if scheme.lower() != "bearer" or not any(matches):
         raise ApiError(
             401,
-            "the API key is missing or wrong. Send Authorization: Bearer KEY",
+            "the API key is missing or wrong. Send Authorization: Bearer KEY, or X-Api-Key: KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -138,11 +134,11 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:  # by uvicorn, at the end of its graceful shutdown
             if not status:
-                await api_error(ServerStopping()).response()(scope, receive, send_with_id)
+                await api_error(ServerStopping()).response(scope["path"])(scope, receive, send_with_id)
         except Exception as error:
             if status:
                 raise
-            await api_error(error).response()(scope, receive, send_with_id)
+            await api_error(error).response(scope["path"])(scope, receive, send_with_id)
         finally:
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
             LOG.info(

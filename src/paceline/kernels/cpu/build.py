@@ -1,4 +1,4 @@
-"""The library of compiled kernels: for the best instruction set of this processor, compiled once into a file."""
+"""The library of kernels for the best instruction set of this processor, from the wheel or compiled once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from paceline.kernels.cpu.toolchain import (
     find_compiler,
     fingerprint,
     flags_of,
+    packaged_name,
     sets_of,
 )
+
+_PACKAGED = Path(__file__).with_name("lib")
 
 SETS = sets_of(platform.machine())
 """Instruction sets of this machine's architecture by name, the best last."""
@@ -69,8 +72,8 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 
 def find() -> Path:
-    """Path of the library for `instruction_set()`, compiled if it is missing, or for a smaller set if the compiler is
-    older than the processor. Raises `InvalidOption` if none can be had."""
+    """Path of the library for `instruction_set()`, or for a smaller set if the compiler is older than the processor.
+    Raises `InvalidOption` if there is none and none can be compiled."""
     first = instruction_set()
     try:
         return library_for(first)
@@ -83,8 +86,9 @@ def find() -> Path:
 
 
 def library_for(instructions: InstructionSet) -> Path:
-    """Path of the library for these instructions, compiled if it is missing. Raises `InvalidOption` if that fails."""
-    return compiled(instructions)
+    """Path of the library for these instructions: the one that a wheel brought, else one that is `compiled`."""
+    packaged = _PACKAGED / packaged_name(instructions)
+    return packaged if packaged.is_file() else compiled(instructions)
 
 
 def compiled(instructions: InstructionSet) -> Path:

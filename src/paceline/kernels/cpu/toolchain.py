@@ -20,8 +20,9 @@ _SOURCES = (
     *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "layers.cpp"),
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-w")
-_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")
+# On Windows, GCC keeps vectors of 32 and 64 bytes at addresses that are not multiples of that (GCC bug 54412).
+_COMPILERS = ("clang++",) if os.name == "nt" else ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ def find_compiler() -> list[str]:
     if named := shlex.split(os.environ.get("CXX", "")):
         return named
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
+
+
+def packaged_name(instructions: InstructionSet) -> str:
+    """Name of a library in a wheel, with a fingerprint: one of other sources is not loaded."""
+    return f"{instructions.name}-{fingerprint(flags_of(instructions))}.so"
 
 
 def fingerprint(*parts: object) -> str:
