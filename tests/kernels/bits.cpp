@@ -245,6 +245,7 @@ const Model MODELS[] = {
     {"gemma", GELU_TANH, 64, 24, 1, 20, true},
     {"odd heads", GELU, 40, 0, 1, 0, false},
     {"mixture", SILU, 64, 0, 4, 0, true},
+    {"gpt-oss", CLAMPED, 64, 24, 1, 0, false},  // with sinks
 };
 
 constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 256;
@@ -268,7 +269,7 @@ class Text {
         layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), model.experts, model.experts > 1 ? 2 : 1, 1,
                   norm_.data(), inner, norm_.data(), inner, inner, inner,
                   1e-6f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
-                  {QUERY, KV, size_, 0.125f, model.softcap}};
+                  {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
         view_.keys = keys_.data(), view_.values = values_.data();
         view_.layer_stride = int64_t(keys_.size()), view_.capacity = CAPACITY, view_.place_rows = KV * CAPACITY;
         view_.window = model.window;

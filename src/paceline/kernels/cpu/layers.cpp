@@ -184,7 +184,7 @@ EXPORTED int paceline_norm(const bf16* x, int size, int64_t rows, const float* w
 }
 
 // x [n] = cap * tanh(x / cap), in place.
-void paceline_softcap(float* x, int64_t n, float cap) {
+EXPORTED void paceline_softcap(float* x, int64_t n, float cap) {
     for (int64_t i = 0; i < n; i += LANES) {
         float part[LANES] = {};
         const int count = int(std::min<int64_t>(LANES, n - i));
