@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.commands import option, options_of
+from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, PacelineError, install_line
@@ -268,8 +268,10 @@ def _default_drafter(worker: Worker) -> str:
 
 def _set_up_logging(quiet: bool) -> None:
     """Log a line per request, and errors, to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("paceline").setLevel(logging.ERROR if quiet else logging.INFO)
+    logging.basicConfig(format=LOG_FORMAT)
+    log = logging.getLogger("paceline")
+    if log.level != logging.DEBUG:  # --verbose
+        log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def _cache_positions(llm: LLM, memory: float | None) -> int:
