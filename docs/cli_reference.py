@@ -25,7 +25,10 @@ ENVIRONMENT = {
     "PACELINE_CONFIG": ("`~/.config/paceline/config.toml`", "Configuration file; as `paceline --config`."),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
-    "CXX": ("`g++`, `clang++` or `c++`", "C++ compiler that builds the CPU kernels, with options as for a shell."),
+    "CXX": (
+        "`g++`, `clang++` or `c++`",
+        "C++ compiler that builds the CPU kernels if no wheel brought them, with options as for a shell.",
+    ),
     "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder where `PACELINE_CACHE` is not set."),
     "XDG_CONFIG_HOME": ("`~/.config`", "Parent of `paceline/config.toml`."),
     "OLLAMA_MODELS": ("`~/.ollama/models`", "Ollama's store, of which `paceline list --all` shows the models."),

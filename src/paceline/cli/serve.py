@@ -286,9 +286,13 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
 
 
-def _position_bytes(llm: LLM) -> int:
-    """Return the bytes of the keys and values of one position, 0 where they are not known."""
+def _position_bytes(llm: LLM) -> float:
+    """Return the bytes that the cache holds for one position, 0 where they are not known."""
+    from paceline.cache.state import CHECKPOINT
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
-    return target.config.cache_bytes(1, target.dtype.itemsize) if isinstance(target, Decoder) else 0
+    if not isinstance(target, Decoder):
+        return 0
+    # States do not grow with a text, but their checkpoints do: counted as two for each.
+    return target.config.cache_bytes(1, target.dtype.itemsize) + 2 * target.config.state_bytes / CHECKPOINT
