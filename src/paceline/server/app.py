@@ -18,9 +18,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline.server import errors, schema, schema_messages, schema_responses, schema_tokens
+from paceline.server import (
+    errors,
+    schema,
+    schema_completions,
+    schema_messages,
+    schema_ollama,
+    schema_responses,
+    schema_tokens,
+)
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
 from paceline.server.models import Models
+from paceline.server.ollama_models import refuse_change
 from paceline.server.serving import Service
 
 PAGE = Path(__file__).parent / "page"
@@ -30,9 +39,12 @@ POLICY = (
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _BODIES = (
-    *(schema.ChatRequest, schema.CompletionRequest, schema_responses.ResponsesRequest),
+    *(schema.ChatRequest, schema_completions.CompletionRequest, schema_responses.ResponsesRequest),
     *(schema_messages.MessagesRequest, schema_messages.CountTokensRequest),
+    *(schema_ollama.OllamaChatRequest, schema_ollama.OllamaGenerateRequest),
+    *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
     *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
+    *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
 )
 _REF = "#/components/schemas/{model}"
 
@@ -116,12 +128,15 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_key(service.settings.api_keys, authorization(request.headers))
 
     router = APIRouter(dependencies=[Depends(authorise), bearer], responses=_ERRORS)
-    _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
-    _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
-    _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream=True)
-    _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream=True)
+    _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream="text/event-stream")
+    _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
+    _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
+    _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest")
+    _add_ollama(router, service)
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
+    _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest")
+    _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
     _add_get(router, "/v1/responses/{response_id}", service.response)
     router.add_api_route("/v1/responses/{response_id}", service.delete_response, methods=["DELETE"])
@@ -150,6 +165,21 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return JSONResponse(status, 200 if alive else 503)
 
 
+def _add_ollama(router: APIRouter, service: Service) -> None:
+    _add_post(router, "/api/chat", service.ollama_chat, "OllamaChatRequest", stream="application/x-ndjson")
+    _add_post(router, "/api/generate", service.ollama_generate, "OllamaGenerateRequest", stream="application/x-ndjson")
+    _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest")
+    _add_post(router, "/api/pull", service.ollama_pull, "PullRequest", stream="application/x-ndjson")
+    for path, handler in (
+        ("version", service.ollama.version),
+        ("tags", service.ollama.tags),
+        ("ps", service.ollama.ps),
+    ):
+        _add_get(router, f"/api/{path}", handler)
+    for path in ("create", "copy", "push", "delete"):
+        router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
+
+
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
     """Add a route for GET, and for HEAD, by which clients probe."""
     router.add_api_route(path, handler)
@@ -157,12 +187,12 @@ def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]
 
 
 def _add_post(
-    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: bool = False
+    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: str = ""
 ) -> None:
-    """Add a route for bodies of a named model. `stream`: the response may be a stream of events."""
+    """Add a route for bodies of a named model. `stream`: media type of a response that is a stream."""
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        answers[stream] = {"schema": {"type": "string"}}
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
     router.add_api_route(
         path,
