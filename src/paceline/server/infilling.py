@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.server import completions
 from paceline.server.bodies import validated
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, bad_request
 from paceline.server.infill import infill_prompt, infill_tokens
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -19,6 +19,8 @@ from paceline.server.writers import Event, PreparedRequest, Writer
 
 def prepare(model: LoadedModel, settings: Settings, body: InfillRequest) -> PreparedRequest:
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
+    if body.n not in (None, 1):
+        raise bad_request(f"n must be 1, got {body.n}", "n")
     files = [(file.filename, file.text) for file in body.input_extra or ()]
     prompt = infill_prompt(model.llm, body.input_prefix + (body.prompt or ""), body.input_suffix, files)
     request = body.completion(prompt)
