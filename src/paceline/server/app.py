@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -64,6 +64,29 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str
+
+
 _MEANINGS = {
     400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
     401: "The API key is missing or wrong.",
@@ -76,9 +99,12 @@ _MEANINGS = {
     503: "The server is stopping, or out of memory.",
     504: "The request took longer than `timeout`.",
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
-}
+
+
+def _errors(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of the API that `path` belongs to."""
+    shape = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}.get(errors.dialect(path), ErrorBody)
+    return {status: {"model": shape, "description": meaning} for status, meaning in _MEANINGS.items()}
 
 
 def create_app(models: Models, settings: Settings) -> FastAPI:
@@ -127,7 +153,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, authorization(request.headers))
 
-    router = APIRouter(dependencies=[Depends(authorise), bearer], responses=_ERRORS)
+    router = APIRouter(dependencies=[Depends(authorise), bearer])
     _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream="text/event-stream")
     _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
     _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
@@ -139,12 +165,14 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
     _add_get(router, "/v1/responses/{response_id}", service.response)
-    router.add_api_route("/v1/responses/{response_id}", service.delete_response, methods=["DELETE"])
+    router.add_api_route(
+        "/v1/responses/{response_id}", service.delete_response, methods=["DELETE"], responses=_errors("/v1")
+    )
     _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
     _add_get(router, "/v1/models", service.models)
     _add_get(router, "/v1/models/{name:path}", service.model)
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=Response, responses=_errors("/metrics"))
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format."""
         return Response(service.loader.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -182,7 +210,7 @@ def _add_ollama(router: APIRouter, service: Service) -> None:
 
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
     """Add a route for GET, and for HEAD, by which clients probe."""
-    router.add_api_route(path, handler)
+    router.add_api_route(path, handler, responses=_errors(path))
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
@@ -198,7 +226,7 @@ def _add_post(
         path,
         handler,
         methods=["POST"],
-        responses={200: {"description": "The answer.", "content": answers}},
+        responses={**_errors(path), 200: {"description": "The answer.", "content": answers}},
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
 

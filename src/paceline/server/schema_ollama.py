@@ -47,6 +47,7 @@ class OllamaCall(Lenient):
     id: Annotated[str, Field(max_length=200)] | None = None
 
 
+@accepts("", ((([],), "images"),))
 class OllamaMessage(Strict):
     """A message of a chat."""
 
@@ -56,7 +57,6 @@ class OllamaMessage(Strict):
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
     tool_name: Annotated[str, Field(max_length=200)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
-    images: Annotated[list[Any], Field(max_length=0, description="Not supported.")] | None = None
 
 
 @accepts("keep_alive truncate shift", ())
