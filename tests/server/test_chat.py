@@ -56,6 +56,24 @@ def test_a_stream_joins_to_the_same_text(served: Serving, plain: LLM) -> None:
     assert len({event.id for event in events}) == 1
 
 
+def test_acceptance_is_told_in_vllms_shape_too(served: Serving) -> None:
+    body: dict[str, Any] = {
+        "messages": CHAT,
+        "max_tokens": 24,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    whole = served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 24}).json()
+    ours, theirs = whole["usage"]["speculation"], whole["metrics"]["speculative_decoding"]
+    assert theirs["num_spec_steps"] == ours["rounds"] == sum(theirs["acceptance_histogram"])
+    assert theirs["num_accepted_draft_tokens"] == ours["accepted"] > 0
+    assert sum(i * count for i, count in enumerate(theirs["acceptance_histogram"])) == ours["accepted"]
+    assert theirs["draft_acceptance_rate"] == ours["accepted"] / ours["drafted"]
+    assert theirs["mean_acceptance_length"] == 1 + ours["accepted"] / ours["rounds"]
+    last = served.post("/v1/chat/completions", body).text.strip().split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["metrics"].keys() == {"speculative_decoding"}
+
+
 def test_a_stream_without_usage_has_none(served: Serving) -> None:
     with served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=4, stream=True) as stream:
         assert all(event.choices and event.usage is None for event in stream)

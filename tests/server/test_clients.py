@@ -235,14 +235,12 @@ def refusals(c: Clients) -> None:
         lambda: c.message(it, messages=[{"role": "user", "content": [block]}]),
         lambda: c.ollama(it, messages=[{**user("a"), "images": [IMAGE]}]),
     )
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
     c.row(
         "tools that the provider runs (web search)",
         lambda: c.chat(it, extra_body={"web_search_options": {}}),
         lambda: c.response(it, tools=[{"type": "web_search"}], max_output_tokens=4).output_text and SKIPPED,
-        lambda: (
-            c.message(it, tools=[{"type": "web_search_20250305", "name": "web_search"}], max_tokens=4).content
-            and SKIPPED
-        ),
+        lambda: c.message(it, tools=[search], max_tokens=4).content and SKIPPED,
         "not in this API",
     )
     c.row(
