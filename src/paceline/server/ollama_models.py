@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -25,6 +26,8 @@ from paceline.server.writers import dumps
 VERSION = "0.13.0"
 """Version of Ollama whose API this is. Clients compare it with the oldest that they work with (Copilot: 0.6.4)."""
 
+_QUANTIZATION = re.compile(r"(I?Q[1-8]_\w+|BF16|F16|F32|MXFP4)$", re.IGNORECASE)
+"""In the name of a GGUF file."""
 _NEVER = 1e10
 """Seconds after which a model that stays is said to be unloaded; Ollama says some hundred years too."""
 
@@ -180,7 +183,8 @@ def _details(model: LoadedModel | None) -> dict[str, Any]:
     config = getattr(loaded.target, "config", None) if loaded else None
     family = getattr(config, "family", "") or "model"
     form = "gguf" if loaded is None or loaded.path.suffix == ".gguf" else "safetensors"
-    held = str(loaded.quantize or "unknown") if loaded else "unknown"
+    named = _QUANTIZATION.search(loaded.path.stem) if loaded else None
+    held = named[0].upper() if named else str(loaded.quantize or "unknown") if loaded else "unknown"
     about = {"parameter_size": "", "quantization_level": held}
     return {"parent_model": "", "format": form, "family": family, "families": [family], **about}
 
