@@ -18,7 +18,7 @@ from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
-from paceline.server.schema_tokens import TokenizeRequest
+from paceline.server.schema_tokens import PromptRequest
 from paceline.server.thinking import ThoughtParser
 from paceline.server.tools import CallFormat
 from paceline.server.worker import Busy, ReplyJob
@@ -124,7 +124,7 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
 
 
 def chat_text(
-    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, orderly: bool = False
+    llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None, orderly: bool = False
 ) -> str:
     """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
     every template expects. Raises `ApiError` 400 naming the messages.
@@ -148,7 +148,7 @@ def chat_text(
 
 
 def _rendered(
-    llm: LLM, body: ChatRequest | TokenizeRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+    llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
     template = llm.tokenizer.chat_template
     if given and not tools.knows_tools(template):
