@@ -68,7 +68,7 @@ def openapi() -> str:
     from paceline.server.app import create_app, describe
     from paceline.server.limits import Settings
 
-    document = describe(create_app(MagicMock(), MagicMock(), Settings("demo")))
+    document = describe(create_app(MagicMock(), Settings()))
     out = ["| path | |", "|---|---|"]
     for path, methods in document["paths"].items():
         out += [f"| `{verb.upper()} {path}` | {what.get('description', '')} |" for verb, what in methods.items()]

@@ -80,11 +80,11 @@ class KVCache(Protocol[PassT]):
         """Keep row 0 and then the rows of `paths[i]`, in this order, of slot i of a pass over `rows`; None keeps
         nothing. The only place where a slot's length grows.
 
-        `rows` must be those of the slots' latest pass.
+        `rows` must be those of the slots' latest pass, which is committed once. Raises `CacheError`.
         """
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens (0 <= length <= the slot's length).
+        """Forget all but the first `length` tokens. Raises `CacheError` unless 0 <= length <= the slot's length.
 
         A cache that has dropped what the next row would see (a sliding window that moved on) forgets them all:
         look at `lengths` and feed again what is missing.
@@ -104,7 +104,7 @@ class KVCache(Protocol[PassT]):
         """
 
     def release(self, slot: int) -> None:
-        """Give the slot back. Releasing a free slot does nothing."""
+        """Give the slot back. Releasing a free slot does nothing. Every other use of one raises `CacheError`."""
 
 
 class Target(Protocol):

@@ -6,9 +6,9 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
@@ -19,17 +19,18 @@ from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
 from paceline.server.listen import Connection
+from paceline.server.models import Models, ModelSource
 from paceline.server.worker import Worker, WorkerLimits
 
 
 @dataclass
 class Serving:
-    """A server that runs, and clients for it."""
+    """A server that runs, and clients for it. `llm`, `worker`: of the only model."""
 
-    llm: LLM
-    worker: Worker
     address: str
     key: str = "none"
+    llm: LLM = field(init=False)
+    worker: Worker = field(init=False)
 
     @property
     def openai(self) -> OpenAI:
@@ -59,11 +60,21 @@ class Serving:
 
 @contextmanager
 def serving(
-    llm: LLM, limits: WorkerLimits | None = None, connections: int | None = None, **settings: Any
+    llm: LLM, limits: WorkerLimits | None = None, model: str = "toy", aliases: Sequence[str] = (), **more: Any
+) -> Iterator[Serving]:
+    """Serves one model until the block is left. `more`: as for `serving_models`."""
+    worker = Worker(llm, limits)
+    with serving_models([ModelSource((model, *aliases), lambda: worker, stays=True)], **more) as it:
+        it.llm, it.worker = llm, worker
+        yield it
+
+
+@contextmanager
+def serving_models(
+    sources: Sequence[ModelSource], connections: int | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """Serves until the block is left. `connections`: how many there may be, less one."""
-    worker = Worker(llm, limits)
-    app = create_app(worker, llm, Settings(**{"model": "toy", **settings}))
+    app = create_app(Models(sources), Settings(**settings))
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -76,18 +87,13 @@ def serving(
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
 
-    async def main() -> None:
-        worker.start()
-        await server.serve([listener])
-        await worker.stop(1)
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
     port = listener.getsockname()[1]
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
-        yield Serving(llm, worker, f"http://127.0.0.1:{port}", *settings.get("api_keys", ())[:1])
+        yield Serving(f"http://127.0.0.1:{port}", *settings.get("api_keys", ())[:1])
     finally:
         server.should_exit = True
         thread.join(20)

@@ -15,10 +15,10 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
 from paceline.server.app import POLICY, add_page
-from paceline.server.limits import Settings
-from paceline.server.worker import Busy, ServerStopping
+from paceline.server.models import ModelSource
+from paceline.server.worker import Busy, ServerStopping, Worker
 from tests.server.running import Serving, serving
-from tests.toys import toy_model
+from tests.toys import toy_llm, toy_model
 
 BODIES = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
 
@@ -181,4 +181,4 @@ def test_a_model_that_is_not_served_is_told_what_is(served: Serving) -> None:
 
 def test_a_model_has_no_empty_names() -> None:
     with pytest.raises(InvalidOption, match="name must not be empty"):
-        Settings("toy", aliases=("",))
+        ModelSource(("toy", ""), lambda: Worker(toy_llm()))

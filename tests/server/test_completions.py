@@ -212,4 +212,4 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None
     context.run(ABANDONED.set, abandoned)
     body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
     with pytest.raises(Unfinished):
-        context.run(prepare, plain, Settings(model="toy"), TokenTexts(plain.tokenizer), GrammarTrials(plain), body)
+        context.run(prepare, plain, Settings(), TokenTexts(plain.tokenizer), GrammarTrials(plain), body)

@@ -12,13 +12,14 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from paceline.cli.serve import ServerOptions, _in_own_thread
+from paceline.cli.serve import ServerOptions
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
 from paceline.server.errors import ApiError
 from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
+from paceline.server.models import in_own_thread
 from paceline.server.worker import WorkerLimits
 from tests.server.running import Serving, serving
 from tests.toys import toy_llm, toy_model
@@ -98,11 +99,12 @@ def test_only_requests_to_known_hosts_are_answered() -> None:
 
 def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
     """Its pool of OpenMP threads ends with it."""
-    thread = _in_own_thread(threading.current_thread)
+    thread = in_own_thread(threading.current_thread).result(10)
     assert thread is not threading.current_thread()
+    thread.join(10)
     assert not thread.is_alive()
     with pytest.raises(ValueError, match="no number"):
-        _in_own_thread(lambda: int("no number"))
+        in_own_thread(lambda: int("no number")).result(10)
 
 
 def test_a_key_may_be_any_text() -> None:
@@ -346,4 +348,4 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
 def test_an_empty_key_is_none() -> None:
     """As of an option made from a variable that is not set."""
     with pytest.raises(InvalidOption, match="API key must not be empty"):
-        Settings("toy", api_keys=("right", " "))
+        Settings(api_keys=("right", " "))

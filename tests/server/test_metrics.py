@@ -82,7 +82,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept, provider = Exporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    monkeypatch.setattr("paceline.server.serving.tracer", lambda model, _: tracing.SpanTracer(model, provider))
+    monkeypatch.setattr("paceline.server.serving.tracer", lambda _: tracing.SpanTracer(provider))
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with serving(LLM(toy_model(), Suffix())) as it:
         body = {"messages": CHAT, "max_tokens": 12}
@@ -110,9 +110,9 @@ def test_traces_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert type(tracing.tracer("toy", None)) is tracing.Tracer
+    assert type(tracing.tracer(None)) is tracing.Tracer
     with pytest.raises(InvalidOption, match=r"\[telemetry\]"):
-        tracing.tracer("toy", "http://127.0.0.1:1/v1/traces")
+        tracing.tracer("http://127.0.0.1:1/v1/traces")
 
 
 def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +124,6 @@ def test_a_collector_that_hangs_does_not_keep_the_server_from_ending(monkeypatch
             assert back.wait(60)
 
     monkeypatch.setattr(tracing, "_FLUSH", 0.05)
-    tracing.SpanTracer("toy", Hanging()).close()
+    tracing.SpanTracer(Hanging()).close()
     assert asked.is_set()
     back.set()

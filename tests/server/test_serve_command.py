@@ -12,18 +12,19 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.recording.file import Recording
 from paceline.server.limits import Settings
+from paceline.server.models import Models
 from tests.toys import toy_llm
 
 NAME = "--served-model-name"
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings of every server that is started; none is."""
-    found: list[Settings] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Models]:
+    """The models of every server that is started; none is."""
+    found: list[Models] = []
 
-    def made(_worker: Any, _llm: Any, settings: Settings) -> None:
-        found.append(settings)
+    def made(models: Models, _settings: Settings) -> None:
+        found.append(models)
 
     monkeypatch.setattr("paceline.server.app.create_app", made)
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
@@ -42,10 +43,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         ([NAME, "one", NAME, "a/two", NAME, "one"], "one", ["a/two"]),
     ],
 )
-def test_a_model_may_have_several_names(started: list[Settings], options: list[str], model: str, aliases: Any) -> None:
+def test_a_model_may_have_several_names(started: list[Models], options: list[str], model: str, aliases: Any) -> None:
     done = CliRunner().invoke(app, ["serve", "--model", "/srv/my-model", "--quiet", "--drafter", "none", *options])
     assert done.exit_code == 0, done.output
-    assert (started[0].model, list(started[0].aliases)) == (model, aliases)
+    assert started[0].sources[0].names == (model, *aliases)
 
 
 @pytest.mark.usefixtures("started")

@@ -27,6 +27,7 @@ from paceline.server import worker as workers
 from paceline.server.answers import RunningRequest
 from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
+from paceline.server.models import LoadedModel
 from paceline.server.tracing import Tracer
 from paceline.server.worker import Busy, ReplyJob, ReplyRound, ServerStopping, Worker, WorkerLimits, trim_memory
 from paceline.testing import tiny_target
@@ -222,7 +223,8 @@ def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     twin = DraftModel(tiny_target(), tiny_target().vocab_size)
     llm = LLM(toy_model(), {"twin": twin})
     worker = Worker(llm)
-    request = RunningRequest("id", worker, RequestLimit(1), Metrics("toy", lambda: worker.load), Tracer())
+    metrics = Metrics(lambda _: worker.load)
+    request = RunningRequest("id", LoadedModel("toy", worker, metrics), RequestLimit(1), Tracer())
 
     async def work() -> list[ReplyRound]:
         how = Sampling(max_new_tokens=24, ignore_eos=True)

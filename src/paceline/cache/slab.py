@@ -210,6 +210,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
+        self.check_taken(slot)
         new = self.acquire(self.prompts[slot])
         self.lengths[new], self._tops[new] = self.lengths[slot], self._tops[slot]
         for slab in self.slabs:
@@ -219,6 +220,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def save(self, slot: int) -> SavedSlabs:
         """See `protocols.KVCache.save`."""
+        self.check_taken(slot)
         length, top, place = self.lengths[slot], self._tops[slot], self._places[slot]
         firsts = tuple(min(slab.first(top), length) for slab in self.slabs)
         parts = [slab.read(place, first, length) for slab, first in zip(self.slabs, firsts, strict=True)]
@@ -248,6 +250,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         if slot not in self._places:
+            super().release(slot)
             return
         place, last = self._places[slot], len(self._places) - 1
         moved = next(other for other, at in self._places.items() if at == last)
@@ -266,6 +269,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
         """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
+        self.check_length(slot, length)
         if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in self.slabs):
             for slab in self.slabs:
                 slab.clear(self._places[slot], self._tops[slot])
@@ -274,12 +278,15 @@ class SlabCache(SlotTable):
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
+        self.check_taken(slot)
         left = BLOCK - 1 - self.lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
         """See `protocols.KVCache.begin`."""
+        for slot in rows.slots:
+            self.check_taken(slot)
         layouts = [_layout(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places[slot] for slot in rows.slots]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +17,8 @@ from paceline.errors import InvalidOption, install_line
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.recording.file import ReplyRecorder
     from paceline.server.worker import WorkerLimits
-
-T = TypeVar("T")
 
 _server = options_of("Server")
 _limit = options_of("Limits")
@@ -125,23 +122,23 @@ def serve(
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
     from paceline.server.listen import check_address, run
+    from paceline.server.models import Models, ModelSource
     from paceline.server.worker import Worker
 
     check_address(server.host, server.port)
     drafter = None if model.drafter == "none" else spec_name(model.drafter)
     drafters = list(dict.fromkeys([*([drafter] if drafter else []), *(also or []), *_WEIGHTLESS]))
 
-    def prepare() -> tuple[LLM, Worker]:
+    def open_worker() -> Worker:
         llm = model.load(progress=progress_wanted(quiet), drafter=drafters)
         if server.record:
-            llm.record(server.record)
-        return llm, Worker(llm, limits.worker_limits(llm), Speculation(drafter))
+            recorders.append(llm.record(server.record))
+        return Worker(llm, limits.worker_limits(llm), Speculation(drafter))
 
-    llm, worker = _in_own_thread(prepare)
-    name, *aliases = dict.fromkeys(server.served_model_name or [Path(model.model).name])
+    recorders: list[ReplyRecorder] = []
+    names = tuple(dict.fromkeys(server.served_model_name or [Path(model.model).name]))
+    models = Models([ModelSource(names, open_worker, stays=True)])
     settings = Settings(
-        model=name,
-        aliases=aliases,
         api_keys=tuple(server.api_key or ()),
         hosts=server.hosts,
         cors_origins=tuple(server.cors or ()),
@@ -151,21 +148,10 @@ def serve(
         log_prompts=server.log_prompts,
         trace_endpoint=server.traces,
     )
-    announce = partial(_announce, name, drafter or "none", bool(settings.api_keys), quiet)
-    run(create_app(worker, llm, settings), worker, server.host, server.port, server.grace, announce)
-    if llm.recorder:
-        llm.recorder.close()
-
-
-def _in_own_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread that then ends.
-
-    A thread that computes with torch keeps a pool of OpenMP threads for life. Once all pools together have more threads
-    than there are cores, OpenMP puts threads to sleep at every barrier: a pool of the main thread would cost the
-    engine's nearly half of its speed where torch runs the layers.
-    """
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(work).result()
+    announce = partial(_announce, names[0], drafter or "none", bool(settings.api_keys), quiet)
+    run(create_app(models, settings), models, server.host, server.port, server.grace, announce)
+    for recorder in recorders:
+        recorder.close()
 
 
 def _announce(model: str, drafter: str, has_keys: bool, quiet: bool, address: str) -> None:

@@ -169,6 +169,8 @@ class TextStream:
         self._ends.update(dict.fromkeys(sampling.stop_token_ids, "stop"))
         self._criteria = (sampling.stop_when,) if callable(sampling.stop_when) else sampling.stop_when
         self.logprobs = sampling.logprobs
+        self.empty = not sampling.max_new_tokens
+        """Whether no token was asked for."""
         stops = StopStrings(tuple(sampling.stop))
         self._state = _State(min(sampling.max_new_tokens, room), Detokenizer(decode), stops)
 

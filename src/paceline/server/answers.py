@@ -19,9 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.server.choices import PreparedRequest
 from paceline.server.errors import LOG, REQUEST_ID, api_error
 from paceline.server.limits import RequestLimit
-from paceline.server.metrics import Metrics
+from paceline.server.models import LoadedModel
 from paceline.server.tracing import Tracer
-from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping, Worker
+from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
 
 @dataclass(slots=True)
@@ -43,12 +43,11 @@ class RunningReply:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """The replies to one request, which counts against `limit` until `close`. `id`: that of its answer."""
+    """The replies to one request, which uses `model` and counts against `limit` until `close`. `id`: its answer's."""
 
     id: str
-    worker: Worker
+    model: LoadedModel
     limit: RequestLimit
-    metrics: Metrics
     tracer: Tracer
     replies: list[RunningReply] = field(default_factory=list)
     outputs: asyncio.Queue[ReplyRound] = field(default_factory=asyncio.Queue)
@@ -59,7 +58,7 @@ class RunningRequest:
         """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
         for index, job in enumerate(jobs):
             now = time.perf_counter()
-            self.replies.append(RunningReply(job, self.worker.submit(job, self.outputs, index), now))
+            self.replies.append(RunningReply(job, self.model.worker.submit(job, self.outputs, index), now))
 
     def close(self) -> None:
         """Cancel replies that still run, and log the usage. Closing twice does nothing."""
@@ -67,10 +66,11 @@ class RunningRequest:
             return
         self.open = False
         self.limit.release()
+        self.model.release()
         for reply in self.replies:
             reply.handle.cancel()
             reply.outcome = reply.finish_reason or ("error" if self.error else "abort")
-            self.metrics.observe_end(reply.outcome, time.perf_counter() - reply.submitted)
+            self.model.metrics.observe_end(reply.outcome, time.perf_counter() - reply.submitted)
             self.tracer.record(reply.job, reply.handle, reply.first, reply.tokens, reply.outcome)
         if self.replies:
             usage = self.usage()
@@ -103,10 +103,10 @@ class RunningRequest:
             raise
 
     def _count(self, reply: RunningReply, round_: ReplyRound) -> None:
-        self.metrics.observe_round(round_, reply.first is None)
+        self.model.metrics.observe_round(round_, reply.first is None)
         if reply.first is None:
             reply.first, handle = time.perf_counter() - reply.submitted, reply.handle
-            self.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
+            self.model.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
         reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
         reply.finish_reason = round_.chunks[-1].finish_reason
 
@@ -150,15 +150,16 @@ class RunningRequest:
 class GeneratedAnswer:
     """The answer to one request for generated text."""
 
-    def __init__(self, running: RunningRequest, prepared: PreparedRequest, model: str) -> None:
+    def __init__(self, running: RunningRequest, prepared: PreparedRequest) -> None:
         # Not the request itself, which holds its body.
-        self._running, self._model, self._document, self._event = running, model, prepared.document, prepared.event
+        self._running, self._document, self._event = running, prepared.document, prepared.event
         self._choices = [prepared.choice(index) for index in range(len(prepared.jobs))]
         self._created = int(time.time())
         self.close = running.close
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self._running.id, "object": kind, "created": self._created, "model": self._model}
+        running = self._running
+        head = {"id": running.id, "object": kind, "created": self._created, "model": running.model.name}
         return {**head, "choices": choices, **more}
 
     async def document(self) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline.llm import LLM
 from paceline.server import errors, schema
 from paceline.server.limits import RequestLog, Settings, check_host, check_key
+from paceline.server.models import Models
 from paceline.server.serving import Service
-from paceline.server.worker import Worker
 
 PAGE = Path(__file__).parent / "page"
 POLICY = (
@@ -66,14 +65,18 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(worker: Worker, llm: LLM, settings: Settings) -> FastAPI:
-    """Return the application for uvicorn. The caller starts and stops the worker."""
-    service = Service(worker, llm, settings)
+def create_app(models: Models, settings: Settings) -> FastAPI:
+    """Return the application, for any ASGI server. It starts and stops the models' workers itself."""
+    service = Service(models, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.close()
+        models.start()
+        try:
+            yield
+        finally:
+            await models.stop(0.0)
+            service.close()
 
     app = FastAPI(
         title="Paceline",
@@ -119,7 +122,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format."""
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.loader.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/openapi.json", include_in_schema=False)
     async def description() -> JSONResponse:
@@ -132,7 +135,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Report whether the server accepts requests; 503 if it does not."""
-        load, alive = service.worker.load, service.worker.alive
+        load, alive = service.loader.load, service.loader.alive
         status = {"status": "ok" if alive else "stopping", "running": load.running, "waiting": load.waiting}
         return JSONResponse(status, 200 if alive else 503)
 

@@ -140,7 +140,6 @@ def prepare(
     llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: ChatRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    options.check_model(settings, body.model)
     family = tools.family(llm.tokenizer.chat_template)
     calling = CallOptions.of(body)
     marker = _marker(llm, family) if calling.callable else None

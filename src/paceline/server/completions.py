@@ -73,7 +73,6 @@ def prepare(
     llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: CompletionRequest
 ) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    options.check_model(settings, body.model)
     prompt: Any = body.prompt
     given: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]

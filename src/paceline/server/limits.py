@@ -23,7 +23,6 @@ from paceline.server.worker import ServerStopping
 class Settings:
     """Configuration of a server.
 
-    model: its name in the API; `aliases`: further names that requests may give.
     api_keys: one must be sent as `Authorization: Bearer KEY`; empty: no authentication.
     hosts: accepted values of the Host header; empty: any. Without API keys they block DNS rebinding, by which a web
     page reaches the server under its own name.
@@ -36,8 +35,6 @@ class Settings:
     log_prompts: write prompts to the log. trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
     """
 
-    model: str
-    aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
@@ -53,15 +50,8 @@ class Settings:
     trace_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if not all(name.strip() for name in self.names):
-            raise InvalidOption("the model's name must not be empty", "Give --served-model-name a name")
         if not all(key.strip() for key in self.api_keys):
             raise InvalidOption("an API key must not be empty", "Give a key, or no --api-key at all")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model."""
-        return (self.model, *self.aliases)
 
 
 def check_key(keys: Sequence[str], authorization: str) -> None:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import InvalidOption
-from paceline.server.worker import Worker
+from paceline.server.models import Models
 
 _SWITCH_INTERVAL = 0.001
 """Seconds after which the event loop's thread releases the interpreter to the engine's thread."""
@@ -43,7 +43,7 @@ def check_address(host: str, port: int) -> None:
         ) from error
 
 
-def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
+def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, after which they are cancelled.
 
     `ready` is called with the URL as soon as the server listens, with the actual port in place of 0.
@@ -63,23 +63,19 @@ def run(app: FastAPI, worker: Worker, host: str, port: int, grace: float, ready:
     )
 
     async def serve() -> None:
-        server = _Server(config, worker, grace, ready)
+        server = _Server(config, models, grace, ready)
         # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
         signal.signal(signal.SIGTERM, lambda *_: None)
-        worker.start()
-        try:
-            await server.serve()
-        finally:
-            await worker.stop(0.0)
+        await server.serve()
 
     sys.setswitchinterval(_SWITCH_INTERVAL)
     asyncio.run(serve())
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float, ready: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models, grace: float, ready: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._worker, self._grace, self._ready = worker, grace, ready
+        self._models, self._grace, self._ready = models, grace, ready
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
@@ -90,11 +86,11 @@ class _Server(uvicorn.Server):
             return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. The worker is told on the event loop, since the handler may have interrupted anything."""
+        """Begin to stop. The workers are told on the event loop, since the handler may have interrupted anything."""
         super().handle_exit(sig, frame)
         # If anything hangs, even in native code: write its traceback to the log and exit.
         faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
-        self._loop.call_soon_threadsafe(self._worker.drain, self._grace)
+        self._loop.call_soon_threadsafe(self._models.drain, self._grace)
 
 
 def max_connections() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -23,49 +22,75 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5,
 
 
 class Metrics:
-    """Counters and histograms of one server, in a registry of its own."""
+    """Counters and histograms of one server, in a registry of its own, each with the model's name as a label."""
 
-    def __init__(self, model: str, load: Callable[[], Load]) -> None:
-        self._registry = CollectorRegistry()
-        self._model = model
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
-        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted at least up to this position.",
-            (_LABEL, "position"),
-            registry=self._registry,
+    def __init__(self, load: Callable[[str], Load]) -> None:
+        """`load` returns the load of the model of a name."""
+        self._registry, self._load = CollectorRegistry(), load
+        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
+        self.drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self.accepted_at = self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted at least up to this position.", "position"
         )
-        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens.")
-        self._generation = self._counter("vllm:generation_tokens", "Generated tokens.")
-        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._success = Counter(
-            "vllm:request_success", "Replies by finish reason.", (_LABEL, "finished_reason"), registry=self._registry
-        )
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
-        self._later = self._histogram(
+        self.prompt = self._counter("vllm:prompt_tokens", "Prompt tokens.")
+        self.generation = self._counter("vllm:generation_tokens", "Generated tokens.")
+        self.queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.success = self._counter("vllm:request_success", "Replies by finish reason.", "finished_reason")
+        self.queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
+        self.first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
+        self.later = self._histogram(
             "vllm:inter_token_latency_seconds", "Between tokens; those of one round share its time.", _TOKEN_SECONDS
         )
-        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
-        self._rounds = self._counter("paceline:rounds", "Rounds of replies, including those without a draft.")
+        self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
+        self.rounds = self._counter("paceline:rounds", "Rounds of replies, including those without a draft.")
+        self._running = self._gauge("vllm:num_requests_running", "Replies being generated.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Replies waiting for a slot.")
+        self._cache = self._gauge("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.")
+        self._speed = self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.")
+        self._models: dict[str, ModelMetrics] = {}
+
+    def of(self, model: str) -> ModelMetrics:
+        """Return the metrics of one model, which continue where it is loaded again."""
+        if model not in self._models:
+            mine = self._models[model] = ModelMetrics(self, model)
+            self._running.labels(model).set_function(lambda: self._load(model).running)
+            self._waiting.labels(model).set_function(lambda: self._load(model).waiting)
+            self._cache.labels(model).set_function(lambda: self._load(model).cache)
+            self._speed.labels(model).set_function(mine.tokens_per_second)
+        return self._models[model]
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, (_LABEL, *labels), registry=self._registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(name, about, (_LABEL,), buckets=buckets, registry=self._registry)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(name, about, (_LABEL,), registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """Counters and histograms of one model's replies."""
+
+    def __init__(self, server: Metrics, model: str) -> None:
+        self._server, self._model = server, model
+        self._drafts, self._drafted, self._accepted, self._prompt = (
+            family.labels(model) for family in (server.drafts, server.drafted, server.accepted, server.prompt)
+        )
+        self._generation, self._queries, self._hits, self._rounds = (
+            family.labels(model) for family in (server.generation, server.queries, server.hits, server.rounds)
+        )
+        self._queue, self._first, self._later, self._latency = (
+            family.labels(model) for family in (server.queue, server.first, server.later, server.latency)
+        )
         self._recent: deque[tuple[float, int]] = deque()
         """Times and tokens of the rounds of the last `_SPAN` seconds."""
-        self._gauge("vllm:num_requests_running", "Replies being generated.", lambda: load().running)
-        self._gauge("vllm:num_requests_waiting", "Replies waiting for a slot.", lambda: load().waiting)
-        self._gauge("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.", lambda: load().cache)
-        self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.", self._tokens_per_second)
-
-    def _counter(self, name: str, about: str) -> Any:
-        return Counter(name, about, (_LABEL,), registry=self._registry).labels(self._model)
-
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
-        return Histogram(name, about, (_LABEL,), buckets=buckets, registry=self._registry).labels(self._model)
-
-    def _gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
-        Gauge(name, about, (_LABEL,), registry=self._registry).labels(self._model).set_function(value)
 
     def observe_first(self, queued: float, seconds: float, prompt: int, cached: int) -> None:
         """Count a reply's first token. `queued`, `seconds`: until admission and until now, from submission.
@@ -91,18 +116,15 @@ class Metrics:
         self._drafted.inc(round_.drafted)
         self._accepted.inc(accepted)
         for position in range(accepted):
-            self._accepted_at.labels(self._model, str(position)).inc()
+            self._server.accepted_at.labels(self._model, str(position)).inc()
 
     def observe_end(self, outcome: str, seconds: float) -> None:
         """Count a reply's end. `outcome`: its finish reason, "error", or "abort" if its client left."""
-        self._success.labels(self._model, FINISH_REASONS.get(outcome, outcome)).inc()
+        self._server.success.labels(self._model, FINISH_REASONS.get(outcome, outcome)).inc()
         self._latency.observe(seconds)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def _tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> float:
+        """Return the speed over the last `_SPAN` seconds."""
         self._forget()
         return sum(tokens for _, tokens in self._recent) / _SPAN
 

@@ -12,7 +12,7 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
-from paceline.server.errors import ApiError, bad_request
+from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.preprocessing import PoolName
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
@@ -33,17 +33,6 @@ _SECONDS, _MEMORY = 2.0, 128 * 2**20
 _MAX_LIVE = 2**30
 """Bytes of all compiled grammars, including those that running replies use."""
 _MAX_RESULTS = 1024
-
-
-def check_model(settings: Settings, name: str | None) -> None:
-    """Raise `ApiError` 404 for a model that is not served here; None is any."""
-    if name is not None and name not in settings.names:
-        raise ApiError(
-            404,
-            f"the model {name!r:.200} is not served here. Use one of {', '.join(map(repr, settings.names))}",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def sampling(llm: LLM, body: RequestBody, length: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:

@@ -23,10 +23,9 @@ from paceline.server.bodies import BodyReader
 from paceline.server.choices import PreparedRequest, TokenTexts
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.limits import RequestLimit, Settings
-from paceline.server.metrics import Metrics
+from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
 from paceline.server.tracing import Tracer, tracer
-from paceline.server.worker import Worker
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=schema.RequestBody)
@@ -36,15 +35,11 @@ Prepare = Callable[[LLM, Settings, TokenTexts, options.GrammarTrials, Body], Pre
 class Service:
     """State shared by all routes."""
 
-    def __init__(self, worker: Worker, llm: LLM, settings: Settings) -> None:
-        self.worker, self.llm, self.settings = worker, llm, settings
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self.loader, self.settings = models, settings
         self._started = int(time.time())
-        _ = llm.guarantee  # its self-check must not run beside the engine
-        self.token_texts = TokenTexts(llm.tokenizer)
-        self.metrics = Metrics(settings.model, lambda: worker.load)
-        self.tracer: Tracer = tracer(settings.model, settings.trace_endpoint)
+        self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
-        self.grammar_trials = options.GrammarTrials(llm)
         self.preprocessor = Preprocessor()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
@@ -64,63 +59,83 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
         async with self.bodies.read(request, schema.TokenizeRequest) as (body, _):
-            options.check_model(self.settings, body.model)
 
-            def work() -> dict[str, Any]:
+            def work(llm: LLM) -> dict[str, Any]:
                 if body.messages is None:
-                    tokens = self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+                    tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
                 else:
-                    text = chat.chat_text(self.llm, body, body.tools, {})
-                    tokens = options.token_ids(self.llm, text, "messages", chat=True)
-                context_length = self.llm.model.target.context_length
-                return {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
+                    text = chat.chat_text(llm, body, body.tools, {})
+                    tokens = options.token_ids(llm, text, "messages", chat=True)
+                return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.model.target.context_length}
 
-            return await self._compute(request, work)
+            return await self._compute(request, body.model, work)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         async with self.bodies.read(request, schema.DetokenizeRequest) as (body, _):
-            options.check_model(self.settings, body.model)
-            size = self.llm.model.target.vocab_size
-            for i, token in enumerate(body.tokens):
-                if token >= size:
-                    raise bad_request(f"token ids must be < {size}, got {token}", f"tokens.{i}")
-            return await self._compute(request, lambda: {"prompt": self.llm.tokenizer.decode(body.tokens, False)})
+
+            def work(llm: LLM) -> dict[str, Any]:
+                size = llm.model.target.vocab_size
+                for i, token in enumerate(body.tokens):
+                    if token >= size:
+                        raise bad_request(f"token ids must be < {size}, got {token}", f"tokens.{i}")
+                return {"prompt": llm.tokenizer.decode(body.tokens, False)}
+
+            return await self._compute(request, body.model, work)
 
     async def models(self) -> dict[str, Any]:
-        """List the model under each of its names."""
-        return {"object": "list", "data": [await self.model(name) for name in self.settings.names]}
+        """List every model under each of its names."""
+        names = [name for source in self.loader.sources for name in source.names]
+        return {"object": "list", "data": [await self.model(name) for name in names]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Describe the model under one of its names."""
-        options.check_model(self.settings, name)
-        policies, sampling = self.llm.engine.policies, self.llm.sampling()
-        default = policies[self.worker.default.drafter]
-        defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        about = {
-            "drafters": [policy.name for policy in policies],
-            "default": default.name if default else None,
-            "guarantee": self.llm.guarantee,
-            "context_length": self.llm.model.target.context_length,
-            "sampling": {name: getattr(sampling, name) for name in defaults},
-        }
+        """Describe the model under one of its names; a model that is not loaded in few words."""
+        about: dict[str, Any] = {"loaded": False}
+        if model := self.loader.get(name):
+            policies, sampling = model.llm.engine.policies, model.llm.sampling()
+            default = policies[model.worker.default.drafter]
+            defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            about = {
+                "loaded": True,
+                "drafters": [policy.name for policy in policies],
+                "default": default.name if default else None,
+                "guarantee": model.llm.guarantee,
+                "context_length": model.llm.model.target.context_length,
+                "sampling": {name: getattr(sampling, name) for name in defaults},
+            }
         return {"id": name, "object": "model", "created": self._started, "owned_by": "paceline", "paceline": about}
 
-    async def _compute(self, request: Request, work: Callable[[], Any]) -> Response:
+    async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
+        """Return a model, loaded first unless it is, with one user more: `release` must follow.
+
+        Raises `ApiError` 404, `ClientDisconnect` and `TimedOut`, and what loading raises.
+        """
+        while (model := self.loader.take(name)) is None:
+            await self._unless_ended(request, self.loader.ready(name), timeout)
+        return model
+
+    async def _compute(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Response:
         """Answer with the JSON of what `work` returns, for requests that generate nothing."""
         self.limit.acquire()
         try:
-            data = await self._preprocess(request, "tokens", lambda: dumps(work()), self.settings.timeout)
+            model = await self._take(request, name, self.settings.timeout)
+            try:
+                data = await self._preprocess(request, "tokens", lambda: dumps(work(model.llm)), self.settings.timeout)
+            finally:
+                model.release()
             return Response(data, media_type="application/json")
         finally:
             self.limit.release()
 
     async def _preprocess(self, request: Request, pool: PoolName, work: Callable[[], T], timeout: float | None) -> T:
-        """Run `work` in a thread. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
+        """Run `work` in a thread. Raises as `_unless_ended`."""
+        return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
+
+    async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
+        """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
         `timeout` seconds."""
-        run = asyncio.wait_for(self.preprocessor.run(pool, client_of(request), work), timeout)
         try:
-            return await _unless_disconnected(run, request.receive)
+            return await _unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
@@ -150,15 +165,20 @@ class Service:
             def left() -> float | None:
                 return None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
 
-            answer_id, trace = id_prefix + uuid.uuid4().hex, self.tracer.for_request(request.headers)
             self.limit.acquire()
-            running = RunningRequest(answer_id, self.worker, self.limit, self.metrics, trace)
             try:
-                work = partial(prepare, self.llm, self.settings, self.token_texts, self.grammar_trials, body)
+                model = await self._take(request, body.model, left())
+            except BaseException:
+                self.limit.release()
+                raise
+            answer_id, trace = id_prefix + uuid.uuid4().hex, self.tracer.for_request(request.headers, model.name)
+            running = RunningRequest(answer_id, model, self.limit, trace)
+            try:
+                work = partial(prepare, model.llm, self.settings, model.token_texts, model.grammar_trials, body)
                 prepared = await self._preprocess(request, options.pool(body, pool), work, left())
                 remaining = left()
                 running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
-                answer = GeneratedAnswer(running, prepared, self.settings.model)
+                answer = GeneratedAnswer(running, prepared)
             except BaseException:
                 running.close()
                 raise

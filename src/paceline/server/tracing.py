@@ -17,8 +17,8 @@ _FLUSH = 2.0
 class Tracer:
     """Tracer that records nothing."""
 
-    def for_request(self, headers: Mapping[str, str]) -> Tracer:
-        """Return the tracer for a request, whose spans join the trace of its `traceparent` header."""
+    def for_request(self, headers: Mapping[str, str], model: str) -> Tracer:
+        """Return the tracer for a request to a model, whose spans join the trace of its `traceparent` header."""
         return self
 
     def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
@@ -34,14 +34,14 @@ class SpanTracer(Tracer):
     The spans are made when the reply has ended, with the times it had.
     """
 
-    def __init__(self, model: str, provider: Any, parent: Any = None, began: int = 0) -> None:
-        self._model, self._provider, self._parent, self._began = model, provider, parent, began
+    def __init__(self, provider: Any, model: str = "", parent: Any = None, began: int = 0) -> None:
+        self._provider, self._model, self._parent, self._began = provider, model, parent, began
 
-    def for_request(self, headers: Mapping[str, str]) -> Tracer:
+    def for_request(self, headers: Mapping[str, str], model: str) -> Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(dict(headers))
-        return SpanTracer(self._model, self._provider, parent, time.time_ns())
+        return SpanTracer(self._provider, model, parent, time.time_ns())
 
     def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -78,7 +78,7 @@ class SpanTracer(Tracer):
         shutdown.join(_FLUSH)
 
 
-def tracer(model: str, endpoint: str | None) -> Tracer:
+def tracer(endpoint: str | None) -> Tracer:
     """Return a tracer that sends spans to `endpoint` (OTLP over HTTP, as in http://localhost:4318/v1/traces), or
     records nothing if that is None."""
     if endpoint is None:
@@ -94,4 +94,4 @@ def tracer(model: str, endpoint: str | None) -> Tracer:
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "paceline"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return SpanTracer(model, provider)
+    return SpanTracer(provider)

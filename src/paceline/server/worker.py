@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from paceline.engine.detokenizer import Chunk
@@ -288,14 +289,17 @@ class Worker:
         return [(task, []) for task in self._unfinished]
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, self._fits)
-
-    def _fits(self, count: int, longest: int) -> bool:
-        return _positions(count, longest) <= self.limits.cache_positions
+        # Without a reference to this worker: a cycle would keep its model in memory until the next collection.
+        fits = partial(_fits, self.limits.cache_positions)
+        return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, fits)
 
 
 def _drafted(task: Task) -> int:
     return task.request.stats.drafted if task.request else 0
+
+
+def _fits(room: int, count: int, longest: int) -> bool:
+    return _positions(count, longest) <= room
 
 
 def _positions(count: int, longest: int) -> int:

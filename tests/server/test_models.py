@@ -1,0 +1,313 @@
+"""Several models on one server: loaded when asked for, unloaded when idle or in the way; nobody waits for another's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.drafters.suffix import Suffix
+from paceline.errors import ModelNotFound, OutOfMemory
+from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
+from paceline.server import models as served_models
+from paceline.server.errors import ApiError
+from paceline.server.models import LoadedModel, Models, ModelSource
+from paceline.server.worker import Busy, ServerStopping, Worker
+from tests.server.running import serving_models
+from tests.toys import toy_llm, toy_model
+
+ASK: Any = [{"role": "user", "content": "abc abc"}]
+
+
+def worker() -> Worker:
+    return Worker(LLM(toy_model(), {"suffix": Suffix()}))
+
+
+class Shelf:
+    """Sources of toys. `loads`: names in the order of loading. A name's loading waits for its event in `gates`."""
+
+    def __init__(self, gib: dict[str, float], **gates: threading.Event) -> None:
+        self.loads: list[str] = []
+        self.gates, self.made = gates, weakref.WeakSet[LLM]()
+        self.sources = [
+            ModelSource((name,), lambda name=name: self.load(name), int(size * 2**30)) for name, size in gib.items()
+        ]
+
+    def load(self, name: str) -> Worker:
+        self.loads.append(name)
+        if name in self.gates:
+            assert self.gates[name].wait(30)
+        made = worker()
+        self.made.add(made.llm)
+        return made
+
+
+def run(models: Models, work: Callable[[], Awaitable[object]]) -> None:
+    async def main() -> None:
+        models.start()
+        try:
+            await asyncio.wait_for(work(), 60)
+        finally:
+            await models.stop(1.0)
+
+    asyncio.run(main())
+
+
+async def use(models: Models, name: str) -> LoadedModel:
+    while (model := models.take(name)) is None:
+        await models.ready(name)
+    return model
+
+
+def loaded(models: Models) -> list[str]:
+    return [source.names[0] for source in models.sources if models.get(source.names[0])]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+def test_a_model_is_loaded_once_for_all_who_wait_and_for_those_who_come_later() -> None:
+    shelf = Shelf({"a": 1, "b": 1})
+    models = Models(shelf.sources)
+
+    async def work() -> None:
+        assert loaded(models) == []
+        got = await asyncio.gather(*(use(models, "a") for _ in range(5)))
+        assert len(set(map(id, got))) == 1
+        assert got[0].users == 5
+        assert await use(models, "a") is got[0]
+
+    run(models, work)
+    assert shelf.loads == ["a"]
+
+
+def test_models_that_stay_are_loaded_before_the_server_starts() -> None:
+    def broken() -> Worker:
+        raise ModelNotFound("there is no such file")
+
+    with pytest.raises(ModelNotFound, match="no such file"):
+        Models([ModelSource(("a",), broken, stays=True)])
+
+
+def test_an_idle_model_is_unloaded_and_its_memory_is_free() -> None:
+    shelf = Shelf({"a": 1})
+    models = Models(shelf.sources, keep_alive=0.05)
+
+    async def work() -> None:
+        model = await use(models, "a")
+        await asyncio.sleep(0.2)
+        assert loaded(models) == ["a"], "it is in use"
+        model.release()
+        model = await use(models, "a")
+        await asyncio.sleep(0.1)
+        assert loaded(models) == ["a"], "it is in use again"
+        model.release()
+        thread = model.worker._thread
+        del model
+        await until(lambda: not loaded(models))
+        await until(lambda: not thread.is_alive())
+        await until(lambda: not shelf.made)
+        (await use(models, "a")).release()
+
+    gc.disable()  # its memory must not wait for a collection
+    try:
+        run(models, work)
+    finally:
+        gc.enable()
+    assert shelf.loads == ["a", "a"]
+
+
+def test_the_model_that_was_idle_for_longest_makes_room() -> None:
+    shelf = Shelf({"a": 2, "b": 2, "c": 2, "small": 0.5})
+    models = Models(shelf.sources, max_memory=5 << 30)
+
+    async def work() -> None:
+        for name in ("a", "b", "a", "small"):
+            (await use(models, name)).release()
+        assert loaded(models) == ["a", "b", "small"]
+        (await use(models, "c")).release()
+        assert loaded(models) == ["a", "c", "small"]
+
+    run(models, work)
+
+
+def test_free_memory_counts_too() -> None:
+    shelf = Shelf({"a": 2, "b": 2, "small": 0.5})
+    models = Models(
+        shelf.sources,
+        free_memory=lambda: (3 << 30) - sum(one.size for one in models.sources if models.get(one.names[0])),
+    )
+
+    async def work() -> None:
+        (await use(models, "a")).release()
+        (await use(models, "small")).release()
+        assert loaded(models) == ["a", "small"]
+        (await use(models, "b")).release()
+        assert loaded(models) == ["b", "small"]
+
+    run(models, work)
+
+
+def test_who_needs_memory_that_is_in_use_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf({"a": 2, "b": 2, "small": 0.5})
+    models = Models(shelf.sources, max_memory=3 << 30)
+
+    async def work() -> None:
+        first = await use(models, "a")
+        waiting = asyncio.create_task(use(models, "b"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        small = await use(models, "small")  # which fits, waits for nobody
+        small.release()
+        first.release()
+        second = await waiting
+        assert loaded(models) == ["b"], "small had been idle for longer than a"
+        monkeypatch.setattr(served_models, "_PATIENCE", 0.05)
+        with pytest.raises(Busy, match="no memory for a"):
+            await use(models, "a")
+        second.release()
+        (await use(models, "a")).release()
+
+    run(models, work)
+
+
+def test_a_model_that_can_never_fit_is_refused() -> None:
+    stays = ModelSource(("stays",), worker, 1 << 30, stays=True)
+    models = Models([stays, *Shelf({"a": 2}).sources], max_memory=5 << 29)
+
+    async def work() -> None:
+        with pytest.raises(OutOfMemory, match=r"a needs 2\.0 GiB, 0\.5 more than there may be"):
+            await models.ready("a")
+        assert loaded(models) == ["stays"]
+
+    run(models, work)
+
+
+def test_an_error_at_loading_is_told_to_all_who_wait_and_the_next_tries_again() -> None:
+    tries = []
+
+    def load() -> Worker:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ModelNotFound("the file is gone")
+        return worker()
+
+    models = Models([ModelSource(("a",), load)])
+
+    async def work() -> None:
+        answers = await asyncio.gather(use(models, "a"), use(models, "a"), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [ModelNotFound, ModelNotFound]
+        (await use(models, "a")).release()
+
+    run(models, work)
+    assert len(tries) == 2
+
+
+def test_who_stops_waiting_does_not_stop_the_others() -> None:
+    gate = threading.Event()
+    shelf = Shelf({"a": 1}, a=gate)
+    models = Models(shelf.sources)
+
+    async def work() -> None:
+        leaving, staying = (asyncio.create_task(use(models, "a")) for _ in range(2))
+        await until(lambda: shelf.loads)
+        leaving.cancel()
+        await asyncio.sleep(0.01)
+        gate.set()
+        assert (await staying).users == 1
+
+    run(models, work)
+    assert shelf.loads == ["a"]
+
+
+def test_a_server_that_stops_waits_for_no_model() -> None:
+    gate = threading.Event()
+    shelf = Shelf({"a": 1}, a=gate)
+    models = Models(shelf.sources)
+
+    async def work() -> None:
+        waiting = asyncio.create_task(use(models, "a"))
+        await until(lambda: shelf.loads)
+        models.drain(0.0)
+        with pytest.raises(ServerStopping):
+            models.take("a")
+        await models.stop(0.0)
+        assert not models.alive
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run(models, work)
+    gate.set()
+
+
+def test_names() -> None:
+    models = Models([ModelSource(("a", "the/a"), worker), *Shelf({f"m{i}": 0 for i in range(30)}).sources])
+    assert models.source(None) is models.source("a") is models.source("the/a")
+    with pytest.raises(ApiError, match=r"not served here. Use one of 'a', 'the/a', .*'m17', \.\.\.$") as caught:
+        models.source("")
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+    with pytest.raises(ApiError):
+        Models([]).source(None)
+
+
+def test_each_model_answers_under_its_name() -> None:
+    gate = threading.Event()
+    shelf = Shelf({"slow": 0}, slow=gate)
+    quick = ModelSource(("quick",), worker, stays=True)
+    plain = toy_llm().generate("abc abc", Sampling(max_new_tokens=12)).text
+    with serving_models([quick, *shelf.sources]) as it:
+        listed = {one["id"]: one["paceline"] for one in it.get("/v1/models").json()["data"]}
+        assert listed["slow"] == {"loaded": False}
+        assert listed["quick"]["loaded"]
+        assert listed["quick"]["drafters"] == ["suffix"]
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(it.openai.chat.completions.create(model="slow", messages=ASK, max_tokens=12))
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        while not shelf.loads:
+            time.sleep(0.01)
+        reply = it.openai.chat.completions.create(model="quick", messages=ASK, max_tokens=12)
+        assert (reply.model, reply.choices[0].message.content) == ("quick", plain)
+        assert waiting.is_alive(), "a reply of one model does not wait for another model"
+        gate.set()
+        waiting.join(30)
+        assert (answers[0].model, answers[0].choices[0].message.content) == ("slow", plain)
+        assert it.get("/v1/models/slow").json()["paceline"]["loaded"]
+        tokens = it.post("/tokenize", {"model": "slow", "prompt": "abc"}).json()
+        assert tokens["count"] == 3
+        with pytest.raises(openai.NotFoundError) as caught:
+            it.openai.chat.completions.create(model="gpt-4", messages=ASK)
+        assert caught.value.body == {
+            "message": "the model 'gpt-4' is not served here. Use one of 'quick', 'slow'",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        counted = f'vllm:prompt_tokens_total{{model_name="slow"}} {answers[0].usage.prompt_tokens}.0'
+        assert counted in it.get("/metrics").text
+
+
+def test_a_client_whose_time_is_up_while_its_model_is_loaded() -> None:
+    gate = threading.Event()
+    shelf = Shelf({"slow": 0}, slow=gate)
+    with serving_models(shelf.sources) as it:
+        answer = it.post("/v1/completions", {"prompt": "abc", "timeout": 0.1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        gate.set()
+        assert it.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}).status_code == 200
+    assert shelf.loads == ["slow"]
