@@ -98,6 +98,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "sliding_window": 21, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
     ),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
+            **{"logits_scaling": 2.5, "attention_bias": True},
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",

@@ -183,6 +183,12 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _granite(meta: Metadata, config: Config) -> Config:
+    keys = {"embedding_multiplier": "embedding", "residual_multiplier": "residual", "logits_scaling": "logit"}
+    factors = {name: meta.get(f"{key}_scale", 1.0) for name, key in keys.items()}
+    return {"model_type": "granite", "attention_multiplier": meta["attention.scale"], **factors}
+
+
 def _phi3(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "phi3",
@@ -241,6 +247,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

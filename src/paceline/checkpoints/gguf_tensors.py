@@ -65,6 +65,7 @@ LAYOUTS = {
         paired=True,
     ),
     "smollm3": TensorLayout(_LAYER, paired=True),
+    "granite": TensorLayout(_LAYER, paired=True),
     "qwen2": TensorLayout(_LAYER),
     "qwen3": TensorLayout({**_LAYER, **_QK_NORMS}),
     "qwen3moe": TensorLayout(

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, MOST_ROWS, QWEN, SMOLLM3, FieldKind, check
+from paceline.files.schema import (
+    CORRECT,
+    DECODER,
+    GEMMA,
+    GRANITE,
+    IDENTITY,
+    MIXTURE,
+    MOST_ROWS,
+    QWEN,
+    SMOLLM3,
+    FieldKind,
+    check,
+)
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
@@ -71,6 +83,22 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
     windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
     return _layered(base, windows, sparse=[True] * base.layers)
+
+
+def _granite(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Granite 3: Llama with factors of the embedding, the scores, the layers' outputs and the logits."""
+    return replace(
+        base,
+        embed_scale=raw["embedding_multiplier"],
+        query_scale=raw["attention_multiplier"],
+        residual_scale=raw["residual_multiplier"],
+        logits_divisor=raw["logits_scaling"],
+    )
+
+
+def _gemma1(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Gemma 1, whose config may name its activation "gelu", which was never computed."""
+    return replace(base, norm_shift=1.0, embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh")
 
 
 def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -173,6 +201,16 @@ FAMILIES: dict[str, Family] = {
         },
         SMOLLM3,
     ),
+    "seed_oss": Family(defaults={"head_dim": 128}),
+    "granite": Family(
+        _granite,
+        {
+            **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), 1.0),
+            "logits_scaling": 1.0,
+        },
+        GRANITE,
+    ),
+    "gemma": Family(_gemma1, {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": Family(
         partial(_gemma, every=2), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA
     ),
