@@ -98,6 +98,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "sliding_window": 21, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
     ),
+    "ministral, sliding": (
+        "Ministral",
+        {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "granite": (
         "Granite",
         {

@@ -249,6 +249,8 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "phi3": _phi3,
+    "gemma": lambda meta, config: {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+    "seed_oss": _named("seed_oss"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }

@@ -84,6 +84,8 @@ LAYOUTS = {
     "phi3": TensorLayout(
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
+    "gemma": TensorLayout(_LAYER, shifted=True),
+    "seed_oss": TensorLayout({**_LAYER, "post_attention_norm": "post_attention_layernorm"}),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
 }

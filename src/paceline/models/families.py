@@ -50,6 +50,12 @@ def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
     return _layered(base, [raw.get("sliding_window")] * base.layers)
 
 
+def _windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Ministral: `layer_types` says which layers slide, by default all if there is a window."""
+    window = raw.get("sliding_window")
+    return _layered(base, _windows(raw, base, window, lambda i: window is not None))
+
+
 def _qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Qwen2, and Qwen3 with its norms: the upper layers slide, if any."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
@@ -177,6 +183,7 @@ _GEMMA = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(_windows_everywhere, {"sliding_window": 4096}),
+    "ministral": Family(_windows_by_type, {"sliding_window": None, "layer_types": None}),
     "qwen2": Family(_qwen, _QWEN, QWEN),
     "qwen3": Family(_qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
