@@ -100,7 +100,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral, sliding": (
         "Ministral",
-        {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            **{"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
     "granite": (
         "Granite",
