@@ -33,6 +33,10 @@ EXPERTS: dict[str, Any] = {
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 SLIDES: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OLDER = {"n_embd": 48, "n_layer": 2, "n_head": 6}
 
@@ -81,6 +85,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, Qwen2.5": ("Qwen2", {}),
     "Qwen3": ("Qwen3", {}),
     "Qwen3, experts": ("Qwen3Moe", EXPERTS),
+    "Qwen3-Next": ("Qwen3Next", {**EXPERTS, **DELTA}),
+    "Qwen3.5": ("Qwen3_5Text", DELTA),
+    "Qwen3.5, experts": ("Qwen3_5MoeText", {**EXPERTS, **DELTA}),
     "Seed-OSS": ("SeedOss", {}),
     "SmolLM3": ("SmolLM3", {}),
     "StableLM": ("StableLm", {}),

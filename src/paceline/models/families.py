@@ -17,7 +17,7 @@ from paceline.files.schema import (
     DECODER,
     GEMMA,
     GRANITE,
-    IDENTITY,
+    HYBRID,
     MIXTURE,
     MOST_ROWS,
     QWEN,
@@ -27,6 +27,8 @@ from paceline.files.schema import (
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.hybrids import NEXT, NEXT_EXPERTS, TEXT_PARTS, qwen3_next
+from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -267,6 +269,13 @@ FAMILIES: dict[str, Family] = {
         },
         MIXTURE,
     ),
+    "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
+    "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
+    "qwen3_5_moe_text": Family(
+        qwen3_next,
+        NEXT | NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1},
+        HYBRID,
+    ),
 }
 """By model_type. Biases and fused projections need no entry: they are detected in the tensors."""
 
@@ -333,6 +342,9 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma3_text":
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
+    if raw["model_type"] in TEXT_PARTS.values():
+        # Which axis of an image turns a plane: in text all axes have the same position.
+        scaling = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
     if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         scaling = {**scaling, "rope_type": "longrope"}  # its older names
     return read_rope(scaling, raw, raw.get("rope_theta", 10000.0), head_dim)
@@ -355,6 +367,10 @@ def _check(c: ModelConfig) -> None:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+    for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
+        if one.heads % one.key_heads or one.state_size > MOST_ROWS:
+            sizes = f"{one.heads} heads over {one.key_heads} keys with a state of {one.state_size:,} numbers"
+            raise CorruptModel(f"recurrent layers of {sizes} do not fit", CORRECT)
     if c.heads * c.head_dim > MOST_ROWS:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
 
@@ -381,29 +397,3 @@ def _idle(value: Any) -> bool:
     if isinstance(value, list):
         return all(value)
     return value is None or value is False or (value == 1 and value is not True)
-
-
-def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores, which `architectures` alone
-    may tell from a language model: with a tied embedding nothing else is missing. See `refuse_other_kinds`."""
-    name, *_ = raw.get("architectures") or ["CausalLM"]
-    if not any(head in name for head in ("CausalLM", "LMHead", "ConditionalGeneration", "GenerationDecoder")):
-        raise UnsupportedModel(f"{where} is of a {name}, which is not a language model", "Use a model that writes text")
-
-
-def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
-    without a model type. `where`: name of the source in error messages."""
-    check(where, raw, IDENTITY)
-    if "model_type" not in raw:
-        raise CorruptModel(f"{where} lacks model_type", CORRECT)
-    name = (raw.get("architectures") or [raw["model_type"]])[0]
-    if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
-        raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
-    if raw.get("is_encoder_decoder"):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
-    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
-    if any(word in raw["model_type"].lower() for word in recurrent):
-        raise UnsupportedModel(
-            f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
-        )
