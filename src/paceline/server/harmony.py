@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-Source: OpenAI's description of the format (github.com/openai/harmony, docs/format.md).
+Source: OpenAI's description of the format (github.com/openai/harmony).
 """
 
 from __future__ import annotations
