@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral, sliding": (
         "Ministral",
         {
-            **{"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"head_dim": 8, "sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
