@@ -1,16 +1,23 @@
 """Worst cases of speculation against plain decoding; exit code 1 unless it is never slower.
 
 Plain decoding and each drafter answer the same prompts in turns; figures are medians over prompts of the ratio of
-end-to-end speeds, with a 95 % bootstrap interval. Cases: prompts of random words; a high temperature; drafters that are
-always wrong, one free and one at the learned drafter's cost; the questions of each category. Goals: a median of 0.97 or
-more where drafting is defeated, an interval above 0.98 in every category.
+end-to-end speeds, with a 95 % bootstrap interval. Cases: prompts of random words at a high temperature, also as the
+first reply of all, by a controller that has measured nothing; drafters that are always wrong, one free and one at the
+learned drafter's cost; the questions of each category. Goals: a median of 0.98 or more where drafting is defeated and
+over all categories, of 0.95 or more in the worst category.
 """
 
 from __future__ import annotations
 
+import sys
+import time
+
+if "--cpu-time" in sys.argv:
+    # Before anything takes the clock: on a shared machine the time of one thread says more than that of the wall.
+    time.perf_counter = time.process_time
+
 import argparse
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +29,7 @@ from common import PROMPTS, RESULTS, Grid, progress, provenance, report, write
 import paceline
 from paceline import LLM, Drafter, Sampling
 from paceline.bench.figures import bootstrap, median, ratios, rounds
-from paceline.bench.measure import Sample, measure
+from paceline.bench.measure import Answer, MeasuredReply, Sample, measure
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.systems import own_system, split_size
 from paceline.checkpoints.loader import Loaded
@@ -30,10 +37,11 @@ from paceline.drafters.base import Ask
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterWrapper
+from paceline.engine.draft_length import Controller
 from paceline.types import Draft
 
 PLAIN = "plain"
-DEFEATED, WORST = 0.97, 0.98
+DEFEATED, WORST = 0.98, 0.95
 
 
 class WrongDrafter(DrafterWrapper):
@@ -61,8 +69,7 @@ class RandomDrafter(NGram):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts and drafters. `least`: the ratio to reach, by the median where `kind` is "defeated", by the lower end of
-    the interval where it is "category"."""
+    """Prompts and drafters. `kind`: "defeated", "first" (of replies by controllers that know nothing) or "category"."""
 
     name: str
     kind: str
@@ -72,19 +79,22 @@ class Case:
 
     @property
     def least(self) -> float:
-        return DEFEATED if self.kind == "defeated" else WORST
+        """The median ratio to reach."""
+        return WORST if self.kind == "category" else DEFEATED
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """Return all cases, or those named by --only."""
     questions = read_questions(args.questions)
-    few = pick(questions, args.prompts)
+    words = random_words(questions, args.prompts)
     greedy = Sampling(max_new_tokens=args.tokens, ignore_eos=True)
     hot = replace(greedy, temperature=args.temperature, seed=1)
     found = [
-        Case("random words", "defeated", random_words(questions, args.prompts), args.drafters, greedy),
-        Case(f"temperature {args.temperature:g}", "defeated", few, args.drafters, hot),
-        Case("always wrong", "defeated", few, ("random", f"wrong {args.drafters[0]}"), greedy),
+        Case("first replies, random words", "first", words, args.drafters, hot),
+        Case("random words", "defeated", words, args.drafters, hot),
+        Case(
+            "always wrong", "defeated", pick(questions, args.prompts), ("random", f"wrong {args.drafters[0]}"), greedy
+        ),
     ]
     natural = replace(greedy, ignore_eos=False)
     for category in dict.fromkeys(q.category for q in questions):
@@ -112,21 +122,47 @@ def make(name: str, loaded: Loaded) -> LLM:
     return LLM(loaded, drafter, size)
 
 
+def forgetful(llm: LLM, answer: Answer) -> Answer:
+    """Let every reply be the first: the controllers begin anew."""
+
+    def first(question: Question) -> MeasuredReply:
+        for policy in llm.engine.policies:
+            policy.controller = Controller(policy.draft, policy.drafter.free)
+        return answer(question)
+
+    return first
+
+
 def run(case: Case, llms: dict[str, LLM], repeats: int) -> dict[str, Any]:
     """Return the case's part of the result."""
     systems = {name: own_system(llms[name], case.sampling) for name in (PLAIN, *case.drafters)}
+    if case.kind == "first":
+        systems = {name: forgetful(llms[name], answer) for name, answer in systems.items()}
     samples = [s for s in measure(systems, case.questions, repeats) if isinstance(s, Sample)]
     figures = []
     for name in case.drafters:
         found = ratios(samples, name, PLAIN)
         low, high = bootstrap(found)
-        held = (median(found) if case.kind == "defeated" else low) >= case.least
         inside = rounds([stats for s in samples if s.system == name for stats in s.reply.stats])
         assert inside
+        held = median(found) >= case.least
         figures.append({"drafter": name, "median": median(found), "low": low, "high": high, "held": held})
         figures[-1] |= {"drafted_per_round": inside["drafted_per_round"], "ratios": found}
     raw = [s.as_dict() for s in samples]
     return {"case": case.name, "kind": case.kind, "least": case.least, "drafters": figures, "samples": raw}
+
+
+def summary(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a part of the result for all categories together."""
+    found: dict[str, list[float]] = {}
+    for figure in (f for r in results if r["kind"] == "category" for f in r["drafters"]):
+        found.setdefault(figure["drafter"], []).extend(figure["ratios"])
+    figures = []
+    for name, values in found.items():
+        low, high = bootstrap(values)
+        figures.append({"drafter": name, "median": median(values), "low": low, "high": high, "ratios": values})
+        figures[-1] |= {"held": median(values) >= DEFEATED, "drafted_per_round": float("nan")}
+    return [{"case": "all categories", "kind": "summary", "least": DEFEATED, "drafters": figures}] if figures else []
 
 
 def grid(results: Sequence[dict[str, Any]]) -> Grid:
@@ -134,8 +170,7 @@ def grid(results: Sequence[dict[str, Any]]) -> Grid:
     for r in results:
         for f in r["drafters"]:
             cells = [f"{f['median']:.3f}", f"{f['low']:.3f} to {f['high']:.3f}", f"{f['drafted_per_round']:.2f}"]
-            wanted = f"{'median' if r['kind'] == 'defeated' else 'interval'} {r['least']}"
-            rows.append([f"{r['case']}, {f['drafter']}", *cells, wanted, "yes" if f["held"] else "NO"])
+            rows.append([f"{r['case']}, {f['drafter']}", *cells, f"{r['least']:.2f}", "yes" if f["held"] else "NO"])
     return Grid("Over plain decoding", ["case, drafter", "x plain", "95 %", "drafted/round", "goal", "held"], rows)
 
 
@@ -149,9 +184,10 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--per-category", type=int, default=6, help="questions of each category (6)")
     parser.add_argument("--repeats", type=int, default=2, help="times that each is asked (2)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
-    parser.add_argument("--temperature", type=float, default=1.5, help="of the hot case (1.5)")
-    parser.add_argument("--only", nargs="+", default=[], help="cases by name, or defeated or category")
+    parser.add_argument("--temperature", type=float, default=1.3, help="of random words (1.3)")
+    parser.add_argument("--only", nargs="+", default=[], help="cases by name, or by kind: first, defeated, category")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the process's time instead of the wall's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
 
@@ -166,6 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     # One of each for all cases, since a controller keeps what it learned from earlier requests.
     llms = {PLAIN: LLM(loaded)} | {name: make(name, loaded) for name in names}
     results = [run(case, llms, args.repeats) for case in progress(chosen, "cases")]
+    results += summary(results)
     failed = [f"{r['case']}, {f['drafter']}" for r in results for f in r["drafters"] if not f["held"]]
     lines = ["not held: " + "; ".join(failed) if failed else "all held"]
     report([grid(results)], lines)

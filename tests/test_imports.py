@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
-ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "llm"}
+ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "speculation", "llm"}
 ORDER = (
     *("errors", "types", "protocols", "files", "text", "cache", "kernels", "sampling", "verify", "models"),
     *(
@@ -20,6 +20,7 @@ ORDER = (
         "engine",
         "recording",
         "session",
+        "speculation",
         "llm",
         "__init__",
         "testing",

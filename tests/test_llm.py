@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import paceline
+import paceline.llm
 from paceline.checkpoints.loader import Loaded, pick_device, pick_dtype
 from paceline.drafters.cross import SharedTokens
 from paceline.drafters.factory import make_drafter, to_tree
@@ -21,6 +23,7 @@ from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, Promp
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
+from tests.fuzz_files import _write_model
 from tests.toys import toy_foreigner, toy_llm, toy_model
 
 SHORT = Sampling(max_new_tokens=24)
@@ -223,13 +226,9 @@ def test_sampling_parameters_as_keywords(llm: LLM) -> None:
         with pytest.raises(InvalidOption, match=f"'{name}' is not a sampling parameter. Did you mean .*{near}"):
             llm.generate("hello", **{name: 5})
     with pytest.raises(InvalidOption, match="max_new_tokens"):
-        llm.generate("hello", max_new_tokens=0)
+        llm.generate("hello", max_new_tokens=-1)
     with pytest.raises(InvalidOption, match=r"'foo' is not a sampling parameter\. There are: max_new_tokens, temp"):
         llm.generate("hello", foo=1)
-
-
-def test_an_llm_shows_its_model_and_its_drafter(llm: LLM) -> None:
-    assert repr(llm) == f"LLM(model={str(llm.model.path)!r}, drafter={llm.drafter!r})"
 
 
 def test_values_that_the_server_takes_are_taken_here(llm: LLM) -> None:
@@ -352,3 +351,59 @@ def test_the_package_is_light_until_it_is_used() -> None:
     assert all(getattr(paceline, name) for name in paceline.__all__)
     with pytest.raises(AttributeError):
         _ = paceline.nothing
+
+
+def test_an_empty_reply_may_be_asked_for() -> None:
+    llm = toy_llm()
+    reply = llm.generate("abc", max_new_tokens=0)
+    assert (reply.text, reply.token_ids, reply.finish_reason) == ("", [], "length")
+    replies = llm.generate(["abc", "bca", "cab"], [Sampling(max_new_tokens=n) for n in (3, 0, 2)])
+    assert [len(reply.token_ids) for reply in replies] == [3, 0, 2]
+    assert list(llm.stream("abc", max_new_tokens=0)) == []
+    assert not llm.engine.cache.lengths or not any(llm.engine.cache.lengths), "the slot was given back"
+
+
+def test_one_reply_of_a_batch_is_halted_and_the_others_go_on() -> None:
+    llm = toy_llm()
+    alone = llm.generate(["abc", "bca"], max_new_tokens=12, ignore_eos=True)
+    seen: list[int] = []
+
+    def watch(index: int, chunk: Chunk) -> bool:
+        seen.append(index)
+        return not (index == 0 and seen.count(0) == 3)
+
+    halted, whole = llm.generate(["abc", "bca"], max_new_tokens=12, ignore_eos=True, on_chunk=watch)
+    assert (halted.token_ids, halted.finish_reason) == (alone[0].token_ids[:3], "cancelled")
+    assert whole.token_ids == alone[1].token_ids
+    assert seen.count(0) == 3
+
+
+def test_a_name_and_a_repr_tell_target_drafter_size_and_guarantee() -> None:
+    llm = LLM(toy_model(), Suffix(), DraftBudget.chain(4))
+    assert llm.name in repr(llm)
+    assert str(llm.model.path) in repr(llm)
+    assert llm.name.endswith(f" + Suffix, draft 4, {llm.guarantee}")
+    assert "Suffix" not in LLM(toy_model()).name
+
+
+def test_weights_change_precision_and_presets_name_what_they_set(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    llm = paceline.load(tmp_path / "model", dtype="float32", drafter="suffix")
+    before, engine = llm.generate("abab", max_new_tokens=8, temperature=0), llm.engine
+    llm.quantize("int8")
+    assert (llm.model.quantize, llm.drafter) == ("int8", "suffix")
+    assert llm.engine is not engine
+    assert llm.generate("abab", max_new_tokens=8, temperature=0).token_ids
+    llm.quantize("none")
+    assert llm.generate("abab", max_new_tokens=8, temperature=0).token_ids == before.token_ids, (
+        "nothing was rounded twice"
+    )
+    with pytest.raises(InvalidOption, match="int3"):
+        llm.quantize("int3")  # type: ignore[arg-type]
+    assert llm.model.quantize is None
+    assert paceline.load(tmp_path / "model", preset="low-memory").model.quantize == "int4"
+    assert paceline.load(tmp_path / "model", preset="fast", quantize="int8").model.quantize == "int8", "given counts"
+    with pytest.raises(InvalidOption, match="preset 'slow' is unknown"):
+        paceline.load(tmp_path / "model", preset="slow")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="a model or drafter object keeps its weights"):
+        toy_llm().quantize("int8")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
     from paceline.session import Session, Snapshot
+    from paceline.speculation import speculate
     from paceline.types import Draft, DraftBudget, Verdict
     from paceline.verify.rejection import acceptance_step, residual
 
@@ -39,6 +40,7 @@ _NAMES = {
     "sampling.grammar": ("Grammar",),
     "sampling.parameters": ("Sampling",),
     "session": ("Session", "Snapshot"),
+    "speculation": ("speculate",),
     "types": ("Draft", "DraftBudget", "Verdict"),
     "verify.rejection": ("acceptance_step", "residual"),
 }
@@ -65,6 +67,7 @@ __all__ = [
     "acceptance_step",
     "load",
     "residual",
+    "speculate",
 ]
 
 

@@ -96,6 +96,10 @@ class SessionError(PacelineError, ValueError):
     """A session cannot do this in its present state, which is unchanged."""
 
 
+class CacheError(PacelineError, ValueError):
+    """A KV cache was used against its contract; it is unchanged."""
+
+
 class NonFiniteLogits(PacelineError, ArithmeticError):
     """The model produced NaN or infinity where a token had to be chosen."""
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-from torch import Tensor
-
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.loader import Device, DType, Loaded, load_model, wrap
+from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
-from paceline.engine.draft_policy import Speculation
+from paceline.engine.draft_policy import Speculation, shown_name
 from paceline.engine.engine import Engine
 from paceline.engine.prediction import predicted_ids
 from paceline.engine.prompt_logprobs import PromptLogprobs
@@ -32,8 +28,9 @@ from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.recording.file import ReplyRecorder
-from paceline.sampling.parameters import Sampling, Vocabulary, recommended
+from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
 from paceline.session import Session
+from paceline.text.prompt_ids import encode_prompt
 from paceline.text.sandbox import SANDBOX
 from paceline.types import DraftBudget, Guarantee, Prompt
 from paceline.verify.rules import text_guarantee
@@ -57,10 +54,19 @@ class LLM:
         which a request names one (`start`); the first is the default."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
+        self.draft = draft
         self.recorder: ReplyRecorder | None = None
+        self.source: dict[str, Any] | None = None
+        """The arguments of the `load` that made this, if all can be read again."""
 
     def __repr__(self) -> str:
-        return f"LLM(model={str(self.model.path)!r}, drafter={self.drafter!r})"
+        return f"<LLM {self.name}: {self.model.path}>"
+
+    @property
+    def name(self) -> str:
+        """Target, drafter, draft size and guarantee in one line for people: "smollm2 + suffix, draft auto, bits"."""
+        drafting = f" + {shown_name(self.drafter)}, draft {self.draft or 'auto'}" if self.drafter != "none" else ""
+        return f"{self.model.path.stem}{drafting}, {self.guarantee}"
 
     @property
     def guarantee(self) -> Guarantee:
@@ -79,8 +85,8 @@ class LLM:
     @property
     def vocabulary(self) -> Vocabulary:
         """The model's vocabulary, as sampling parameters need it."""
-        size = self.model.target.vocab_size
-        return Vocabulary(size, self.model.eos, partial(self.tokenizer.encode, special=False), self.tokenizer)
+        encode, size = partial(self.tokenizer.encode, special=False), self.model.target.vocab_size
+        return Vocabulary(size, self.model.eos, encode, self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
         """Return the sampling that the model's `generation_config` recommends, with changes; greedy if it has none."""
@@ -90,7 +96,7 @@ class LLM:
             raise InvalidOption(
                 f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct the file"
             ) from error
-        return _changed(own, changes)
+        return changed(own, changes)
 
     @overload
     def generate(
@@ -112,6 +118,7 @@ class LLM:
         n: int = 1,
         raw: bool = False,
         width: int = 32,
+        on_chunk: Callable[[int, Chunk], object] | None = None,
         **changes: Any,
     ) -> list[Completion]: ...
 
@@ -124,6 +131,7 @@ class LLM:
         n: int,
         raw: bool = False,
         width: int = 32,
+        on_chunk: Callable[[int, Chunk], object] | None = None,
         **changes: Any,
     ) -> list[Completion]: ...
 
@@ -135,25 +143,25 @@ class LLM:
         n: int | None = None,
         raw: bool = False,
         width: int = 32,
-        on_chunk: Callable[[Chunk], object] | None = None,
+        on_chunk: Callable[..., object] | None = None,
         **changes: Any,
     ) -> Any:
         """Write one reply; or, for a list of prompts (see `batch`) or with `n`, a list of replies.
 
         `sampling`: used as given; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
         parameters that override either, such as `max_new_tokens=64, temperature=0.7`.
-        `on_chunk`: called with every chunk of a single reply as it is written; if it returns False, the reply ends
-        there. `raw`: give text to the model as it is, without the chat template. Raises `PacelineError`.
+        `on_chunk`: called with every chunk as it is written, of several replies with (index of the reply, chunk); where
+        it returns False, that reply ends. `raw`: give text to the model as it is, without the chat template. Raises
+        `PacelineError`.
         """
         # One prompt may itself be a list: of ids or of messages.
         several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
         if several or n is not None:
-            if on_chunk is not None:
-                raise InvalidOption("on_chunk is for a single reply", "Iterate over llm.batch(...) instead")
             prompts, count = prompt if several else [prompt], 1 if n is None else n
             with self.batch(prompts, sampling, n=count, raw=raw, width=width, **changes) as batch:
-                for _ in batch:
-                    pass
+                for index, chunk in batch:
+                    if on_chunk is not None and on_chunk(index, chunk) is False:
+                        batch.stop(index)
             return batch.completions
         with self.stream(prompt, sampling, raw=raw, **changes) as stream:
             for chunk in stream:
@@ -210,7 +218,7 @@ class LLM:
             raise InvalidOption(
                 f"sampling is a {type(sampling).__name__}", "Give a paceline.Sampling, or one per prompt"
             )
-        return _changed(sampling, changes)
+        return changed(sampling, changes)
 
     def start(
         self,
@@ -243,11 +251,10 @@ class LLM:
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the ids of a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
-        tokens = self.encode(prompt, raw=raw)
-        if len(tokens) >= self.model.target.context_length:
+        tokens, limit = self.encode(prompt, raw=raw), self.model.target.context_length
+        if len(tokens) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the model's context {self.model.target.context_length}",
-                "Shorten the prompt",
+                f"the prompt has {len(tokens)} tokens and the model's context {limit}", "Shorten the prompt"
             )
         return tokens
 
@@ -257,47 +264,35 @@ class LLM:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
-        tokens = self._encode(prompt, raw)
-        if not tokens:
-            raise InvalidPrompt("the prompt is empty", "Give at least one token of text")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.target.vocab_size:
-                raise InvalidPrompt(
-                    f"prompt token {token!r} is not a token id",
-                    f"Give ids from 0 to {self.model.target.vocab_size - 1}, or text, or messages",
-                )
-        return tokens
+        return encode_prompt(prompt, self.tokenizer, self.model.target.vocab_size, raw=raw)
 
-    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt or raw or self.tokenizer.chat_template is None:
-                return self.tokenizer.encode(prompt) if prompt else []
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, (Tensor, np.ndarray)):
-            prompt = prompt.tolist()
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise InvalidPrompt(f"a prompt cannot be {_a(prompt)}", "Give text, token ids [T] or chat messages")
-        items: list[Any] = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode(self.tokenizer.apply_chat_template(items), special=False)
-        return items
+    def quantize(self, mode: Precision, draft: Precision | None = None) -> None:
+        """Hold the weights in another precision from now on; `draft`: those of the drafters too. See `load`.
+
+        Both are read again from where they came, so that nothing is rounded twice; until then the old ones stay, and
+        replies that have begun end with them. Raises `PacelineError`, and nothing has changed then.
+        """
+        if self.source is None or isinstance(self.source["drafter"], Drafter):
+            raise InvalidOption("a model or drafter object keeps its weights as they are", "Give load names or paths")
+        made = load(**{**self.source, "quantize": mode, "draft_quantize": draft or self.source["draft_quantize"]})
+        self.model, self.engine, self.source = made.model, made.engine, made.source
 
 
-def _changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
-    """Raises `InvalidOption` for a parameter that does not exist."""
-    known = [field.name for field in fields(Sampling)]
-    for name in changes:
-        if name not in known:
-            near = get_close_matches(name, known, 1, 0.5)
-            fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}"
-            raise InvalidOption(f"{name!r} is not a sampling parameter", fix)
-    return replace(sampling, **changes) if changes else sampling
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"quantize": "int4"},
+    "low-memory": {"quantize": "int4", "drafter": "suffix"},
+    "exact": {"quantize": "none", "exact": True},
+}
+"""Name -> what `load` takes instead of its defaults."""
 
 
-def _a(thing: object) -> str:
-    """The name of the thing's type with its article."""
-    name = "None" if thing is None else type(thing).__name__
-    return name if thing is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+def _with_preset(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `load` with a preset's where the default was left. Raises `InvalidOption`."""
+    if name not in PRESETS:
+        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
+    defaults = {key: option.default for key, option in signature(load).parameters.items()}
+    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
+    return {**given, **preset, "preset": None}
 
 
 @uncollected()
@@ -319,6 +314,7 @@ def load(
     allow_pickle: bool = False,
     progress: bool = False,
     exact: bool = False,
+    preset: Literal["fast", "low-memory", "exact"] | None = None,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -344,9 +340,14 @@ def load(
     progress: show bars for download and load on stderr.
     exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
     any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
+    preset: "fast" (`quantize="int4"`), "low-memory" (that, and `drafter="suffix"`) or "exact" (`quantize="none",
+    exact=True`); options given beside it count.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
+    given = {**locals()}
+    if preset is not None:
+        return load(**_with_preset(preset, given))
     SANDBOX.start()  # for the chat template; it starts while the model is read
     budget = to_tree(draft)
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
@@ -360,7 +361,7 @@ def load(
         _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
         moved = (dtype, device, revision) != ("auto", "auto", None)
-        _check_held(moved, quantize not in ("auto", "none"), adapter is not None)
+        check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
     opened = partial(
         open_drafter,
@@ -371,14 +372,19 @@ def load(
         draft_vocab=draft_vocab,
     )
     llm = LLM(loaded, _drafters(drafter, opened), budget)
-    _check_exact(llm, exact)
+    llm.source = given if isinstance(model, (str, Path)) else None
+    if exact and llm.guarantee != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {loaded.target.device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
+        )
     return llm
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:
     """Say once what would make the model faster."""
-    target = loaded.target
-    if isinstance(target, Decoder):
+    if isinstance(target := loaded.target, Decoder):
         warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
         if not floats_chosen:
             suggest_codes(loaded.path, target.device)
@@ -392,23 +398,3 @@ def _drafters(
         return given
     specs = [given] if isinstance(given, str) else given
     return {spec_name(spec): drafter for spec in specs if (drafter := opened(spec))}
-
-
-def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
-    """What is asked of a model object that only a model loaded by name can do."""
-    if moved:
-        raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
-    if quantized:
-        raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
-    if adapted:
-        raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
-
-
-def _check_exact(llm: LLM, wanted: bool) -> None:
-    """Run the self-check at loading."""
-    if llm.guarantee != "bits" and wanted:
-        raise InvalidOption(
-            f"rows of one pass change each other's last bits in this model on {llm.model.target.device}, "
-            "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
-        )

@@ -61,6 +61,11 @@ class DraftBudget:
     def chain(length: int) -> DraftBudget:
         return DraftBudget(nodes=length, depth=length, branch=1)
 
+    def __str__(self) -> str:
+        """The budget as command lines take it: LENGTH, or NODESxDEPTHxBRANCH."""
+        chain = self == DraftBudget.chain(self.nodes)
+        return str(self.nodes) if chain else f"{self.nodes}x{self.depth}x{self.branch}"
+
     def within(self, depth: int, nodes: int = 512) -> DraftBudget:
         """Return this budget cut to `depth` levels and `nodes` nodes."""
         if depth >= self.depth and nodes >= self.nodes:

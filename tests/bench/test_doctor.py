@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from typer.testing import CliRunner
 
 import paceline.llm
@@ -30,6 +31,7 @@ from paceline.bench.doctor.machine import Machine, bandwidth, by_threads
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.bench.replay.predict import size_name
+from paceline.checkpoints.loader import load_model
 from paceline.cli import app
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
@@ -42,6 +44,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
+from tests.checkpoints.test_gguf import write as write_gguf
 from tests.toys import toy_llm, toy_model
 
 SIZES = {
@@ -215,6 +218,14 @@ def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> No
     assert 8 * matrices <= found < 8 * matrices * 1.05
 
 
+def test_a_table_of_codes_beside_a_head_of_its_own_is_not_read(tmp_path: Path) -> None:
+    found = []
+    for tied in (True, False):
+        write_gguf(tmp_path / f"{tied}.gguf", "qwen2", tied=tied, kind=GGMLQuantizationType.Q8_0)
+        found.append(weight_bytes(load_model(tmp_path / f"{tied}.gguf", quantize="int8").target))
+    assert found[0] == found[1]
+
+
 # --- what follows -------------------------------------------------------------------------------------------------
 
 MACHINE = Machine(
@@ -313,8 +324,6 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
 
 @pytest.mark.model
 def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
-    from paceline.checkpoints.loader import load_model
-
     said = quantised_bytes(load_model("demo", dtype="bfloat16"))
     for mode in ("int8", "int4"):
         coded = load_model("demo", dtype="bfloat16", quantize=mode)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
-from paceline.errors import OutOfMemory
+from paceline.errors import CacheError, OutOfMemory
 from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
-from paceline.types import Draft, Want
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.cache.test_attention import Witness
 from tests.verify.test_tree import drafts, path_to
@@ -171,3 +171,32 @@ def test_no_memory_is_a_typed_error() -> None:
     cache = SlabCache([LayerAttention(1.0)] * 2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):
         cache.acquire()
+
+
+def test_misuse_is_refused_and_changes_nothing() -> None:
+    cache, slot = fed([1, 2, 3])
+    for length in (77, 4, -3):
+        with pytest.raises(CacheError, match=f"holds 3 tokens and cannot be cut to {length}"):
+            cache.truncate(slot, length)
+    rows = pack([5], [Draft.chain([6, 7])], [slot], [3], CPU)
+    TOY.forward(rows, cache, Want())
+    with pytest.raises(CacheError, match="Commit the slot's latest pass, once"):
+        cache.commit(pack([5], [Draft()], [slot], [4], CPU), [()])
+    cache.commit(rows, [[1]])
+    with pytest.raises(CacheError, match="once"):
+        cache.commit(rows, [[1, 2]])
+    assert cache.lengths[slot] == 5
+    cache.release(slot)
+    cache.release(slot)
+    for misuse in (
+        lambda: cache.truncate(slot, 0),
+        lambda: cache.commit(rows, [[1]]),
+        lambda: cache.fork(slot),
+        lambda: cache.save(slot),
+        lambda: cache.fit(slot, DraftBudget.chain(3)),
+        lambda: TOY.forward(rows, cache, Want()),
+        lambda: cache.release(slot + 1),
+        lambda: cache.release(-1),
+    ):
+        with pytest.raises(CacheError, match="is not taken"):
+            misuse()

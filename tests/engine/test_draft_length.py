@@ -135,6 +135,19 @@ def test_sizes_go_from_nothing_to_all() -> None:
     ]
     assert Controller(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
     assert Controller(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
+    assert {Controller(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
+
+
+def test_a_text_that_begins_ends_a_rest() -> None:
+    """A decision to draft nothing stands for some rounds, of the same texts."""
+    world = World(DraftBudget.chain(4), 0.0, 0.01, 0.9)
+    world.speed(100)
+    world.right = 0.0
+    for _ in range(300):
+        world.speed(1)
+        if world.controller._round < world.controller._rest:
+            break
+    assert world.controller.choose(fresh=1).nodes > 0
 
 
 def test_the_end_of_a_text_teaches_nothing() -> None:
@@ -160,7 +173,8 @@ def late(ahead: int) -> DraftBudget:
     """What is chosen for a reply after a prompt of 1000 tokens, where the drafter must read 10 ms of it a token."""
     controller = Controller(DraftBudget.chain(4))
     for turn in range(60):
-        behind = 1000 if turn % 10 == 0 else 3
+        # At first little, which says what much will cost.
+        behind = 40 if turn < 10 else 1000 if turn % 10 == 0 else 3
         size = controller.choose(behind=behind)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0

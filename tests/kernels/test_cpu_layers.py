@@ -61,10 +61,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"hidden": 72, "experts": Experts(20, 3, 52, False)},
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL, sparse=True)),
     },
+    "gpt-oss: sinks, clamped experts with biases": {
+        **{"family": "gpt_oss", "activation": "clamped_swiglu", "sinks": True},
+        **{"hidden": 72, "head_dim": 20, "experts": Experts(6, 2, 36, True, router="router")},
+        "special": (LayerConfig(FULL, 9, sparse=True), LayerConfig(FULL, sparse=True)),
+    },
     "no size in whole lanes": {"hidden": 50, "ffn": 70, "head_dim": 36, "qk_norm": True, "tied": False},
     "gemma of odd sizes": {**GEMMA, **plan(9, None), "hidden": 100, "ffn": 37, "head_dim": 22, "softcap": 3.0},
     "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
 }
+GPT_OSS = "gpt-oss: sinks, clamped experts with biases"
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
@@ -76,6 +82,8 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
         if c.family == "qwen2":
             sizes = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
             tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
+        if c.sinks:
+            tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
         if c.qk_norm:
             tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
         if c.sandwich:
@@ -101,7 +109,12 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
         for number in range(e.count)
         for name, shape in shapes.items()
     }
-    return tensors | {block + "gate.weight": torch.randn(e.count, c.hidden, generator=draw)}
+    if c.activation == "clamped_swiglu":  # whose bounds of 7 are met
+        ends = 6.0 - 12.0 * (torch.arange(e.ffn) % 2)
+        biases = {"gate_proj": ends, "up_proj": ends, "down_proj": torch.zeros(c.hidden)}
+        tensors |= {f"{block}experts.{i}.{name}.bias": x for i in range(e.count) for name, x in biases.items()}
+        tensors |= {f"{block}{e.router}.bias": torch.zeros(e.count)}
+    return tensors | {f"{block}{e.router}.weight": torch.randn(e.count, c.hidden, generator=draw)}
 
 
 def native(c: ModelConfig, mode: Mode | None = None, dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -173,7 +186,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
-@pytest.mark.parametrize("name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases"])
+@pytest.mark.parametrize("name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases", GPT_OSS])
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
     target = native(c, mode)
@@ -187,7 +200,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS])
 def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
     taps: tuple[Tap, ...] = (*range(c.layers + 1), "final")
@@ -200,7 +213,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 
 
 TYPES = [(name, torch.bfloat16) for name in MODELS] + [
-    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes") for dtype in FLOATS
+    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS) for dtype in FLOATS
 ]
 
 

@@ -33,6 +33,18 @@ OLDER: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3, "rope_theta": 1e6},
     "qwen3": {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 3},
     "qwen3_moe": {"head_dim": 16, "num_experts": 9, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "sliding_window": 64,
+        "rope_theta": 2e5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "truncate": False,
+        },
+    },
     "smollm3": {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 64},
     "mixtral": {"num_local_experts": 3},
     "mistral": {"rope_theta": 1e6},

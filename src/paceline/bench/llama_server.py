@@ -25,7 +25,7 @@ SPECULATION = {
     "ngram-simple": ("--spec-type", "ngram-simple"),
     "draft": ("--spec-type", "draft-simple"),
 }
-"""Options by drafter, at the program's defaults (its docs/speculative.md)."""
+"""Options by drafter, at the program's defaults."""
 
 
 def llama_server(setup: PeerSetup) -> PeerAnswer:
@@ -35,12 +35,12 @@ def llama_server(setup: PeerSetup) -> PeerAnswer:
         raise PeerUnavailable(f"{PROGRAM} is not on PATH", "Build it as benchmarks/README.md says")
 
     @cache
-    def server(drafter: str) -> _Server:
+    def server(drafter: str) -> _LlamaServer:
         draft = ("-md", setup.draft, "-td", str(setup.threads)) if drafter == "draft" else ()
         threads = ("-t", str(setup.threads), "-tb", str(setup.threads))
         # One slot and no cache of prompts: nothing is left of an earlier prompt but ngram-mod's own memory.
         slots = ("-np", "1", "-c", str(setup.positions + 64), "--cache-ram", "0", "--no-webui")
-        return _Server([program, "-m", path, *threads, *slots, *SPECULATION[drafter], *draft])
+        return _LlamaServer([program, "-m", path, *threads, *slots, *SPECULATION[drafter], *draft])
 
     def answer(prompt: PeerPrompt) -> MeasuredReply:
         return server(prompt.drafter).complete(prompt, setup)
@@ -49,7 +49,7 @@ def llama_server(setup: PeerSetup) -> PeerAnswer:
     return answer
 
 
-class _Server:
+class _LlamaServer:
     """A process of llama-server on a port of its own. It ends with the process that started it."""
 
     def __init__(self, command: list[str]) -> None:

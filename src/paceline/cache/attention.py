@@ -23,12 +23,13 @@ a row would get other bits when more rows travel with it; these blocks begin at 
 class LayerAttention:
     """Attention of one layer: scores times `scale`, then cap * tanh(scores / cap) if there is a `softcap`; a row sees
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
-    too (a drafted block)."""
+    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     mutual: bool = False
+    sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> tuple[int | None, bool]:
@@ -36,12 +37,13 @@ class LayerAttention:
         return self.window, self.mutual
 
 
-def slab_indices(layers: Sequence[LayerAttention]) -> list[tuple[int, int]]:
-    """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab."""
-    kinds = list(dict.fromkeys(layer.kind for layer in layers))
+def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
+    """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab; (-1,
+    -1) for one that does not attend."""
+    kinds = list(dict.fromkeys(layer.kind for layer in layers if layer))
     numbers = [itertools.count() for _ in kinds]
-    slabs = [kinds.index(layer.kind) for layer in layers]
-    return [(slab, next(numbers[slab])) for slab in slabs]
+    slabs = [kinds.index(layer.kind) if layer else -1 for layer in layers]
+    return [(slab, next(numbers[slab]) if slab >= 0 else -1) for slab in slabs]
 
 
 class SlabPlan:
@@ -128,7 +130,7 @@ class SlabPass:
     def __init__(
         self,
         plans: Sequence[SlabPlan],
-        layers: Sequence[LayerAttention],
+        layers: Sequence[LayerAttention | None],
         indices: Sequence[tuple[int, int]],
         prefill: bool,
     ) -> None:
@@ -145,10 +147,14 @@ class SlabPass:
         self.write(layer, k, v)
         slab, index = self._indices[layer]
         plan, spec = self.plans[slab], self._layers[layer]
+        assert spec
         keys, values = plan.read(index)
-        mix = _fast if self._prefill and spec.softcap is None else _exact
+        mix = _fast if self._prefill and spec.softcap is None and spec.sinks is None else _exact
         mixed = mix(q[:, : plan.count], keys, values, plan, spec)
-        return mixed if plan.count == q.shape[1] else F.pad(mixed, (0, 0, 0, q.shape[1] - plan.count))
+        if not (padding := q.shape[1] - plan.count):
+            return mixed
+        # Padding repeats the first row's token: with its mix too, it chooses the same experts, and no others are read.
+        return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1)
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
@@ -180,9 +186,15 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
     scores.view(b, kv, group, t, -1)[..., plan.seen :].add_(plan.mask[:, None, None])
     # 512 values under weights of up to 1 may pass float16's range.
     summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(summed)
+    top = scores.amax(-1, keepdim=True)
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(top.dtype).view(kv, group, 1).expand(b, kv, group, t).reshape(b * kv, group * t, 1)
+        top = torch.maximum(top, sinks)
+    weights = scores.sub_(top).exp_().to(summed)
     wide = plan.mask.dtype if weights.device.type == "mps" else torch.float64
     total = weights.sum(-1, keepdim=True, dtype=wide).to(plan.mask.dtype)
+    if spec.sinks is not None:
+        total += (sinks - top).exp_()
     mixed = _mix(weights, values.to(summed), plan.mask.dtype).div_(total)
     mixed = mixed.view(b, kv, group, t, d).permute(0, 3, 1, 2, 4)
     return mixed.to(q.dtype, memory_format=torch.contiguous_format).reshape(b, t, heads * d)

@@ -143,14 +143,11 @@ class SavedSlabs(Saved):
     choice: Hashable
     choose: Callable[[int], Hashable]
 
-    def holds(self, length: int, prompt: int) -> bool:
-        """False where a window's ring cannot go back so far, or rotary factors are for another prompt length."""
-        seen = zip(self.firsts, self.windows, strict=True)
-        return (
-            length <= self.length
-            and all(window is None or not first or length - window + 1 >= first for first, window in seen)
-            and self.choose(prompt) == self.choice
-        )
+    def most(self, length: int, prompt: int) -> int:
+        """0 where a window's ring cannot go back so far, or rotary factors are for another prompt length."""
+        length, seen = min(length, self.length), zip(self.firsts, self.windows, strict=True)
+        moved = any(window is not None and first and length - window + 1 < first for first, window in seen)
+        return 0 if moved or self.choose(prompt) != self.choice else length
 
 
 class SlabCache(SlotTable):
@@ -165,7 +162,7 @@ class SlabCache(SlotTable):
 
     def __init__(
         self,
-        layers: Sequence[LayerAttention],
+        layers: Sequence[LayerAttention | None],
         kv_heads: int,
         head_dim: int,
         limit: int,
@@ -173,14 +170,15 @@ class SlabCache(SlotTable):
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
     ) -> None:
-        """`limit`: the context length; a slab may exceed it by the rows of a draft that is never committed. `choose`:
-        from a prompt's length to what the model chooses by it (see `KVCache.prompts`)."""
+        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of
+        a draft that is never committed. `choose`: from a prompt's length to what the model chooses by it (see
+        `KVCache.prompts`)."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = Counter(layer.kind for layer in layers)
+        self._kinds = Counter(layer.kind for layer in layers if layer)
         self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
@@ -210,6 +208,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
+        self.check_taken(slot)
         new = self.acquire(self.prompts[slot])
         self.lengths[new], self._tops[new] = self.lengths[slot], self._tops[slot]
         for slab in self.slabs:
@@ -219,6 +218,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def save(self, slot: int) -> SavedSlabs:
         """See `protocols.KVCache.save`."""
+        self.check_taken(slot)
         length, top, place = self.lengths[slot], self._tops[slot], self._places[slot]
         firsts = tuple(min(slab.first(top), length) for slab in self.slabs)
         parts = [slab.read(place, first, length) for slab, first in zip(self.slabs, firsts, strict=True)]
@@ -235,7 +235,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def load(self, slot: int, saved: SavedSlabs, length: int) -> int:
         """See `protocols.KVCache.load`."""
-        if not saved.holds(length, self.prompts[slot]):
+        if not (length := saved.most(length, self.prompts[slot])):
             return 0
         # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
@@ -248,6 +248,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         if slot not in self._places:
+            super().release(slot)
             return
         place, last = self._places[slot], len(self._places) - 1
         moved = next(other for other, at in self._places.items() if at == last)
@@ -266,6 +267,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
         """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
+        self.check_length(slot, length)
         if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in self.slabs):
             for slab in self.slabs:
                 slab.clear(self._places[slot], self._tops[slot])
@@ -274,12 +276,15 @@ class SlabCache(SlotTable):
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
+        self.check_taken(slot)
         left = BLOCK - 1 - self.lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2
         return budget.within(budget.depth, nodes)
 
     def begin(self, rows: Rows) -> SlabPass:
         """See `protocols.KVCache.begin`."""
+        for slot in rows.slots:
+            self.check_taken(slot)
         layouts = [_layout(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         places = [self._places[slot] for slot in rows.slots]

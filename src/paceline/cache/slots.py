@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.errors import CacheError
 from paceline.types import Rows
 
 
@@ -19,6 +20,8 @@ class SlotTable(ABC):
         self.prompts: list[int] = []
         """Prompt length of each slot's request."""
         self._free: list[int] = []
+        self._kept: dict[int, Rows] = {}
+        """Slot -> the rows of its latest commit."""
 
     def acquire(self, prompt: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
@@ -33,6 +36,7 @@ class SlotTable(ABC):
     def release(self, slot: int) -> None:
         """See `protocols.KVCache.release`."""
         if slot not in self._free:
+            self.check_taken(slot)
             self.lengths[slot] = 0
             self._free.append(slot)
 
@@ -42,12 +46,39 @@ class SlotTable(ABC):
         for i, (slot, path) in enumerate(zip(rows.slots, paths, strict=True)):
             if path is None:
                 continue
+            self.check_commit(slot, rows, i)
             # Not `self.lengths`: so a commit that failed half-way can be repeated.
             length, columns = rows.lengths[i], self._columns(rows, i)
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
                 self._move(slot, *map(list, zip(*moves, strict=True)))
-            self.lengths[slot] = length + 1 + len(path)
+            self.lengths[slot], self._kept[slot] = length + 1 + len(path), rows
+
+    def check_taken(self, slot: int) -> None:
+        """Raise `CacheError` for a slot that is free or does not exist."""
+        if not 0 <= slot < len(self.lengths) or slot in self._free:
+            raise CacheError(
+                f"slot {slot!r} is not taken", "Use a slot that acquire or fork returned, until its release"
+            )
+
+    def check_length(self, slot: int, length: int) -> None:
+        """Raise `CacheError` unless the slot is taken and holds `length` tokens or more."""
+        self.check_taken(slot)
+        if not 0 <= length <= self.lengths[slot]:
+            raise CacheError(
+                f"slot {slot} holds {self.lengths[slot]} tokens and cannot be cut to {length}",
+                f"Give 0 to {self.lengths[slot]}",
+            )
+
+    def check_commit(self, slot: int, rows: Rows, index: int) -> None:
+        """Raise `CacheError` unless `rows` may be those of the slot's latest pass, not committed yet."""
+        self.check_taken(slot)
+        # A slot may be ahead of its rows: a round that failed half-way through its commits is repeated.
+        if self._kept.get(slot) is rows or rows.lengths[index] > self.lengths[slot]:
+            raise CacheError(
+                f"slot {slot} holds {self.lengths[slot]} tokens, and this pass was over {rows.lengths[index]}",
+                "Commit the slot's latest pass, once",
+            )
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
         """Columns, counted from the committed length, of all rows of slot `index` of a pass."""

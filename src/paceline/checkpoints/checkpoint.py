@@ -13,13 +13,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from paceline.checkpoints.expert_tensors import ExpertTensors
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.families import ties_head
-from paceline.models.lazy import LazyTensors, Renamed
+from paceline.models.hybrids import TEXT_PARTS, text_config
+from paceline.models.lazy import LanguageTensors, LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -54,9 +56,13 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
-    config = _config(path)
+    config = text_config(_config(path))
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
+    if config.get("model_type") == "gpt_oss":
+        weights = ExpertTensors(weights)
+    if config["model_type"] in TEXT_PARTS.values():
+        weights = LanguageTensors(weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
         weights = Renamed(weights, HEAD, EMBEDDING)
@@ -88,6 +94,8 @@ def _config(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json", IDENTITY)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        if (config.get("model_type"), method) == ("gpt_oss", "mxfp4"):
+            return config
         raise UnsupportedModel(f"{path} is quantised with {method}", "Use the unquantised checkpoint or a GGUF file")
     return config
 
@@ -160,11 +168,11 @@ class Shards(LazyTensors):
         return Stored.floats(tensor, None, self._mapped) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
 
-_SAFE_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAPPED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    """Floats are mapped here, and not by the library, so that `Stored` may give their pages back."""
+    """Floats and codes are mapped here, and not by the library, so that `Stored` may give their pages back."""
     with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")  # checks the header
         buffer = map_file(path).buffer
@@ -173,11 +181,11 @@ def _open_safetensors(path: Path) -> tuple[list[str], Read]:
 
     def read(name: str) -> Tensor:
         kind, shape = entries[name]["dtype"], entries[name]["shape"]
-        if kind not in _SAFE_FLOATS or 0 in shape:
+        if kind not in _MAPPED or 0 in shape:
             tensor: Tensor = file.get_tensor(name)
             return tensor
         first = start + entries[name]["data_offsets"][0]
-        return torch.frombuffer(buffer, dtype=_SAFE_FLOATS[kind], count=math.prod(shape), offset=first).view(shape)
+        return torch.frombuffer(buffer, dtype=_MAPPED[kind], count=math.prod(shape), offset=first).view(shape)
 
     return list(file.keys()), read
 

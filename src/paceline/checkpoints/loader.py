@@ -176,6 +176,16 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
     return from_pretrained(checkpoint.path, dtype, device)
 
 
+def check_held(moved: bool, quantized: bool, adapted: bool) -> None:
+    """Raise `InvalidOption` for what is asked of a model object and only a model loaded by name can do."""
+    if moved:
+        raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
+    if quantized:
+        raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
+    if adapted:
+        raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
+
+
 def wrap(model: Any, tokenizer: Any) -> Loaded:
     """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
     wrappable = False

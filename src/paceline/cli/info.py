@@ -105,7 +105,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "format": form,
         "parameters": sum(dtypes.values()),
         "dtypes": dtypes,
-        "own_codes": _gguf_codes(header),
+        "own_codes": _gguf_codes(header) if header else _folder_codes(dtypes),
         "vocab_size": checkpoint.config.get("vocab_size") or tokenizer.vocab_size,
         "tokens": tokenizer.vocab_size,
         "tokenizer": _gguf_tokenizer(header) if header else tokenizer.kind,
@@ -119,7 +119,9 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     rope = asdict(config.rope) | {"scaling": dict(config.rope.scaling), "factors": list(config.rope.factors)}
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
-    return facts | {"rope": rope, "tied_head": config.tied, "cache_bytes": config.cache_bytes(config.context_length)}
+    recurrent = sum(bool(layer.recurrent) for layer in config.plan)
+    facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
+    return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
 
 def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
@@ -135,18 +137,27 @@ def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
 
 def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> tuple[str, dict[str, int]]:
     """Return (file format, elements by dtype)."""
+    from paceline.models.lazy import kind_of, shape_of
+
     if header:
         # From the header: the checkpoint would dequantise every tensor. Rotary factors are no parameters.
-        tensors = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
-        return "GGUF", _dtypes((tensor.kind, math.prod(tensor.shape)) for tensor in tensors)
-    form = "safetensors" if any(checkpoint.path.glob("*.safetensors")) else "pickle"
-    loaded = (checkpoint.tensors[name] for name in checkpoint.tensors)
-    return form, _dtypes((str(tensor.dtype), tensor.numel()) for tensor in loaded)
+        held = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
+        return "GGUF", _dtypes((tensor.kind, math.prod(tensor.shape)) for tensor in held)
+    form, tensors = "safetensors" if any(checkpoint.path.glob("*.safetensors")) else "pickle", checkpoint.tensors
+    return form, _dtypes((kind_of(tensors, name), math.prod(shape_of(tensors, name))) for name in tensors)
 
 
-def _gguf_codes(header: GGUFFile | None) -> dict[str, float]:
+def _folder_codes(dtypes: dict[str, int]) -> dict[str, float]:
+    """`_gguf_codes` of a folder, where gpt-oss's MXFP4 are the only codes."""
+    from paceline.kernels.cpu.build import library
+
+    share = dtypes.get("MXFP4", 0) / max(1, sum(dtypes.values()))
+    return {"4": share} if share and library() else {}
+
+
+def _gguf_codes(header: GGUFFile) -> dict[str, float]:
     """Return the codes that --quantize keeps: bits -> share of the elements of the file's matrices."""
-    matrices = [x for x in header.tensors.values() if len(x.shape) > 1] if header else []
+    matrices = [x for x in header.tensors.values() if len(x.shape) > 1]
     sizes = _dtypes((str(x.kept_bits() or ""), math.prod(x.shape)) for x in matrices)
     return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
 
@@ -189,9 +200,13 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     scaling = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
     scaling += "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
+    state = (
+        f"{f['recurrent_layers']} of them; state of a text: {amount(f['state_bytes'], 'bytes')}, whatever its length"
+    )
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
+        *([("recurrent layers", state)] if f["recurrent_layers"] else []),
         ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
         ("output head", "shared with the embedding" if f["tied_head"] else "separate from the embedding"),
         ("rotary positions", f"base {rope['theta']:,.0f}, {scaling}{factors}"),

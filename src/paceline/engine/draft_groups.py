@@ -49,7 +49,11 @@ def _group(policy: DraftPolicy, indices: list[int], requests: Sequence[Request],
     draft, price, pace = policy.draft, 0.0, 0.0
     if controller:
         behind = sum(len(r.token_ids) - r.num_seen_tokens for r in members)
-        draft = controller.choose(len(requests), behind, max(r.stream.left for r in members))
+        written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
+        left = max(r.stream.left for r in members)
+        draft = controller.choose(len(requests), behind, left, max(written), written.count(0))
+        if not draft.nodes:
+            return PolicyGroup(policy, indices, controller, [draft] * len(members), price, pace)
         price, pace = controller.price(len(requests)), controller.pace
     return PolicyGroup(policy, indices, controller, [_budget(draft, r, cache) for r in members], price, pace)
 

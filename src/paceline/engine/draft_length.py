@@ -8,32 +8,35 @@ from itertools import accumulate
 from paceline.engine.cost_model import Curve, Fading
 from paceline.types import Draft, DraftBudget, Verdict
 
-_MEMORY = 0.95
-"""Decay of a round's acceptance per later round: texts change within some twenty rounds."""
-_PAUSE_WEIGHT = 8.0
-"""Rounds that acceptance before a pause counts for after it, however long the pause."""
+_MEMORY, _PAUSED = 0.97, 0.99
+"""Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
+_STEP = 16
+"""Rounds after which a pause is taken into account."""
 _HISTORY = 500.0
 """Rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
 """Prior acceptance of a drafted token."""
 _PRIOR_WEIGHT = 5.0
-"""Rounds that the prior weighs in the usual acceptance, and that one among recent rounds."""
+"""Rounds that the prior weighs in the usual acceptance."""
+_FAITH = 1.5
+"""Rounds that the usual acceptance weighs among those of a text: texts differ more than drafts of one text."""
 _OTHER_SIZE = 0.2
 """Weight of a round for trees of other sizes."""
 _SHARE = 0.005
 """Share of the time that may be lost to trying sizes other than the best."""
-_CREDIT = 12.0
-"""Plain rounds that tries may cost beyond `_SHARE` in the first `_EARLY` rounds, so that a first text with low
-acceptance does not settle the size."""
-_EARLY = 200
+_EARLY, _EARLY_SHARE = 1000, 0.01
+"""`_SHARE` of the first rounds, so that a first text with low acceptance does not settle the size."""
 _GAP = 4
-"""Least rounds between two such tries."""
+"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands."""
+_FIRST = 2
+"""Drafts of the smallest size before larger ones: the price of a draft is unknown, and the first one warms up."""
 _SOON, _OFTEN = 16, 4
 """Rounds until a smaller size is tried again, and how often that doubles: larger sizes tell most of it."""
-_AHEAD = 64
-"""Tokens within which catching up after a pause must pay."""
-_ROW, _LEVEL = 0.03, 2.0
-"""Relative cost of one more row in a pass, and of one more level in drafting, until enough is measured."""
+_AHEAD, _LEAST_AHEAD = 64, 16
+"""Tokens of a reply that are expected at first, and at any time: catching up must pay within them."""
+_ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
+"""Relative cost of one more row in a pass, of one more level in drafting and, to a plain pass, of one token of catching
+up, until enough is measured."""
 _BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes for which costs are kept apart."""
 _LATE = 32
@@ -51,20 +54,19 @@ class _AcceptanceRates:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         # The weight of a new round grows, instead of all older ones being scaled down.
         self._unit, self._round = 1.0, 0
-        self._expected: list[float] | None = None
+        self._expected: list[float] = []
+        self._paused = 0
 
-    @property
-    def tokens(self) -> list[float]:
-        """Expected tokens of a round by depth (0, 1, ...), the target's own token included."""
-        self._expected = self._expected or self._expect()
+    def tokens(self, round: int) -> list[float]:
+        """Return the expected tokens of a round by depth (0, 1, ...), the target's own token included."""
+        paused = (round - self._round) // _STEP
+        if not self._expected or paused != self._paused:
+            self._expected, self._paused = self._expect(_PAUSED ** (_STEP * paused)), paused
         return self._expected
 
     def add(self, accepted: int, depth: int, weight: float, round: int) -> None:
         """Count a draft of this depth of which `accepted` tokens were accepted."""
-        # Rounds without drafts age it as well: acceptance before a pause says little about the text after it.
-        fade = _MEMORY ** (weight * (round - self._round))
-        seen = self._reached[0] / self._unit
-        self._age(max(fade, min(1.0, _PAUSE_WEIGHT / seen)) if seen else fade)
+        self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
         self._round = round
         for d in range(min(depth, accepted + 1, len(self._kept))):
             hit = float(d < accepted)
@@ -72,7 +74,12 @@ class _AcceptanceRates:
             self._kept[d] += weight * self._unit * hit
             self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
             self._usual[d] += weight * (hit - self._usual[d]) / self._rounds[d]
-        self._expected = None
+        self._expected = []
+
+    def forget(self, share: float) -> None:
+        """Let recent rounds count less by this share, that of texts which have just begun."""
+        self._age(1.0 - share)
+        self._expected = []
 
     def _age(self, fade: float) -> None:
         self._unit /= max(fade, 1e-9)
@@ -80,8 +87,8 @@ class _AcceptanceRates:
             self._reached, self._kept = ([x / self._unit for x in line] for line in (self._reached, self._kept))
             self._unit = 1.0
 
-    def _expect(self) -> list[float]:
-        total, chance, share, faith = 1.0, 1.0, _PRIOR, _PRIOR_WEIGHT * self._unit
+    def _expect(self, fade: float) -> list[float]:
+        total, chance, share, faith = 1.0, 1.0, _PRIOR, _FAITH * self._unit / fade
         found = [total]
         for reached, kept, rounds, usual in zip(self._reached, self._kept, self._rounds, self._usual, strict=True):
             share = (rounds * usual + _PRIOR_WEIGHT * share) / (rounds + _PRIOR_WEIGHT)
@@ -114,7 +121,8 @@ class Controller:
     affects the speed of a text, never its content.
     """
 
-    def __init__(self, maximum: DraftBudget) -> None:
+    def __init__(self, maximum: DraftBudget, free: bool = False) -> None:
+        """`free`: drafts and catching up cost nothing worth mentioning."""
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """From nothing to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
@@ -125,27 +133,38 @@ class Controller:
         # A pass that resumes where drafting stopped (early exit) costs less than its rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
-        self._catch_up = Fading()
+        self._catch_up = Fading(0.0)
+        self._free = free
+        self._length, self._written = Fading(_AHEAD), 0
         self._batch_costs: dict[int, _BatchCosts] = {}
-        self._round = self._last_try = 0
-        self._saved, self._credit = 0.0, 0.0
-        self._granted = False
+        self._round = self._last_try = self._rest = 0
+        self._saved = 0.0
         self.pace = 0.0
         """Tokens per second of all requests of a round, at the size that seems best; 0 until something is measured."""
         self._at, self._behind = len(self.sizes) - 1, 0
 
-    def choose(self, together: int = 1, behind: int = 0, ahead: int = _AHEAD) -> DraftBudget:
+    def choose(
+        self, together: int = 1, behind: int = 0, ahead: int = 1 << 30, written: int = 0, fresh: int = 0
+    ) -> DraftBudget:
         """Return the size for a round of `together` requests.
 
         `behind`: tokens the drafter has not seen of them, summed. `ahead`: the most tokens that one of them may still
-        get.
+        get. `written`: tokens of the longest reply so far. `fresh`: requests that begin.
         """
         self._round += 1
         self._behind = behind
+        if fresh:
+            self._begin(fresh / together)
+        self._written = written
+        if self._round <= self._rest and not fresh:
+            return self.sizes[0]
+        self._rest = self._round
         batch_costs = self._costs_of(together)
         seconds, tokens = self._seconds(batch_costs, together), self._tokens()
-        # Drafting must also pay for catching up: within the next tokens, or at once in a try.
-        debt, ahead = self._catch_up.value * behind, min(ahead, _AHEAD)
+        # Drafting must also pay for catching up: within the tokens that are left, or at once in a try. A reply that has
+        # gone on for long is expected to go on for as long again.
+        debt, likely = self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
+        ahead = min(ahead, int(likely))
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
         best = times.index(min(times))
@@ -153,12 +172,21 @@ class Controller:
         self.pace = together / pace if self._passes[False].known else 0.0
         losses = [s - t * pace + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
-        if ahead < _AHEAD or self._round > _EARLY:
-            self._credit = 0.0
-        self._at = self._try(best, losses, batch_costs)
+        self._at = self._try(best, losses, batch_costs) if self._passes[False].known else 0
+        if self._at > 1 and not batch_costs.drafting.known and batch_costs.tries[1] < _FIRST:
+            self._at = 1
+        elif not self._at and self._passes[False].known:
+            self._rest += _GAP - 1
         batch_costs.tried[self._at] = self._round
         batch_costs.tries[self._at] += 1
         return self.sizes[self._at]
+
+    def _begin(self, share: float) -> None:
+        """Expect of texts that begin, a share of all, what is usual."""
+        for kept in {*self._kept}:
+            kept.forget(share)
+        if self._written:
+            self._length.add(self._written, self._round)
 
     def price(self, together: int) -> float:
         """Return the cost of one more row in a round of `together` requests, in tokens of plain decoding: a node less
@@ -179,11 +207,10 @@ class Controller:
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
         # Savings are capped at the next try's cost, so that they never pay for many tries at once.
         self._saved = min(self._saved, max(losses[found], 0.0))
-        short = max(losses[found], 0.0) - self._saved
-        if found == best or short > self._credit or self._round - self._last_try < _GAP:
+        left = self._saved - max(losses[found], 0.0)
+        if found == best or left < 0.0 or self._round - self._last_try < _GAP:
             return best
-        self._credit -= max(short, 0.0)
-        self._saved = max(-short, 0.0)
+        self._saved = left
         self._last_try = self._round
         return found
 
@@ -202,12 +229,14 @@ class Controller:
         `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the
         rest. `together`, `rows`: requests and rows of the whole round.
         """
+        self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * (drafting + verifying)
+        if self._round < self._rest:
+            return
         at, batch_costs = self._at, self._costs_of(together)
-        self._saved += _SHARE * (drafting + verifying)
         resumed = any(draft.carried for draft in drafts)
         self._passes[resumed].add(rows, verifying, self._round)
-        if not self._granted and self._passes[False].known:
-            self._granted, self._credit = True, _CREDIT * self._passes[False].at(batch_costs.together)
+        if not self._catch_up.value and self._passes[False].known and not self._free:
+            self._catch_up = Fading(_TOKEN * self._passes[False].at(1))
         if not at:
             return
         if together == len(drafts) and all(budget == self.sizes[at] for budget in budgets):
@@ -226,8 +255,9 @@ class Controller:
         seen, depth = batch_costs.drafting, self.sizes[self._at].depth
         if self._behind < _LATE * batch_costs.together:
             seen.add(depth, seconds, self._round)
-        elif seen.known:
-            self._catch_up.add(max(0.0, seconds - seen.at(depth)) / self._behind, self._round)
+        else:
+            level = seen.at(depth) if seen.known else 0.0
+            self._catch_up.add(max(0.0, seconds - level) / self._behind, self._round)
 
     def _learn_kept(self, accepted: int, depth: int) -> None:
         if self._chains:
@@ -257,10 +287,10 @@ class Controller:
     def _tokens(self) -> list[float]:
         """Return the expected tokens of a round, by size."""
         if self._chains:
-            tokens = self._kept[0].tokens
+            tokens = self._kept[0].tokens(self._round)
             return [tokens[depth] for depth in self._depths]
         # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
-        return [*accumulate((kept.tokens[-1] for kept in self._kept), max)]
+        return [*accumulate((kept.tokens(self._round)[-1] for kept in self._kept), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:

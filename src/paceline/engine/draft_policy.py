@@ -34,7 +34,7 @@ class DraftPolicy:
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
         self.name, self.drafter = name, drafter
         self.draft = draft or drafter.draft
-        self.controller = Controller(self.draft) if draft is None else None
+        self.controller = Controller(self.draft, drafter.free) if draft is None else None
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
         """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be

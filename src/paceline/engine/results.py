@@ -82,6 +82,11 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         self._scheduler.close()
         self._ready.clear()
 
+    def stop(self, index: int) -> None:
+        """End one reply here, as if cancelled: nothing more of it is handed out, and the others go on."""
+        self._tasks[index].cancelled = True
+        self._ready = deque(entry for entry in self._ready if entry[0] != index)
+
     @property
     def errors(self) -> dict[int, Exception]:
         """The errors of the replies that failed so far, by index."""
@@ -92,7 +97,7 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         request, shown = self._tasks[index].request, self._shown[index]
         if request is None:
             raise KeyError(f"reply {index} has not begun")
-        failed: FinishReason = "error" if request.error else "cancelled"
+        failed: FinishReason = "error" if request.error else "length" if request.stream.empty else "cancelled"
         return Completion(
             "".join(chunk.text for chunk in shown),
             [chunk.token_id for chunk in shown],

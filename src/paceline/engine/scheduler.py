@@ -149,14 +149,14 @@ class Scheduler:
     # Beginning
 
     def _prefill(self) -> list[Task]:
-        """Feed prompts up to this turn's quota. Returns the tasks that could not start."""
+        """Feed prompts up to this turn's quota. Returns the tasks that have ended without a token."""
         startable = min(len(self.waiting), self._limit - len(self.running))
-        left, failed = self._quota * max(1, min(startable, _MAX_CATCH_UP)), []
+        left, ended = self._quota * max(1, min(startable, _MAX_CATCH_UP)), []
         while left > 0 and (task := self.prefilling or self._next()):
             left -= self._feed(task, left)
             if task.done:
-                failed.append(task)
-        return failed
+                ended.append(task)
+        return ended
 
     def _feed(self, task: Task, limit: float) -> float:
         """As `_chunk`. A prompt for which there is no memory waits again, and uses up the quota."""
@@ -195,6 +195,10 @@ class Scheduler:
         if not task.done and self._engine.cache.lengths[task.request.slot] == task.request.position:
             self.prefilling = None
             self.running.append(task)
+            if not task.request.stream.left:  # an empty reply was asked for
+                task.request.finish = "length"
+                self._end(task)
+                return fed
             if task.group is not None:
                 self._prefilled[task.group] = task.request
         return fed

@@ -217,6 +217,12 @@ def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
 def _checked(tree: CandidateTree, logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, list[float]]:
     batch, nodes = tree.tokens.shape
     expect("the target's logits, of the pending token and then of each node", logits, "float", batch, nodes + 1, "V")
+    largest = max((token for draft in tree.drafts for token in draft.tokens), default=0)
+    require(
+        largest < logits.shape[2],
+        f"the tree holds token {largest}, and the logits are of {logits.shape[2]} tokens",
+        "Draft from the target's vocabulary",
+    )
     return widen(logits), temperatures(temperature, batch)
 
 

@@ -1,4 +1,4 @@
-"""Activation functions of gated feed-forward networks, by their names in configs."""
+"""Activations of gated feed-forward networks, by their names in configs: what becomes of gate and up projection."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
+Gate = Callable[[Tensor, Tensor], Tensor]
 
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+LIMIT, SLOPE = 7.0, 1.702
+"""Bound of both projections of gpt-oss, and the slope of its sigmoid."""
+
+
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's SwiGLU, of clamped projections (OpenAI's reference implementation, `gpt_oss/torch/model.py`)."""
+    gate = gate.clamp(max=LIMIT)
+    return (up.clamp(-LIMIT, LIMIT) + 1) * (gate * (SLOPE * gate).sigmoid())
+
+
+ACTIVATIONS: dict[str, Gate] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_swiglu": _clamped,
 }

@@ -75,7 +75,7 @@ def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linea
 
 
 def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Activation:
-    """x -> act(x G^T) * (x U^T) for gate G above up U in `weight` [2 * out, in]."""
+    """x -> `ACTIVATIONS[activation]`(x G^T, x U^T) for gate G above up U in `weight` [2 * out, in]."""
     if isinstance(weight, Stored) or (_native(weight) and not _MAKE.get()):
         return NativeGated(weight, bias, activation)
     both = linear(weight, bias)
@@ -83,7 +83,7 @@ def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str)
 
     def run(x: Tensor) -> Tensor:
         gate, up = both(x).chunk(2, -1)
-        return act(gate) * up
+        return act(gate, up)
 
     return run
 

@@ -17,11 +17,11 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Layer, Mixture
+from paceline.models.layers import Attention, Layer, Mixture, SharedMixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
 """A window that reaches back further than any text, and fits the kernels' 32 bits."""
 
@@ -32,7 +32,7 @@ def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
 
 
 class _Heads(Structure):
-    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"))
+    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"), (c_void_p, "sinks"))
 
 
 class _Expert(Structure):
@@ -125,6 +125,7 @@ class NativeLayers:
         parts = _parts(layer)
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
+        assert isinstance(mix, Attention)
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
         experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
@@ -136,13 +137,15 @@ class NativeLayers:
             *(self._pointer(norm) for norm in norms),
             *(layer.mlp_norm.eps, parts.out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation], mix.head_dim),
             *(slab, index, rope),
-            _Heads(mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0),
+            _Heads(
+                mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
+            ),
         )
 
-    def _pointer(self, norm: Tensor | None) -> int | None:
-        if norm is None:
+    def _pointer(self, vector: Tensor | None) -> int | None:
+        if vector is None:
             return None
-        self._held.append(F.pad(norm.float(), (0, -len(norm) % LANES)).contiguous())
+        self._held.append(F.pad(vector.float(), (0, -len(vector) % LANES)).contiguous())
         return self._held[-1].data_ptr()
 
 
@@ -167,6 +170,8 @@ class _Parts(NamedTuple):
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
+    if not isinstance(layer.attention, Attention) or layer.attention.gated or isinstance(layer.mlp, SharedMixture):
+        return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
     experts = []

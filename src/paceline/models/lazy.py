@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantize import Codes, Mode
-from paceline.kernels.stored import Stored
+from paceline.kernels.stored import FLOATS, Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -36,6 +36,10 @@ class LazyTensors(Mapping[str, Tensor]):
     def stored(self, name: str) -> Stored | None:
         """Return a matrix where it lies, in the type of the file; None for tensors that are computed when read."""
         return None
+
+    def kind(self, name: str) -> str:
+        """Return the name of the type that a tensor is stored in."""
+        return str(self[name].dtype)
 
     def mostly_codes(self) -> bool:
         """Whether most weights are stored in codes."""
@@ -66,6 +70,11 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
+def kind_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return `LazyTensors.kind`, of tensors in memory their dtype."""
+    return tensors.kind(name) if isinstance(tensors, LazyTensors) else str(tensors[name].dtype)
+
+
 class Renamed(LazyTensors):
     """Tensors of which one may have been given another name."""
 
@@ -82,8 +91,49 @@ class Renamed(LazyTensors):
     def stored(self, name: str) -> Stored | None:
         return stored_of(self._tensors, self._names[name])
 
+    def kind(self, name: str) -> str:
+        return kind_of(self._tensors, self._names[name])
+
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])
+
+
+class LanguageTensors(LazyTensors):
+    """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
+    alone, and each expert by itself where the file stacks all of a layer."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._names = self._sources = dict[str, tuple[str, int, slice]]()
+        for source in tensors:
+            if source.startswith("model.visual."):
+                continue
+            name, whole = source.replace("model.language_model.", "model.", 1), slice(None)
+            block, _, part = name.rpartition(".experts.")
+            if part not in ("gate_up_proj", "down_proj"):
+                self._names[name] = source, -1, whole
+                continue
+            count, out, _ = shape_of(tensors, source)
+            half = slice(out // 2), slice(out // 2, out)
+            parts = [("gate_proj", half[0]), ("up_proj", half[1])] if part == "gate_up_proj" else [(part, whole)]
+            for one in range(count):
+                self._names |= {f"{block}.experts.{one}.{x}.weight": (source, one, rows) for x, rows in parts}
+
+    def __getitem__(self, name: str) -> Tensor:
+        source, expert, rows = self._sources[name]
+        return self._tensors[source] if expert < 0 else self._tensors[source][expert, rows]
+
+    def stored(self, name: str) -> Stored | None:
+        source, expert, _ = self._sources[name]
+        if expert < 0:
+            return stored_of(self._tensors, source)
+        tensor = self[name]
+        return Stored.floats(tensor, None) if tensor.dtype in FLOATS else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source, expert, rows = self._sources[name]
+        shape = shape_of(self._tensors, source)
+        return shape if expert < 0 else (len(range(*rows.indices(shape[1]))), shape[2])
 
 
 class Outlines(Renamed):

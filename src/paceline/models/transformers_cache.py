@@ -102,6 +102,7 @@ class SlotCache(SlotTable):
     @torch.inference_mode()
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
+        self.check_taken(slot)
         new, length = self.acquire(self.prompts[slot]), self.lengths[slot]
         self._window.places = len(self.lengths)
         for layer in self._layers():
@@ -115,6 +116,7 @@ class SlotCache(SlotTable):
     def save(self, slot: int) -> Saved:
         """See `protocols.KVCache.save`. Every layer keeps all positions, and no rotary factors depend on the prompt's
         length (a context ends where its model's would), so any beginning can be loaded."""
+        self.check_taken(slot)
         length = self.lengths[slot]
         return Saved(length, tuple(side[slot, :, :length].clone() for side in self._sides()) if length else ())
 
@@ -122,7 +124,7 @@ class SlotCache(SlotTable):
     def load(self, slot: int, saved: Saved, length: int) -> int:
         """See `protocols.KVCache.load`."""
         layers = self._model_cache.layers
-        if not saved.holds(length, self.prompts[slot]):
+        if not (length := saved.most(length, self.prompts[slot])):
             return 0
         self._window.places, self._window.end = len(self.lengths), length
         layers += [_SlotLayer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]
@@ -136,6 +138,7 @@ class SlotCache(SlotTable):
 
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`."""
+        self.check_length(slot, length)
         self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
@@ -144,6 +147,8 @@ class SlotCache(SlotTable):
 
     def begin(self, rows: Rows) -> Cache:
         """Return the cache to hand to the model as `past_key_values`."""
+        for slot in rows.slots:
+            self.check_taken(slot)
         self._window.slots = rows.slots
         self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
         self._window.end = rows.end

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from paceline.errors import InvalidOption
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
 """Parameters that a model's generation_config may recommend."""
+
+
+def changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
+    """Return the sampling with changes of single parameters. Raises `InvalidOption` for one that does not exist."""
+    known = [field.name for field in fields(Sampling)]
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.5)
+            fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}"
+            raise InvalidOption(f"{name!r} is not a sampling parameter", fix)
+    return replace(sampling, **changes) if changes else sampling
 
 
 def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +71,7 @@ class Vocabulary:
 class Sampling:
     """Sampling parameters of one reply. The default is greedy.
 
-    max_new_tokens: maximum number of tokens of the reply, EOS included (>= 1).
+    max_new_tokens: maximum number of tokens of the reply, EOS included (>= 0).
     temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
 
     Applied to the logits before temperature, in this order, at every drafted token as at every other:
@@ -230,7 +242,7 @@ class Sampling:
 
 
 _RANGES: dict[str, tuple[type[float], float, float]] = {
-    "max_new_tokens": (int, 1, 2**31),
+    "max_new_tokens": (int, 0, 2**31),
     "temperature": (float, 0.0, 1000.0),
     "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
     "frequency_penalty": (float, -2.0, 2.0),

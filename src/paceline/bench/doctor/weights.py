@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from types import CellType, FunctionType
 
-import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_codes import BITS
@@ -27,25 +26,20 @@ _HEAD_BITS = 8
 
 
 def weight_bytes(target: Target) -> int | None:
-    """Return the bytes that a small pass reads: all weights, but not the embedding table where the head has its own.
+    """Return the bytes that a small pass reads: all weights, but of the embedding table only what the head shares.
 
     None for targets other than the native decoder, and for experts, of which a pass reads only some.
     """
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None
-    tensors = _tensors(target)
-    table = target.config.vocab_size * target.config.hidden
-    coded = any(t.dtype == torch.uint8 for t in tensors)
-    tables = [t for t in tensors if t.numel() == table and t.is_floating_point()]
-    unread = tables[:1] if len(tables) > 1 or coded else []
-    return sum(t.numel() * t.element_size() for t in tensors) - sum(t.numel() * t.element_size() for t in unread)
+    parts = {name: part for name, part in vars(target).items() if name != "_embed"}
+    return sum(t.numel() * t.element_size() for t in _tensors(parts, target))
 
 
-def _tensors(root: object) -> list[Tensor]:
-    """Every tensor that an object of Paceline holds, once."""
+def _tensors(root: object, beside: object) -> list[Tensor]:
+    """Every tensor that an object of Paceline holds, once, without what it reaches through `beside` alone."""
     tensors: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    pending: list[object] = [root]
+    seen, pending = {id(beside)}, [root]
     while pending:
         item = pending.pop()
         if id(item) in seen:

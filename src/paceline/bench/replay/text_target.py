@@ -117,6 +117,7 @@ class TextCache(SlotTable):
 
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`."""
+        self.check_length(slot, length)
         self.lengths[slot] = length
 
     def save(self, slot: int) -> SavedLength:

@@ -39,6 +39,7 @@ struct View {
 struct Heads {
     int32_t query, kv, size;
     float scale, softcap;  // 0: no cap
+    const float* sinks;    // of each query head, or null: the score of a column without a value
     int group() const { return query / kv; }
 };
 
@@ -105,11 +106,15 @@ class Attention {
         }
         const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
         for (int from = 0; from < count; from += SCORED) score<SCORED>(static_cast<const Number*>(view.keys) + base, h, from, std::min(SCORED, count - from));
-        for (int i = 0; i < count; i++) softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * 1.44269504f);
+        for (int i = 0; i < count; i++) {
+            const float sink = h.sinks ? h.sinks[kv_head * h.group() + (first + i) % h.group()] : -INFINITY;
+            softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * LOG2_E, sink * LOG2_E);
+        }
         mix(static_cast<const Number*>(view.values) + base, h.size);
     }
 
    private:
+    static constexpr float LOG2_E = 1.44269504f;
     static constexpr int COLUMNS_AHEAD = 32;  // prefetched, beyond the last ones too
     // Queries scored at a time; queries and vectors of values mixed at a time: as many sums as there are registers for.
     static constexpr int SCORED = PARTS == 1 ? TILE : 4, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
@@ -214,12 +219,12 @@ class Attention {
     }
 
     // Softmax weights. They are summed as multiples of 2^-23, so that the total does not depend on where gaps lie.
-    void softmax_weights(int query, float factor) {
+    void softmax_weights(int query, float factor, float sink) {
         constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
-        const float top = largest(top_[query]) * factor;
+        const float top = std::max(largest(top_[query]) * factor, sink);
         const float* scores = &scores_[query * width_];
         Operand* weights = &weights_[query * width_];
-        int64_t total = 0;
+        int64_t total = as<Ints>(Element::power(all(sink - top)) + 1.0f)[0] - 0x3f800000;
         for (int64_t block = 0; block < blocks_;) {
             Ints part{};
             for (const int64_t end = std::min(blocks_, block + EXACT); block < end; block++) {

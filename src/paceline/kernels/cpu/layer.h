@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED };
 
 // A feed-forward network.
 struct Expert {
@@ -74,6 +74,14 @@ inline Floats activate(int kind, const Floats& x) {
     float y[LANES];
     for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
     return load<Floats>(y);
+}
+
+// activations.py: from gate and up to their product.
+inline Floats gated(int kind, const Floats& gate, const Floats& up) {
+    if (kind != CLAMPED) return activate(kind, gate) * up;
+    const Floats limit = all(7.0f), low = select(gate > limit, limit, gate);
+    const Floats bounded = select(up > limit, limit, select(up < -limit, -limit, up));
+    return (bounded + 1.0f) * (low / (1.0f + exponential(-1.702f * low)));
 }
 
 inline void normed(float* to, const float* x, const float* weight, int size, float eps) {
@@ -317,7 +325,7 @@ class LayerTask {
             gathered.copy({0, count}, entry, expert.gate_up, s.to_mlp, {0, rows}, routes.rows[entries.from + entry]);
         auto inner = [&](int entry) { return &s.inner[int64_t(entries.from + entry) * width]; };
         paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int entry, int at, Floats gate, Floats up) {
-            store(inner(entry) + at, activate(l.activation, gate) * up);
+            store(inner(entry) + at, gated(l.activation, gate, up));
         });
         for (int entry = 0; entry < count; entry++) {
             float* x = inner(entry);

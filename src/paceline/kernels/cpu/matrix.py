@@ -270,7 +270,7 @@ class NativeLinear:
 
 
 class NativeGated:
-    """act(x G^T) * (x U^T). Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
+    """`kernels.linear.gated`. Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> None:
         """`weight` [2 * out, in]: gate above up."""
@@ -282,7 +282,7 @@ class NativeGated:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
-        y: Tensor = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
+        y: Tensor = ACTIVATIONS[self.activation](gate, up).flatten(-2)
         return y[..., : self.out]
 
 

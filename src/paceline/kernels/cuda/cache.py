@@ -87,6 +87,7 @@ class DevicePass:
         self._layers = [
             (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
             for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
+            if layer
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -100,7 +101,7 @@ class DevicePass:
         """See `protocols.Pass.attend`."""
         self.write(layer, k, v)
         keys, values, _, spec = self._layers[layer]
-        if self._prompt is None or spec.softcap is not None:
+        if self._prompt is None or spec.softcap is not None or spec.sinks is not None:
             return attend(q, keys, values, self._table, spec)
         return _attend_prompt(q, keys, values, *self._prompt, spec)
 
@@ -120,7 +121,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
     q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
     p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
     """
-    if q.device.type != "cuda":
+    if q.device.type != "cuda" or spec.sinks is not None:  # which the kernel does not know
         return reference(q, keys, values, table, spec)
     from paceline.kernels.cuda.kernels import tree_attention
 
@@ -137,7 +138,10 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     unseen = ~visible(table, keys.shape[2], spec.window)[:, None]
-    mixed = scores.masked_fill(unseen, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(unseen, -math.inf)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks.to(wide).view(1, heads, 1, 1).expand(b, heads, t, 1)], -1)
+    mixed = scores.softmax(-1)[..., : keys.shape[2]] @ v
     return mixed.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
 
 

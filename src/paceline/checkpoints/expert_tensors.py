@@ -1,0 +1,122 @@
+"""gpt-oss's folders in the terms of other mixtures: a tensor of each expert, from those that stack all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CorruptModel
+from paceline.files.schema import EXPERTS
+from paceline.kernels.stored import FLOATS, Stored
+from paceline.models.lazy import LazyTensors, shape_of, stored_of
+
+_STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_ROWS = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+"""Stack -> projections in it, and their outputs among its own."""
+
+_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_MXFP4, _GROUP = 39, 32
+"""ggml's number of the type, and the weights that share an exponent."""
+
+
+class _Part(NamedTuple):
+    """Where an expert's tensor lies: `rows` of entry `expert` of the stack `name`."""
+
+    name: str
+    expert: int
+    rows: slice
+
+
+class ExpertTensors(LazyTensors):
+    """Tensors by the names `PREFIX.experts.E.{gate,up,down}_proj.{weight,bias}`, of stacks
+
+    - [E, in, out] of floats, without a suffix;
+    - [E, out, groups, 16] of MXFP4's codes (`_blocks`), two to a byte, the first one low, and [E, out, groups] of its
+      exponents (`_scales`);
+    - [E, out] of biases (`_bias`).
+
+    Gate and up alternate in theirs. Sinks are called `sinks.weight`, as in GGUF. Raises `CorruptModel` for stacks of
+    other shapes. Layout: OpenAI's checkpoints, and transformers' `integrations/mxfp4.py`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._parts: dict[str, _Part | str] = {}
+        self._names = self._parts
+        for name in tensors:
+            if found := _STACK.fullmatch(name):
+                self._unstack(name, *found.groups())
+            else:
+                self._parts[name + ".weight" if name.endswith(".sinks") else name] = name
+
+    def _unstack(self, name: str, block: str, stack: str, suffix: str) -> None:
+        shape = shape_of(self._tensors, name)
+        self._check(name, shape, suffix)
+        for part, rows in _ROWS[stack].items():
+            for expert in range(shape[0] if suffix != "_scales" else 0):
+                kind = "bias" if suffix == "_bias" else "weight"
+                self._parts[f"{block}.{expert}.{part}.{kind}"] = _Part(name, expert, rows)
+
+    def _check(self, name: str, shape: tuple[int, ...], suffix: str) -> None:
+        fits = len(shape) == {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[suffix] and 0 < shape[0] <= EXPERTS
+        if suffix == "_scales":
+            blocks = name.removesuffix(suffix) + "_blocks"
+            whole = (*shape, _GROUP // 2)
+            fits = fits and blocks in self._tensors and shape_of(self._tensors, blocks) == whole
+        if suffix == "_blocks":
+            fits = fits and name.removesuffix(suffix) + "_scales" in self._tensors
+        if not fits:
+            raise CorruptModel(f"{name} has shape {shape}, which is no stack of experts", "Fetch the model again")
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self._parts[name]
+        if isinstance(part, str):
+            return self._tensors[part]
+        stack = self._tensors[part.name][part.expert]
+        if part.name.endswith("_blocks"):
+            codes, exponents = self._codes(part)
+            values = torch.cat([_VALUES, -_VALUES])[codes.long()]
+            return torch.ldexp(values, exponents[..., None].int() - 127).flatten(1)
+        return stack[part.rows] if stack.ndim == 1 else stack.T[part.rows]
+
+    def stored(self, name: str) -> Stored | None:
+        part = self._parts[name]
+        if isinstance(part, str):
+            return stored_of(self._tensors, part)
+        if part.name.endswith("_blocks"):
+            codes, exponents = self._codes(part)
+            halves = codes.unflatten(-1, (2, -1))
+            blocks = torch.cat([exponents[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
+            return Stored.of(blocks.flatten(1), _MXFP4, codes[0].numel())
+        tensor = self[name]
+        return Stored.floats(tensor, None) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
+
+    def _codes(self, part: _Part) -> tuple[Tensor, Tensor]:
+        """Codes of 4 bits [out, groups, 32], and exponents [out, groups]."""
+        names = part.name, part.name.removesuffix("blocks") + "scales"
+        blocks, exponents = (self._tensors[name][part.expert][part.rows] for name in names)
+        if not blocks.dtype == exponents.dtype == torch.uint8:
+            raise CorruptModel(f"{part.name} and its scales must be bytes, got {blocks.dtype}", "Fetch the model again")
+        return torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents
+
+    def kind(self, name: str) -> str:
+        part = self._parts[name]
+        return "MXFP4" if isinstance(part, _Part) and part.name.endswith("_blocks") else super().kind(name)
+
+    def mostly_codes(self) -> bool:
+        return any(name.endswith("_blocks") for name in self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        part = self._parts[name]
+        if isinstance(part, str):
+            return shape_of(self._tensors, part)
+        _, *shape = shape_of(self._tensors, part.name)
+        out, *width = [shape[0], shape[1] * _GROUP] if len(shape) == 3 else shape[::-1]
+        return (len(range(out)[part.rows]), *width)

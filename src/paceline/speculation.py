@@ -1,0 +1,93 @@
+"""Speculative decoding over two sessions: the whole loop, for a draft model and a target of your own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.engine.detokenizer import Chunk, TextStream
+from paceline.errors import InvalidOption
+from paceline.sampling.parameters import Sampling, Vocabulary, changed
+from paceline.sampling.sampler import Prefix, Sampler
+from paceline.session import Session
+from paceline.types import Draft, Prompt
+from paceline.verify.rules import RULES
+
+
+def speculate(
+    target: Session,
+    drafter: Session,
+    prompt: Prompt,
+    sampling: Sampling | None = None,
+    *,
+    length: int = 4,
+    **changes: Any,
+) -> Iterator[list[Chunk]]:
+    """Write a reply to `prompt` with the target's session while the drafter's writes `length` tokens ahead; yields the
+    chunks of each round.
+
+    The reply is the one that `LLM.generate` of the target writes with this `sampling` (default: greedy) and `changes`.
+    Both sessions are reset first, and hold the text afterwards. The models must share a vocabulary; what the drafter's
+    has beyond the target's is never drafted. Rules: see `Sampling.rule`; Leviathan et al., arXiv 2211.17192.
+    Raises `PacelineError`.
+    """
+    sampling = changed(sampling or Sampling(), changes).seeded()
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InvalidOption(f"length must be a whole number >= 1, got {length!r}", "Give 4, for example")
+    if sampling.grammar or sampling.prediction:
+        raise InvalidOption("two sessions know no grammar and no prediction", "Use LLM.generate")
+    vocabulary = Vocabulary(target.vocab_size, target.eos_token_ids, partial(target.encode, raw=True))
+    sampler = sampling.sampler(vocabulary=vocabulary)
+    tokens = target.encode(prompt)
+    target.reset()
+    drafter.reset()
+    target.observe(tokens)
+    stream = TextStream(sampling, target.eos_token_ids, target.decode, target.context_length - len(tokens))
+    return _rounds(target, drafter, sampler, stream, length)
+
+
+def _rounds(
+    target: Session, drafter: Session, sampler: Sampler, stream: TextStream, length: int
+) -> Iterator[list[Chunk]]:
+    text, ended = target.history, not stream.left
+    prompt = shared = len(text)
+    while not ended:
+        prefix = Prefix(text, (), prompt)
+        draft = _draft(drafter, shared, prefix, sampler, min(length, stream.left - 1), target.vocab_size)
+        logits = target.logits_after(draft.tokens)
+        verdict = stream.trim(RULES[sampler.rule](draft, logits, sampler, prefix), draft, logits)
+        target.observe(verdict.tokens)
+        text += verdict.tokens
+        shared, ended = len(text) - len(verdict.tokens) + len(verdict.path), bool(verdict.finish)
+        yield stream.emit(verdict)
+
+
+def _draft(drafter: Session, shared: int, prefix: Prefix, sampler: Sampler, length: int, vocab_size: int) -> Draft:
+    """Write up to `length` tokens ahead. `shared`: the first tokens of the text that the session may hold already."""
+    text = prefix.token_ids
+    path: list[int] = []
+    q: dict[int, Tensor] = {}
+    drafter.rollback_to(min(shared, len(drafter.history)))
+    length = min(length, drafter.context_length - len(text))
+    if length > 0:
+        drafter.observe(text[len(drafter.history) :])
+    for row in range(length):
+        ranked = sampler.rank(prefix, _fitted(drafter.next_logits(), vocab_size)[None], [path], 1)[0]
+        if not ranked.tokens:
+            break
+        if ranked.q is not None:
+            q[row] = ranked.q
+        path.append(ranked.tokens[0])
+        if row + 1 < length:
+            drafter.observe(path[-1:])
+    return Draft(tuple(path), tuple(range(len(path))), q)
+
+
+def _fitted(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or pad logits [V'] to the target's vocabulary [V]."""
+    return pad(logits, (0, vocab_size - len(logits)), value=-math.inf)
