@@ -53,8 +53,7 @@ def sets_of(machine: str) -> dict[str, InstructionSet]:
 
 def flags_of(instructions: InstructionSet, system: str | None = None) -> tuple[str, ...]:
     """Flags of the compiler, for this or another system as `platform.system` names it."""
-    # Windows finds no library of the compiler's beside ours, and all of its code can be moved.
-    own = ("-static",) if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
+    own = () if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
     return (*_FLAGS, *own, *instructions.flags)
 
 
