@@ -202,8 +202,8 @@ class GuessTally:
         step = len(self._losses)
         real, columns = self._places.real[step], self._places.columns + step
         wanted = self._scores[:, columns][real]
-        logits = logits.float()
-        self._losses.append(draft_loss(wanted, logits, self._columns and self._columns.shift) * self._decay**step)
+        logits, shift = logits.float(), self._columns.shift if self._columns else None
+        self._losses.append(draft_loss(wanted, logits, shift) * self._decay**step)
         choice = self._choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
         best = logits.detach().argmax(-1)
