@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -176,8 +177,8 @@ def test_cut_tokens_are_never_written(rule: str) -> None:
 # What a drafter draws.
 
 
-def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1) -> Draft:
-    sampling = Sampling(temperature=1.0, top_k=20, seed=seed, rule=rule)  # type: ignore[arg-type]
+def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1, warm: float = 1.0) -> Draft:
+    sampling = Sampling(temperature=warm, top_k=20, seed=seed, rule=rule)  # type: ignore[arg-type]
     drafter = DraftModel(TWIN, 37)
     drafter.admit(0, PROMPT)
     return drafter.propose([ask_for(0, budget, sampling, PROMPT)])[0]
@@ -195,6 +196,18 @@ def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent() -> None:
             q.shape == (37,) and abs(float(q.sum()) - 1) < 1e-9 and int((q > 0).sum()) == 20 for q in draft.q.values()
         )
         assert all(float(draft.q[p][t]) > 0 for p, t in zip(draft.parents, draft.tokens, strict=True))
+
+
+@pytest.mark.parametrize("warm", [0.15, 0.4])
+def test_nothing_is_drawn_below_a_path_that_is_unlikely(warm: float) -> None:
+    lengths = set()
+    for seed in range(20):
+        draft = drawn(budget=DraftBudget.chain(4), seed=seed, warm=warm)
+        odds = [*itertools.accumulate((float(draft.q[i][token]) for i, token in enumerate(draft.tokens)), operator.mul)]
+        assert all(path >= 0.3 for path in odds[:-1])
+        assert len(odds) == 4 or odds[-1] < 0.3
+        lengths.add(len(odds))
+    assert len(lengths) > 1
 
 
 @pytest.mark.parametrize("rule", ["match", "typical"])
