@@ -4,7 +4,8 @@ Every run is a process of its own, and the systems take turns, so that a driftin
 loads the model from a warm page cache, writes a reply to a short prompt (decode: tokens per second after the first) and
 reads long prompts (prefill: prompt tokens over the time to the first token). Memory is the process's peak resident set
 after loading and at the end. Both systems get the same token ids. `paceline` runs as a user starts it, but without a
-drafter; an instruction set after a colon forces it, as in `paceline:avx2`.
+drafter; an instruction set after a colon forces it, as in `paceline:avx2`. Of llama.cpp, `llama.cpp:avx2` is the build
+whose libraries lie in the folder LLAMA_CPP_AVX2.
 
     python benchmarks/fetch_models.py
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" pip install llama-cpp-python==0.3.36
@@ -115,7 +116,10 @@ def _files(path: Path) -> list[Path]:
 
 def in_own_process(system: str, task: dict[str, Any]) -> dict[str, Any]:
     name, _, instructions = system.partition(":")
-    environment = dict(os.environ) | ({"PACELINE_ISA": instructions} if instructions else {})
+    forced = {"PACELINE_ISA": instructions} if instructions else {}
+    if instructions and name == "llama.cpp":
+        forced = {"LLAMA_CPP_LIB_PATH": os.environ[f"LLAMA_CPP_{instructions.upper()}"]}
+    environment = dict(os.environ) | forced
     command = [sys.executable, __file__, "--run", json.dumps({"system": name} | task)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -167,7 +171,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["1.5b", "demo"], help="demo, 1.5b, 0.5b, GGUF files or folders")
-    parser.add_argument("--systems", nargs="+", default=["paceline", "llama.cpp"], help="paceline[:SET], llama.cpp")
+    parser.add_argument("--systems", nargs="+", default=["paceline", "llama.cpp"], help="paceline[:SET], llama.cpp[:SET]")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1600, 3700], help="lengths to read (1600 3700)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens to time (96)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per system (3)")

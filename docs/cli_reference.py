@@ -23,7 +23,10 @@ ENVIRONMENT = {
     ),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
-    "CXX": ("`g++`, `clang++` or `c++`", "C++ compiler that builds the CPU kernels, with options as for a shell."),
+    "CXX": (
+        "`g++`, `clang++` or `c++`",
+        "C++ compiler that builds the CPU kernels if no wheel brought them, with options as for a shell.",
+    ),
     "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder where `PACELINE_CACHE` is not set."),
     "NO_COLOR": ("", "Any value turns colours off, as does `TERM=dumb`. See <https://no-color.org>."),
     "TERM": ("", "`dumb` turns colours off."),

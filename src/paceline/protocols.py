@@ -28,6 +28,16 @@ class Pass(Protocol):
         """
 
 
+class RecurrentPass(Pass, Protocol):
+    """A pass over a cache that keeps states of recurrent layers too."""
+
+    def recur(self, layer: int, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Feed a recurrent layer with its inputs of the pass's rows, each [B, T, ...]. Returns its outputs [B, T, ...].
+
+        Each row goes on from the state that its parent left. No state changes before the commit.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A copy of what was computed for the first `length` tokens of a text, for other requests that begin alike
@@ -40,9 +50,20 @@ class Saved:
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
+    def most(self, length: int, prompt: int) -> int:
+        """Return how many of the first `length` tokens a request with a prompt of `prompt` tokens can begin with."""
+        return min(length, self.length)
+
     def holds(self, length: int, prompt: int) -> bool:
-        """Whether a request with a prompt of `prompt` tokens can begin with the first `length` of them."""
-        return length <= self.length
+        """Whether it can begin with all of them."""
+        return self.most(length, prompt) == length
+
+
+def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
+    """Return how many of the first `length` tokens a request can begin with by all these parts."""
+    while any((shorter := part.most(length, prompt)) < length for part in parts):
+        length = shorter
+    return length
 
 
 PassT = TypeVar("PassT", covariant=True, default=Pass)
@@ -86,8 +107,8 @@ class KVCache(Protocol[PassT]):
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens. Raises `CacheError` unless 0 <= length <= the slot's length.
 
-        A cache that has dropped what the next row would see (a sliding window that moved on) forgets them all:
-        look at `lengths` and feed again what is missing.
+        A cache that no longer has what the next row would see (a sliding window that moved on, a state between two
+        checkpoints) forgets more, or all: look at `lengths` and feed again what is missing.
         """
 
     def fork(self, slot: int) -> int:
@@ -99,8 +120,8 @@ class KVCache(Protocol[PassT]):
     def load(self, slot: int, saved: Any, length: int) -> int:
         """Fill a fresh slot with the first `length` tokens of what a cache of the same target saved.
 
-        Returns the slot's length: `length`, or 0 where `saved.holds` is false (a sliding window that has moved on,
-        rotary factors for another length of text). Raises `OutOfMemory`.
+        Returns the slot's length: what `saved.most` says, which may be less (a state between two checkpoints) or 0 (a
+        sliding window that has moved on, rotary factors for another length of text). Raises `OutOfMemory`.
         """
 
     def release(self, slot: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import Closable, KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
-from paceline.verify.tree import PREFILL_ROWS, check, depths, pack, pack_prefix, paths_of
+from paceline.verify.tree import PREFILL_ROWS, check, chunk_end, depths, pack, pack_prefix, paths_of
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
 """Logits and taps, of several rows or of one."""
@@ -296,7 +296,7 @@ class Session(Closable):
             cache.release(self._slot)
             self._slot = cache.acquire(self._prompt)
         while (done := cache.lengths[self._slot]) < before:
-            chunk = self._text[done : min(done + PREFILL_ROWS, before)]
+            chunk = self._text[done : min(chunk_end(done), before)]
             rows = pack_prefix(chunk, self._slot, done, self._target.device)
             self._forward(rows, Want("none"))
             cache.commit(rows, [range(1, len(chunk))])

@@ -9,13 +9,14 @@ from functools import update_wrapper
 import pytest
 
 from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import InstructionSet, compiled, loaded
+from paceline.kernels.cpu.build import library_for, loaded
+from paceline.kernels.cpu.toolchain import InstructionSet
 
 
 @contextmanager
 def using(instructions: InstructionSet) -> Iterator[None]:
     """Context in which models are made with the kernels for these instructions."""
-    lib = build.library() and loaded(compiled(instructions))
+    lib = build.library() and loaded(library_for(instructions))
     with pytest.MonkeyPatch.context() as patch:
         if lib:
             patch.setattr(build, "_found", update_wrapper(lambda: lib, build._found.__wrapped__))

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.errors import InvalidOption, OutOfMemory, is_out_of_memory
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import SETS, available, compiled, instruction_set, library, library_path
+from paceline.kernels.cpu.build import SETS, available, find, instruction_set, library, library_path
 from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
@@ -261,7 +261,7 @@ def script(place: Path, text: str) -> str:
 def test_without_a_compiler_the_error_says_what_to_install(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(empty_cache))
     with pytest.raises(InvalidOption, match=r"no C\+\+ compiler .* apt install g\+\+"):
-        compiled()
+        find()
     assert isinstance(build._found.__wrapped__(), InvalidOption)
 
 
@@ -272,7 +272,7 @@ def test_a_broken_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.Monk
         broken = script(empty_cache / "broken", "echo 'no such standard: $*' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)
     with pytest.raises(InvalidOption, match=r"could not compile .*(no such standard|No such file).* another compiler"):
-        compiled()
+        find()
     assert isinstance(build._found.__wrapped__(), InvalidOption)
     assert not list((empty_cache / "cache").iterdir()), "nothing half-built stays behind"
 
@@ -281,7 +281,7 @@ def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monk
     # The last argument but those for this processor is the output.
     text = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "odd", text))
-    assert compiled().read_text() == "rubbish\n"
+    assert find().read_text() == "rubbish\n"
     assert isinstance(build._found.__wrapped__(), InvalidOption)
 
 
@@ -290,10 +290,10 @@ def test_a_compiler_may_be_older_than_the_processor(empty_cache: Path, monkeypat
     unknown = SETS[available()[-1]].flags[-1]
     text = f'case "$*" in *{unknown}*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "old", text))
-    assert compiled() == library_path(SETS[available()[-2]])
+    assert find() == library_path(SETS[available()[-2]])
     monkeypatch.setenv("PACELINE_ISA", available()[-1])
     with pytest.raises(InvalidOption, match="could not compile"):
-        compiled()
+        find()
 
 
 def test_features_where_nothing_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.
     """Both wait in the compiler, and both end with a whole library."""
     text = 'while [ "$1" != -o ]; do shift; done; printf part > "$2"; sleep 0.3; printf " whole" >> "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "slow", text))
-    command = [sys.executable, "-c", "from paceline.kernels.cpu.build import compiled; print(compiled().read_text())"]
+    command = [sys.executable, "-c", "from paceline.kernels.cpu.build import find; print(find().read_text())"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [run.communicate()[0] for run in runs] == ["part whole\n"] * 2
     assert len(list((empty_cache / "cache").iterdir())) == 1

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline import Sampling
-from paceline.kernels.cpu.build import SETS, InstructionSet, available, library
+from paceline.kernels.cpu.build import SETS, available, library
 from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
+from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
 from tests.kernels.sets import using

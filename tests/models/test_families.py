@@ -155,8 +155,8 @@ def verify(target: Decoder, cache: KVCache, slot: int, last: int, draft: Draft) 
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    # transformers' norms (and Gemma 2's softmax) are in float32 even here.
-    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    # transformers' norms (Gemma 2's softmax, the states of hybrids) are in float32 even here.
+    assert float((ours - theirs).norm() / theirs.norm()) < 3e-5
 
 
 @pytest.mark.parametrize("case", CASES)

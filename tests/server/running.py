@@ -47,6 +47,9 @@ class Serving:
         sent = {"json": body} if body is not None else {}
         return httpx.post(self.address + path, timeout=60, **sent, **more)
 
+    def request(self, method: str, path: str) -> httpx.Response:
+        return httpx.request(method, self.address + path, timeout=60)
+
     def idle(self, seconds: float = 20) -> bool:
         """Whether nothing runs or waits, soon."""
         until = time.monotonic() + seconds

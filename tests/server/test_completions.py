@@ -13,11 +13,11 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.choices import TokenTexts
 from paceline.server.completions import prepare
 from paceline.server.limits import Settings
-from paceline.server.options import GrammarTrials
+from paceline.server.models import Models, ModelSource
 from paceline.server.schema import CompletionRequest
+from paceline.server.worker import Worker
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.server.running import Serving, serving
 from tests.vocabularies import framed, speaker, tokenizer
@@ -211,5 +211,6 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None
     abandoned.set()
     context.run(ABANDONED.set, abandoned)
     body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
+    model = Models([ModelSource(("toy",), lambda: Worker(plain), stays=True)]).get("toy")
     with pytest.raises(Unfinished):
-        context.run(prepare, plain, Settings(), TokenTexts(plain.tokenizer), GrammarTrials(plain), body)
+        context.run(prepare, model, Settings(), body)

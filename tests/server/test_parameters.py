@@ -209,7 +209,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"function_call": {"name": "a"}}, "function_call"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities.0"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "great"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"),

@@ -10,8 +10,9 @@ import pytest
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
 from paceline.server.calls import Call, CallParser
-from paceline.server.chat import ChatChoice
+from paceline.server.chat_completions import ChatChoice
 from paceline.server.choices import TokenTexts
+from paceline.server.replies import ChatReply
 from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat, family, knows_tools, with_tools
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
@@ -170,9 +171,8 @@ def chunk(text: str, token: int, finish: Any = None) -> Chunk:
 def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFormat) -> None:
     call = json.dumps({"name": "add", form.key: {}})
     body = call if form is LLAMA else f"[{call}]"
-    choice = ChatChoice(
-        index=0, token_texts=TokenTexts(toy_tokenizer()), parser=CallParser(form, NAMES), marker=(5, form.start)
-    )
+    reply = ChatReply(parser=CallParser(form, NAMES), markers={5: form.start})
+    choice = ChatChoice(index=0, token_texts=TokenTexts(toy_tokenizer()), reply=reply)
     assert choice.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
         {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
     ]
@@ -183,9 +183,9 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
     whole = choice.as_dict()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
-    unread = ChatChoice(index=0, token_texts=TokenTexts(toy_tokenizer()), parser=CallParser(form, NAMES))
-    unread.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
-    assert unread.as_dict()["message"]["content"] == "Hm." + body
+    unread = ChatReply(parser=CallParser(form, NAMES))
+    unread.add(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
+    assert unread.text == "Hm." + body
 
 
 # The parts of real templates that tell families apart.

@@ -1,4 +1,7 @@
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +37,6 @@ def order(tmp_path: Path) -> TrainJob:
     return TrainJob("toy", "eagle3", tmp_path / "head", prompts, vocabulary=30, steps=2, rank=8, mix=mix, plan=plan)
 
 
-class Killed(Exception):
-    pass
-
-
 def text(llm: LLM, drafter: str | None) -> list[int]:
     made = make_drafter(drafter, llm.model, lambda reference: llm.model)
     return LLM(llm.model, made).generate("abab", Sampling(max_new_tokens=20)).token_ids
@@ -47,7 +46,7 @@ def text(llm: LLM, drafter: str | None) -> list[int]:
 def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     report = train(llm, replace(order, kind=kind), Listener(stage=stages.append))
-    assert stages == ["the target answers", "counting tokens", f"training {kind}"]
+    assert stages == ["the target answers", "counting tokens", "hidden states", f"training {kind}"]
     assert report.documents == report.total > 100
     head = open_head(order.out)
     assert isinstance(head.config, KINDS[kind])
@@ -63,25 +62,33 @@ def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJ
     assert (order.work / "answers.jsonl").exists()
 
 
-@pytest.mark.slow
+def kill(at: TrainJob, stage: str) -> None:
+    """Run in a process of its own, and kill it as `kill -9` does while it writes answers or while it trains."""
+
+    def writing(progress: object) -> None:
+        if stage == "writing" and (at.work / "answers.jsonl").stat().st_size > 2000:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training(report: loop.Report) -> None:
+        if stage == "training" and report.documents > 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(toy_llm(layers=4), at, Listener(writing=writing, training=training))
+
+
 def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     train(llm, order)
     whole = dict(open_head(order.out).tensors)
     again = replace(order, out=tmp_path / "again")
-
-    def kill_writing(progress: object) -> None:
-        if (again.work / "answers.jsonl").stat().st_size > 2000:
-            raise Killed
-
-    def kill_training(report: loop.Report) -> None:
-        if report.documents > 60:
-            raise Killed
-
-    for listener in (Listener(writing=kill_writing), Listener(training=kill_training)):
-        with pytest.raises(Killed):
-            train(llm, again, listener)
+    for stage in ("writing", "training"):
+        process = multiprocessing.get_context("spawn").Process(target=kill, args=(again, stage))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
         assert not again.out.exists()
-    train(llm, again)
+    seen: list[int] = []
+    train(llm, again, Listener(training=lambda report: seen.append(report.documents)))
+    assert seen[0] > 60, "the training was begun anew"
     resumed = open_head(again.out).tensors
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

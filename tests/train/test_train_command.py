@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import paceline.llm
 from paceline.checkpoints.head_files import open_head
+from paceline.cli.train import _TimeLeft
 from paceline.train.prompts import Prompts, is_held
 from tests.cli.test_cli import failure, run
 from tests.toys import toy_llm
@@ -35,9 +38,25 @@ def test_one_command_makes_a_drafter_and_says_how_good_it_is(prompts: Path) -> N
     lines = result.stderr.splitlines()
     assert lines[0].startswith("the target answers: 1 of 128") or lines[0].startswith("the target answers: 0 of 128")
     assert "tokens per round on held-out answers (greedy, chain of 2)" in lines[-1]
+    assert not any("min left" in line for line in lines), "nothing is known of the time yet"
     assert open_head(prompts.parent / "head").config.taps == (2, 2, 1)
     card = (prompts.parent / "head" / "README.md").read_text()
     assert card.startswith("# eagle3 drafter for demo")
+
+
+def test_the_time_left_follows_from_what_was_done_since_the_first_report() -> None:
+    left = _TimeLeft()
+    assert left.after(100, 400, 7.0) == ""
+    assert left.after(150, 400, 67.0) == "5 min left, "
+
+
+def test_a_head_is_stored_in_four_bits(prompts: Path) -> None:
+    result = train(prompts, "--bits", "4")
+    assert result.exit_code == 0, result.output
+    file = prompts.parent / "head/model.safetensors"
+    assert load_file(file)["fc.weight"].dtype == torch.uint8
+    assert open_head(prompts.parent / "head").tensors["fc.weight"].dtype == torch.float32
+    assert "--bits must be 4 or 16, got 8" in failure(train(prompts, "--bits", "8"))
 
 
 def test_layers_and_lengths_can_be_chosen(prompts: Path) -> None:

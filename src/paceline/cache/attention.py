@@ -37,12 +37,13 @@ class LayerAttention:
         return self.window, self.mutual
 
 
-def slab_indices(layers: Sequence[LayerAttention]) -> list[tuple[int, int]]:
-    """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab."""
-    kinds = list(dict.fromkeys(layer.kind for layer in layers))
+def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
+    """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab; (-1,
+    -1) for one that does not attend."""
+    kinds = list(dict.fromkeys(layer.kind for layer in layers if layer))
     numbers = [itertools.count() for _ in kinds]
-    slabs = [kinds.index(layer.kind) for layer in layers]
-    return [(slab, next(numbers[slab])) for slab in slabs]
+    slabs = [kinds.index(layer.kind) if layer else -1 for layer in layers]
+    return [(slab, next(numbers[slab]) if slab >= 0 else -1) for slab in slabs]
 
 
 class SlabPlan:
@@ -129,7 +130,7 @@ class SlabPass:
     def __init__(
         self,
         plans: Sequence[SlabPlan],
-        layers: Sequence[LayerAttention],
+        layers: Sequence[LayerAttention | None],
         indices: Sequence[tuple[int, int]],
         prefill: bool,
     ) -> None:
@@ -146,6 +147,7 @@ class SlabPass:
         self.write(layer, k, v)
         slab, index = self._indices[layer]
         plan, spec = self.plans[slab], self._layers[layer]
+        assert spec
         keys, values = plan.read(index)
         mix = _fast if self._prefill and spec.softcap is None and spec.sinks is None else _exact
         mixed = mix(q[:, : plan.count], keys, values, plan, spec)

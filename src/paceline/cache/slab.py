@@ -143,14 +143,11 @@ class SavedSlabs(Saved):
     choice: Hashable
     choose: Callable[[int], Hashable]
 
-    def holds(self, length: int, prompt: int) -> bool:
-        """False where a window's ring cannot go back so far, or rotary factors are for another prompt length."""
-        seen = zip(self.firsts, self.windows, strict=True)
-        return (
-            length <= self.length
-            and all(window is None or not first or length - window + 1 >= first for first, window in seen)
-            and self.choose(prompt) == self.choice
-        )
+    def most(self, length: int, prompt: int) -> int:
+        """0 where a window's ring cannot go back so far, or rotary factors are for another prompt length."""
+        length, seen = min(length, self.length), zip(self.firsts, self.windows, strict=True)
+        moved = any(window is not None and first and length - window + 1 < first for first, window in seen)
+        return 0 if moved or self.choose(prompt) != self.choice else length
 
 
 class SlabCache(SlotTable):
@@ -165,7 +162,7 @@ class SlabCache(SlotTable):
 
     def __init__(
         self,
-        layers: Sequence[LayerAttention],
+        layers: Sequence[LayerAttention | None],
         kv_heads: int,
         head_dim: int,
         limit: int,
@@ -173,14 +170,15 @@ class SlabCache(SlotTable):
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
     ) -> None:
-        """`limit`: the context length; a slab may exceed it by the rows of a draft that is never committed. `choose`:
-        from a prompt's length to what the model chooses by it (see `KVCache.prompts`)."""
+        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of
+        a draft that is never committed. `choose`: from a prompt's length to what the model chooses by it (see
+        `KVCache.prompts`)."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
         empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = Counter(layer.kind for layer in layers)
+        self._kinds = Counter(layer.kind for layer in layers if layer)
         self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
@@ -237,7 +235,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def load(self, slot: int, saved: SavedSlabs, length: int) -> int:
         """See `protocols.KVCache.load`."""
-        if not saved.holds(length, self.prompts[slot]):
+        if not (length := saved.most(length, self.prompts[slot])):
             return 0
         # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])

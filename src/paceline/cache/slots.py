@@ -46,7 +46,7 @@ class SlotTable(ABC):
         for i, (slot, path) in enumerate(zip(rows.slots, paths, strict=True)):
             if path is None:
                 continue
-            self._check_commit(slot, rows, i)
+            self.check_commit(slot, rows, i)
             # Not `self.lengths`: so a commit that failed half-way can be repeated.
             length, columns = rows.lengths[i], self._columns(rows, i)
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
@@ -70,7 +70,8 @@ class SlotTable(ABC):
                 f"Give 0 to {self.lengths[slot]}",
             )
 
-    def _check_commit(self, slot: int, rows: Rows, index: int) -> None:
+    def check_commit(self, slot: int, rows: Rows, index: int) -> None:
+        """Raise `CacheError` unless `rows` may be those of the slot's latest pass, not committed yet."""
         self.check_taken(slot)
         # A slot may be ahead of its rows: a round that failed half-way through its commits is repeated.
         if self._kept.get(slot) is rows or rows.lengths[index] > self.lengths[slot]:

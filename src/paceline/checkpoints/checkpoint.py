@@ -20,7 +20,8 @@ from paceline.files.reading import MIB, library_errors, map_file, read_json, rea
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.families import ties_head
-from paceline.models.lazy import LazyTensors, Renamed
+from paceline.models.hybrids import TEXT_PARTS, text_config
+from paceline.models.lazy import LanguageTensors, LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -55,11 +56,13 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
-    config = _config(path)
+    config = text_config(_config(path))
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if config.get("model_type") == "gpt_oss":
         weights = ExpertTensors(weights)
+    if config["model_type"] in TEXT_PARTS.values():
+        weights = LanguageTensors(weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
         weights = Renamed(weights, HEAD, EMBEDDING)

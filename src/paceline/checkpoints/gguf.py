@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        "mamba rwkv jamba lfm2 falcon-h1 hybrid nemotron_h plamo2 qwen3next qwen35 kimi-linear",
+        "mamba rwkv jamba lfm2 falcon-h1 hybrid nemotron_h plamo2 kimi-linear",
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
@@ -120,13 +120,15 @@ def _config(meta: Metadata) -> Config:
     head_dim = meta.get("attention.key_length") or hidden // heads
     if meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
+    experts = "expert_" if meta.get("expert_count") else ""
     config = {
         "hidden_size": hidden,
-        "num_hidden_layers": meta["block_count"],
+        "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": meta["feed_forward_length"],
+        # Where every layer is a mixture, there may be no other width.
+        "intermediate_size": meta.get("feed_forward_length") or meta[f"{experts}feed_forward_length"],
         "rms_norm_eps": meta["attention.layer_norm_rms_epsilon"],
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
@@ -180,6 +182,34 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
         "intermediate_size": meta["expert_feed_forward_length"],
         "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
         "rope_scaling": rope,
+    }
+
+
+def _delta_net(meta: Metadata, config: Config) -> Config:
+    """Qwen3-Next and Qwen3.5. The latter's heads are stored so that their keys follow each other
+    (`DeltaNetConfig.tiled`)."""
+    names = {"qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
+    layers, heads = config["num_hidden_layers"], meta["ssm.time_step_rank"]
+    listed = meta.get("attention.recurrent_layers")
+    every = meta.get("full_attention_interval", 4)
+    recurrent = listed[:layers] if listed else [(i + 1) % every != 0 for i in range(layers)]
+    experts = {
+        "num_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
+    }
+    return {
+        "model_type": names[meta.architecture],
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
+        "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+        "linear_num_key_heads": meta["ssm.group_count"],
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": meta["ssm.state_size"],
+        "linear_value_head_dim": meta["ssm.inner_size"] // heads,
+        "linear_conv_kernel_dim": meta["ssm.conv_kernel"],
+        "linear_heads_tiled": meta.architecture != "qwen3next",
+        **(experts if experts["num_experts"] else {}),
     }
 
 
@@ -241,6 +271,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
     "gpt-oss": _gpt_oss,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _delta_net),
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

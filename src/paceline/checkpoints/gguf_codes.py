@@ -51,6 +51,14 @@ BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _DECODERS}
 """Type -> the bits of its codes here: five bits are stored as eight."""
 
 
+def pack_q4_1(codes: Codes) -> Tensor:
+    """Return 4-bit codes as rows of Q4_1 blocks, bytes [out, blocks * 20]."""
+    assert codes.floor is not None
+    halves = torch.stack([codes.scale, codes.floor], -1).view(torch.uint8)
+    low, high = codes.codes.unflatten(1, (-1, 2, 16)).unbind(2)
+    return torch.cat([halves, low | high << 4], -1).flatten(1)
+
+
 def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[..., start : start + 2].contiguous().view(torch.float16)
 

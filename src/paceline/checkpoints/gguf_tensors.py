@@ -26,13 +26,15 @@ class TensorLayout:
     `names`: part of a layer -> Hugging Face's name. `experts`: the same for parts that stack all experts along their
     first dimension; "{}" stands for the expert. `paired`: query and key rows are stored with the two halves of each
     rotary pair side by side, while Hugging Face has all first halves before all second ones. `shifted`: norms are
-    stored with the 1 added that Hugging Face's code adds.
+    stored with the 1 added that Hugging Face's code adds. `whole`: part -> Hugging Face name, where neither ends in
+    ".weight" or ".bias".
     """
 
     names: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
     paired: bool = False
     shifted: bool = False
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
 _TOP = {
@@ -56,6 +58,18 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_DELTA_NET = {
+    **{**_LAYER, **_QK_NORMS, "post_attention_norm": "post_attention_layernorm"},
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    **{"ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
+    **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_DELTA_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 _MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
 
 LAYOUTS = {
@@ -80,6 +94,15 @@ LAYOUTS = {
         },
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
+    **{
+        name: TensorLayout(
+            _DELTA_NET,
+            {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+            shifted=True,
+            whole=_DELTA_WHOLE,
+        )
+        for name in ("qwen3next", "qwen35", "qwen35moe")
+    },
     "phi3": TensorLayout(
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
@@ -98,7 +121,7 @@ class GGUFTensors(LazyTensors):
 
     def __init__(self, file: GGUFFile, layout: TensorLayout, config: Mapping[str, Any]) -> None:
         self._config, self._layout = config, layout
-        self._names = self._tensors = _named(file, layout)
+        self._names = self._tensors = _named(file, layout, config["num_hidden_layers"])
         for tensor in {tensor.kind: tensor for tensor in self._tensors.values()}.values():
             tensor.check()
 
@@ -122,10 +145,17 @@ class GGUFTensors(LazyTensors):
         return 2 * sum(size for is_float, size in sizes if not is_float) > sum(size for _, size in sizes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        shape = self._tensors[name].shape
+        if name.endswith("conv1d.weight"):
+            return shape[0], 1, *shape[1:]
+        return (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        if self._layout.shifted and name.endswith("norm.weight"):
+        if name.endswith("A_log"):
+            return lambda rate: (-rate).log()
+        if name.endswith(("conv1d.weight", "shared_expert_gate.weight")):
+            return lambda weight: weight.view(self.shape(name))
+        if self._layout.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             return lambda weight: weight - 1
         if self._layout.paired and ".self_attn.q_proj." in name:
             return partial(unpair, heads=self._config["num_attention_heads"])
@@ -134,10 +164,14 @@ class GGUFTensors(LazyTensors):
         return None
 
 
-def _named(file: GGUFFile, layout: TensorLayout) -> dict[str, GGUFTensor]:
+def _named(file: GGUFFile, layout: TensorLayout, layers: int) -> dict[str, GGUFTensor]:
+    """By Hugging Face name, without layers after the model's own, which predict later tokens."""
     found: dict[str, GGUFTensor] = {}
     unknown = []
     for name, tensor in file.tensors.items():
+        number = name.removeprefix("blk.").partition(".")[0]
+        if number.isdecimal() and len(number) < 6 and int(number) >= layers:
+            continue
         names = _hf_names(name, tensor, layout)
         found.update(names)
         if not names and name not in ROPE_FACTORS:
@@ -156,6 +190,8 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, 
         return {_TOP[name]: tensor}
     block, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
+    if block == "blk" and rest in layout.whole:
+        return {f"model.layers.{layer}.{layout.whole[rest]}": tensor}
     part, _, kind = rest.rpartition(".")
     if block != "blk" or kind not in ("weight", "bias"):
         return {}

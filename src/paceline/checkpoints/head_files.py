@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
+from paceline.checkpoints.head_codes import decode
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
@@ -92,14 +93,14 @@ def open_head(
         layout, config, tensors = reader(folder)
     except KeyError as missing:
         raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
-    tensors = complete(config, tensors)
-    check_tensors(path, config, tensors)
     extra = dict(raw.get("paceline") or {})
+    whole = decode(complete(config, tensors), extra)
+    check_tensors(path, config, whole)
     target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
-    for known in ("kind", "paths"):  # which `config` holds
+    for known in ("kind", "paths", "matrices"):  # which `config` and `tensors` hold
         extra.pop(known, None)
     target = _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or target
-    return HeadFile(path, layout, config, tensors, target, layers, extra)
+    return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
 def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
@@ -285,7 +286,7 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size", {"vocab_size": rows, **folder.raw})
     return MedusaConfig(
-        hidden=tensors["blocks.0.layers.0.weight"].shape[-1],
+        hidden=len(tensors["blocks.0.layers.0.weight"]),
         vocab_size=vocab,
         heads=heads,
         layers=layers,

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.checkpoints import head_codes
 from paceline.checkpoints.head_check import check_tensors
 from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
 from paceline.errors import CannotWrite, InvalidOption
@@ -38,17 +39,19 @@ _PROPOSED = 5
 """Tokens per round that other programs are told to draft; their users may change it."""
 
 
-def write_head(folder: str | Path, head: HeadFile) -> Path:
+def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
     """Write `head` (its `path` and `layout` do not matter) as a folder that `open_head` reads, and return the folder.
 
-    Tensors keep their dtypes. The folder appears whole or not at all; one that holds a head already is replaced.
-    Raises `InvalidOption` for what the layout cannot express and for a folder that holds something else,
-    `CorruptModel` for tensors that do not fit their config, `CannotWrite`.
+    Tensors keep their dtypes; `bits`: 4 for matrices in codes, which other programs do not read. The folder appears
+    whole or not at all; one that holds a head already is replaced. Raises `InvalidOption` for what the layout cannot
+    express and for a folder that holds something else, `CorruptModel` for tensors that do not fit their config,
+    `CannotWrite`.
     """
     folder = Path(folder).expanduser()
     tensors = complete(head.config, head.tensors)
     check_tensors(folder, head.config, tensors)
     extra = {"kind": kind_of(head.config), "target": head.target, "target_layers": head.target_layers, **head.extra}
+    extra["matrices"] = head_codes.FORMAT if bits == 4 else None
     if isinstance(head.config, MedusaConfig) and head.config.paths:
         extra["paths"] = [list(path) for path in head.config.paths]
     config = _config_json(head, tensors) | {"paceline": {k: v for k, v in extra.items() if v is not None}}
@@ -57,7 +60,7 @@ def write_head(folder: str | Path, head: HeadFile) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside: Any = {"dir": folder.parent, "prefix": f".{folder.name}."}
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as temporary:
-            _fill(Path(temporary, "new"), config, tensors)
+            _fill(Path(temporary, "new"), config, head_codes.encode(tensors) if bits == 4 else tensors)
             _swap(folder, Path(temporary))
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
         reason = (str(error) or type(error).__name__).splitlines()[0]

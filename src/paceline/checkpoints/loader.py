@@ -24,7 +24,7 @@ from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.families import FAMILIES, read_config, refuse_other_heads, refuse_other_kinds
-from paceline.models.lazy import LazyTensors, Outlines, Quantised
+from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
 
@@ -112,8 +112,8 @@ def weights_held(
         return quantize
     if drafts and quantize == dtype == "auto" and config and device.type == "cpu" and library():
         return "int4"
-    if quantize == dtype == "auto" and config and device.type == "cpu" and isinstance(tensors, LazyTensors):
-        return "int8" if tensors.mostly_codes() and library() else None
+    if quantize == dtype == "auto" and config and device.type == "cpu" and mostly_codes(tensors):
+        return "int8" if library() else None
     return None
 
 

@@ -54,16 +54,16 @@ def _global(
 
 
 def compile_kernels(*, as_json: AsJson = False) -> None:
-    """Compile the CPU kernels now instead of at the first model load.
+    """Compile the CPU kernels now instead of at the first model load, unless the installed wheel brought them.
 
     If they cannot be compiled, the error says why.
     """
     from paceline.files.wheels import cache_folder
-    from paceline.kernels.cpu.build import built_for, compiled, loaded
+    from paceline.kernels.cpu.build import built_for, find, loaded
 
     begin, before = time.perf_counter(), set(cache_folder().glob("native-*"))
-    path = compiled()
-    existed = path in before
+    path = find()
+    existed = path in before or path.parent != cache_folder()
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:
         facts = {"path": str(path), "built_for": target, "compiled": not existed, "seconds": seconds}

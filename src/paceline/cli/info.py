@@ -119,7 +119,9 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     rope = asdict(config.rope) | {"scaling": dict(config.rope.scaling), "factors": list(config.rope.factors)}
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
-    return facts | {"rope": rope, "tied_head": config.tied, "cache_bytes": config.cache_bytes(config.context_length)}
+    recurrent = sum(bool(layer.recurrent) for layer in config.plan)
+    facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
+    return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
 
 def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
@@ -198,9 +200,13 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     scaling = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
     scaling += "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
+    state = (
+        f"{f['recurrent_layers']} of them; state of a text: {amount(f['state_bytes'], 'bytes')}, whatever its length"
+    )
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
+        *([("recurrent layers", state)] if f["recurrent_layers"] else []),
         ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
         ("output head", "shared with the embedding" if f["tied_head"] else "separate from the embedding"),
         ("rotary positions", f"base {rope['theta']:,.0f}, {scaling}{factors}"),

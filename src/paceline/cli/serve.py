@@ -174,11 +174,14 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     import psutil
     import torch
 
+    from paceline.cache.state import CHECKPOINT
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 1 << 20
-    device, position = target.device, target.config.cache_bytes(1, target.dtype.itemsize)
+    # States do not grow with a text, but their checkpoints do: counted as two for each.
+    states = 2 * target.config.state_bytes / CHECKPOINT
+    device, position = target.device, target.config.cache_bytes(1, target.dtype.itemsize) + states
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return max(1, int((free / 4 if memory is None else memory * 2**30) / position))

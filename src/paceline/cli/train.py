@@ -49,6 +49,7 @@ class TrainOptions:
     ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
     layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
     rank: int = _drafter("Rank of an early exit's adapter.", min=1, default=256)
+    bits: int = _drafter("Bits of the weights in the file: 16 (bfloat16), or 4, for Paceline alone.", default=16)
     steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
     epochs: float = _training("Passes over the data.", default=1.0)
     batch: int = _training("Documents per step.", min=1, default=4)
@@ -109,6 +110,23 @@ def train(
         typer.echo(f"{out}: {measured}", err=True)
 
 
+@dataclass(slots=True)
+class _TimeLeft:
+    """Estimate of a stage's end from what has been done since its first report."""
+
+    began: float = 0.0
+    first: int | None = None
+
+    def after(self, done: int, total: int, now: float) -> str:
+        """Return the time left at `now` (seconds), such as "12 min left, "; "" while it is unknown."""
+        if self.first is None:
+            self.began, self.first = now, done
+        if done <= self.first:
+            return ""
+        minutes = (now - self.began) / (done - self.first) * (total - done) / 60
+        return f"{minutes:.0f} min left, "
+
+
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Listener]:
     """Show a run on stderr: a bar for its current stage on a terminal, one line per minute elsewhere."""
@@ -118,6 +136,7 @@ def _progress(quiet: bool) -> Iterator[Listener]:
     from paceline.train.run import Listener
 
     has_bar, stage_name = progress_wanted(quiet), ""
+    left = _TimeLeft()
     printed = float("inf") if quiet else -_INTERVAL
     columns = ("{task.description}", BarColumn(bar_width=20), "{task.percentage:>3.0f}%")
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
@@ -125,8 +144,8 @@ def _progress(quiet: bool) -> Iterator[Listener]:
     task = bar.add_task("starting", total=None, note="")
 
     def stage(name: str) -> None:
-        nonlocal stage_name
-        stage_name = name
+        nonlocal stage_name, left
+        stage_name, left = name, _TimeLeft()
         bar.update(task, description=name, completed=0, total=None, note="")
 
     def writing(p: Written) -> None:
@@ -141,9 +160,10 @@ def _progress(quiet: bool) -> Iterator[Listener]:
     def show(done: int, total: int, note: str) -> None:
         nonlocal printed
         bar.update(task, completed=done, total=total, note=note)
+        rest = left.after(done, total, time.monotonic())
         if not has_bar and time.monotonic() - printed >= _INTERVAL:
             printed = time.monotonic()
-            typer.echo(f"{stage_name}: {done} of {total}, {note}", err=True)
+            typer.echo(f"{stage_name}: {done} of {total}, {rest}{note}", err=True)
 
     with bar:
-        yield Listener(stage, writing, training)
+        yield Listener(stage, writing, lambda done, total: show(done, total, "documents"), training)

@@ -95,8 +95,9 @@ class SavedStates(Saved):
     cache: SavedSlabs
     pending: PendingStates
 
-    def holds(self, length: int, prompt: int) -> bool:
-        return length <= self.length and self.cache.holds(min(length, self.cache.length), prompt)
+    def most(self, length: int, prompt: int) -> int:
+        length = min(length, self.length)
+        return length if self.cache.holds(min(length, self.cache.length), prompt) else 0
 
 
 class StateDrafter(CachedDrafter[S]):

@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
@@ -37,9 +38,10 @@ from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.trimmed import DraftVocab, head_tokens
 from paceline.errors import HeadMismatch, InvalidOption
+from paceline.kernels.linear import takes_stored
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.heads import EagleConfig, ExitConfig, HeadConfig, HeadFile, kind_of
-from paceline.models.lazy import Quantised
+from paceline.models.lazy import Quantised, mostly_codes
 from paceline.types import DraftBudget
 
 DraftModelLoader = Callable[[str], Loaded]
@@ -113,9 +115,16 @@ def open_drafter(
         if isinstance(found.config, EagleConfig) and "d2t" not in found.tensors:
             kept = choose(target.tokenizer, target.target.vocab_size)
             found = replace(found, config=replace(found.config, head_tokens=kept))
-        return replace(found, tensors=Quantised(found.tensors, quantize)) if quantize in ("int8", "int4") else found
+        mode = "int4" if quantize == "auto" and _keeps_codes(found, target) else quantize
+        return replace(found, tensors=Quantised(found.tensors, mode)) if mode in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
+
+
+def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
+    """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
+    host = host_of(target)
+    return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
 
 def spec_name(spec: str) -> str:

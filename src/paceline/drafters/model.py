@@ -15,7 +15,7 @@ from paceline.drafters.growth import Growing, Growth, pack_level
 from paceline.protocols import Saved, Target
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
-from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
+from paceline.verify.tree import chunk_end, pack, pack_prefix
 
 SHARED = 32
 """The most tokens per request that are fed in one pass with other requests; longer texts first go through passes of
@@ -76,7 +76,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         # If asked again before `observe`, feed the pending token again.
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
         while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
-            chunk = state.token_ids[done : min(done + PREFILL_ROWS, len(state.token_ids) - 1)]
+            chunk = state.token_ids[done : min(chunk_end(done), len(state.token_ids) - 1)]
             rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
             self._model.forward(rows, self._cache, Want("none"))
             self._cache.commit(rows, [range(1, len(chunk))])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.errors import InvalidOption
-from paceline.protocols import KVCache, Saved
+from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _SURE = 0.5
@@ -23,8 +23,8 @@ class SavedStack(Saved):
     parts: tuple[Saved | None, ...]
     needed: tuple[Saved, ...]
 
-    def holds(self, length: int, prompt: int) -> bool:
-        return all(part.holds(length, prompt) for part in self.needed)
+    def most(self, length: int, prompt: int) -> int:
+        return common_most(self.needed, length, prompt)
 
 
 class DrafterStack(Drafter):

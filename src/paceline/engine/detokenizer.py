@@ -43,7 +43,8 @@ class Chunk:
     """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
 
     `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
-    held back before. `finish_reason`: on the last chunk only. `logprobs`: if requested.
+    held back before. `finish_reason`: on the last chunk only. `logprobs`: if requested. `stop`: the stop string that
+    ended the reply.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Chunk:
     origin: Origin
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
+    stop: str | None = None
 
     @property
     def drafted(self) -> bool:
@@ -113,13 +115,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
+        self.found: str | None = None
+        """The stop string that is complete."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string is complete)."""
         self._held += text
-        hits = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
-            safe, self._held = self._held[: min(hits)], ""
+            at, self.found = min(hits)
+            safe, self._held = self._held[:at], ""
             return safe, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -195,9 +200,10 @@ class TextStream:
         origins: list[Origin] = ["draft"] * len(verdict.path)
         origins.append(_origin(draft, verdict))
         ends: list[FinishReason | None] = [None] * (len(pieces) - 1) + [verdict.finish]
+        stops = [None] * (len(pieces) - 1) + [state.stops.found]
         logprobs = self._logprobs(verdict, logits)
         # A reply that ends inside the path has no token of the target's own: `map` ends with the shortest.
-        chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs))
+        chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs, stops))
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:

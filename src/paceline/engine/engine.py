@@ -21,7 +21,7 @@ from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Want
-from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
+from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
 
 _MAX_FORCED = 32
 """The most tokens of a draft that a grammar forces."""
@@ -143,7 +143,7 @@ class Engine:
         scores = request.prompt_logprobs
         done = self.cache.lengths[request.slot] or (0 if scores else self._load_prefix(request))
         limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
-        chunk = request.token_ids[done : min(done + limit, request.position)]
+        chunk = request.token_ids[done : min(chunk_end(done, limit), request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
             out = self._forward(rows, Want("all" if scores else "none", taps=taps([request])))
@@ -171,7 +171,7 @@ class Engine:
         known = self.cache.load(request.slot, hit.target, hit.length)
         # A cache may refuse the hit, for a text that continues with its first prompt's rotary factors (`resume`).
         if policy and known and (saved := hit.drafters.get(policy.name)):
-            policy.drafter.load(request.slot, saved, hit.length)
+            policy.drafter.load(request.slot, saved, known)
         if not request.stats.rounds:  # a resumed request finds its own text, which is no hit
             request.stats.cached = known
         return known

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.protocols import Saved
+from paceline.protocols import Saved, common_most
 from paceline.verify.tree import PREFILL_ROWS
 
 Tokens = NDArray[np.int64]
@@ -66,8 +66,8 @@ class PrefixCache:
             if self._usable(entry, len(text), len(text), needs) > length:
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
-                if usable > length and all(part.holds(usable, len(text)) for part in parts):
-                    found, length = entry, usable
+                if (most := common_most(parts, usable, len(text))) > length:
+                    found, length = entry, most
         self.queries += len(text)
         self.hits += length
         if found is None:
@@ -142,8 +142,7 @@ class PrefixCache:
         most, count = self._most(other), len(other.tokens)
         if count > len(one.tokens) or self._most(one) < most or not np.array_equal(one.tokens[:count], other.tokens):
             return False
-        ends = [length for length in (1, most) if other.target.holds(length, other.prompt)]
-        return all(one.target.holds(length, other.prompt) for length in ends)
+        return all(one.target.most(n, other.prompt) >= other.target.most(n, other.prompt) for n in (1, most))
 
 
 def _merged(entry: _Entry, other: _Entry) -> _Entry:

@@ -19,10 +19,11 @@ _PREFIX, _ROWS, _LONGEST = 61, 5, 32
 
 
 def guarantee(target: Target) -> Guarantee:
-    """Return "bits" if rows fed one by one, in chains, in trees and beside another request give identical logits.
+    """Return "bits" if rows fed one by one, in chains, in trees and beside another request give identical logits, and
+    so does the row after them once they are committed.
 
     Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
-    candidates are within an ulp or so. Costs ten small passes of the target's `excerpt`, if it has one.
+    candidates are within an ulp or so. Costs a dozen small passes of the target's `excerpt`, if it has one.
     """
     target = target.excerpt() if isinstance(target, Divisible) else target
     before = min(_PREFIX, target.context_length - _LONGEST)
@@ -30,11 +31,11 @@ def guarantee(target: Target) -> Guarantee:
         return "rounding"
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
-    slot = cache.acquire()
+    slot, plain = cache.acquire(), []
     _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
-    plain = []
-    for token in path:
-        rows, logits = _verify(target, cache, [slot], [token], [Draft()])
+    other = cache.fork(slot)
+    for token in (*path, path[0]):
+        rows, logits = _verify(target, cache, [other], [token], [Draft()])
         plain.append(logits[0, 0])
         cache.commit(rows, [()])
     alone, chain = torch.stack(plain), Draft.chain(path[1:])
@@ -43,20 +44,21 @@ def guarantee(target: Target) -> Guarantee:
         tree, below = beside(path[1:], path[0])
         ways.append((tree, [0, *below]))
     for draft, numbers in ways:
-        cache.truncate(slot, before)
-        if not torch.equal(_verify(target, cache, [slot], path[:1], [draft])[1][0, numbers], alone):
+        same = cache.fork(slot)
+        rows, logits = _verify(target, cache, [same], path[:1], [draft])
+        cache.commit(rows, [numbers[1:]])
+        _, after = _verify(target, cache, [same], path[:1], [Draft()])
+        if not torch.equal(torch.cat([logits[0, numbers], after[0, :1]]), alone):
             return "rounding"
-    cache.truncate(slot, before)
-    other = cache.fork(slot)  # a longer text in the same pass
-    rows, _ = _verify(target, cache, [other], path[:1], [chain])
-    cache.commit(rows, [range(1, _ROWS)])
+        cache.release(same)
+    # A longer text in the same pass.
     _, logits = _verify(target, cache, [other, slot], path[:1] * 2, [Draft(), chain])
-    return "bits" if torch.equal(logits[1, :_ROWS], alone) else "rounding"
+    return "bits" if torch.equal(logits[1, :_ROWS], alone[:_ROWS]) else "rounding"
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
-    """Whether a token leaves the same keys and values, bit for bit, in any pass: in a prompt's chunks, however they are
-    cut, or as a row of a round. `guarantee`: the result of `guarantee`.
+    """Whether a token leaves the same keys, values and states, bit for bit, in any pass: in a prompt's chunks, however
+    they are cut, or as a row of a round. `guarantee`: the result of `guarantee`.
 
     Then any text can continue from any other that begins like it (`prefix_cache.py`). Costs a prompt a little longer
     than `BLOCK`, where sums are split, and a few passes more.
@@ -69,14 +71,16 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
     slot = cache.acquire(length)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
     whole, late = cache.save(slot), length - 2 * _LONGEST
-    ways = ((0, 2 * _LONGEST, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
+    early = whole.most(2 * _LONGEST, length) or min(PREFILL_ROWS, length)
+    ways = ((0, early, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
     for start, end, sizes, prompt in ways:
         other, same = cache.acquire(length), cache.acquire(length)
-        if start and cache.load(other, whole, start) != start:
+        if start and not cache.load(other, whole, start):
             return False
+        _feed(target, cache, other, tokens[:start], (PREFILL_ROWS,), prompt=True)
         _feed(target, cache, other, tokens[:end], sizes, prompt)
-        cache.load(same, whole, end)
-        if not all(map(torch.equal, cache.save(other).tensors, cache.save(same).tensors)):
+        kept, (ours, theirs) = cache.load(same, whole, end), (cache.save(x).tensors for x in (other, same))
+        if kept != end or len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
             return False
     return True
 

@@ -177,6 +177,16 @@ MIXTURE: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
+_HEADS, _WIDTH = whole(1, 4096), whole(1, 4096)
+HYBRID: Mapping[str, FieldKind] = {
+    **MIXTURE,
+    "full_attention_interval": whole(1),
+    **_each(_HEADS, "linear_num_key_heads", "linear_num_value_heads"),
+    **_each(_WIDTH, "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim": whole(1, 64),
+    "linear_heads_tiled": FLAG,
+    "shared_expert_intermediate_size": _ROWS,
+}
 
 GENERATION: Mapping[str, FieldKind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,
@@ -259,7 +269,11 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "pooling_type": whole(),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
-    "expert_feed_forward_length": _ROWS,
+    **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "nextn_predict_layers": whole(0, LAYERS),
+    "full_attention_interval": whole(1),
+    "attention.recurrent_layers": listed(FLAG | whole()),
+    **_each(_SIZE, "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"),
     **_each(_BASE, "rope.freq_base", "rope.freq_base_swa"),
     "rope.scaling.type": TEXT,
     **_each(number(0, 1e9), "attn_logit_softcapping", "final_logit_softcapping"),

@@ -28,6 +28,7 @@ from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
 from paceline.models.decoder import make_layer, make_norm
 from paceline.models.heads import BlockConfig
+from paceline.models.layers import Attention
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, rotate
 from paceline.models.stack import LayerStack
@@ -51,7 +52,7 @@ class BlockNetwork:
         # Keys and values of the context for all layers in one product.
         self._keys_values = weights.linear(parts, c.hidden)
         layers = [make_layer(c, False, weights, name) for name in names]
-        self._head_norms = [layer.attention.norm for layer in layers]
+        self._head_norms = [layer.attention.norm for layer in layers if isinstance(layer.attention, Attention)]
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)

@@ -24,16 +24,44 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Gated DeltaNet: `heads` matrices [key_dim, value_dim] for `key_heads` keys and queries, after a convolution over
+    `width` tokens.
+
+    `tiled`: a head's key is that of its number modulo `key_heads` (in files of llama.cpp), not of neighbouring heads.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values, which pass through the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the state of one layer."""
+        return self.heads * self.key_dim * self.value_dim + (self.width - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
     `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
-    all). `sparse`: whether the feed-forward part is a mixture of experts.
+    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state, and does
+    not attend.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
+    recurrent: DeltaNetConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +69,7 @@ class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
-    of what chooses among them.
+    of what chooses among them. `shared`: width of one more expert that every row uses, by a share of its own (0: none).
     """
 
     count: int
@@ -51,6 +79,7 @@ class Experts:
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +87,10 @@ class ModelConfig:
     """Architecture of a decoder-only model. Sizes in elements, `context_length` in tokens.
 
     `special`: the layers one by one, unless all are alike (full attention, dense, with `rope`). `qk_norm`: query and
-    key heads are normed. `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to
-    the weight of every norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None:
-    head_dim ** -0.5). `softcap`, `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head
-    has a score for seeing nothing.
+    key heads are normed. `gated`: the output of attention is multiplied by a gate, which is stored with the queries.
+    `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to the weight of every
+    norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
+    `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
     """
 
     family: str
@@ -80,6 +109,7 @@ class ModelConfig:
     special: tuple[LayerConfig, ...] = ()
     experts: Experts | None = None
     qk_norm: bool = False
+    gated: bool = False
     sandwich: bool = False
     norm_shift: float = 0.0
     embed_scale: float = 1.0
@@ -94,10 +124,16 @@ class ModelConfig:
         return self.special or (LayerConfig(self.rope),) * self.layers
 
     def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element.
+        """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element, without states.
 
         A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
         this.
         """
-        held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in self.plan]
+        attending = [layer for layer in self.plan if not layer.recurrent]
+        held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in attending]
         return 2 * sum(held) * self.kv_heads * self.head_dim * itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a text, whatever its length; 0 without recurrent layers. In float32."""
+        return 4 * sum(layer.recurrent.state_size for layer in self.plan if layer.recurrent)

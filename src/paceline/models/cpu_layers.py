@@ -17,7 +17,7 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Layer, Mixture
+from paceline.models.layers import Attention, Layer, Mixture, SharedMixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -125,6 +125,7 @@ class NativeLayers:
         parts = _parts(layer)
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
+        assert isinstance(mix, Attention)
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
         experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
@@ -169,6 +170,8 @@ class _Parts(NamedTuple):
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
+    if not isinstance(layer.attention, Attention) or layer.attention.gated or isinstance(layer.mlp, SharedMixture):
+        return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
     experts = []

@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import linear
-from paceline.models.config import Experts, ModelConfig
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, RMSNorm
+from paceline.models.config import DeltaNetConfig, Experts, ModelConfig
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
+from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
@@ -53,7 +54,8 @@ class Decoder:
         layers = []
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
-            layers.append(make_layer(config, layer.sparse, weights, f"model.layers.{index}."))
+            name = f"model.layers.{index}."
+            layers.append(make_layer(config, layer.sparse, weights, name, recurrent=layer.recurrent))
         self._stack = LayerStack(config, layers, self)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
@@ -150,17 +152,31 @@ class Decoder:
         return self._head.weight().to(self.dtype)
 
 
-def make_layer(c: ModelConfig, sparse: bool, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
+def make_layer(
+    c: ModelConfig,
+    sparse: bool,
+    weights: Weights,
+    prefix: str,
+    entry: int | None = None,
+    recurrent: DeltaNetConfig | None = None,
+) -> Layer:
     """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
-    width of the input of attention, if it is not the stream that the layer norms itself."""
+    width of the input of attention, if it is not the stream that the layer norms itself. `recurrent`: of a layer that
+    does not attend."""
 
     def norm(name: str) -> RMSNorm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
+    mixer: Mixer
+    if recurrent:
+        mixer, name, width = make_recurrent(c, recurrent, weights, prefix)
+    else:
+        mixer = make_attention(c, weights, prefix + "self_attn.", entry or c.hidden)
+        name, width = "self_attn.o_proj", c.heads * c.head_dim
     return Layer(
         norm("input") if entry is None else None,
-        make_attention(c, weights, prefix + "self_attn.", entry or c.hidden),
-        weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim),
+        mixer,
+        weights.linear({prefix + name: c.hidden}, width),
         norm("pre_feedforward" if c.sandwich else "post_attention"),
         _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp."),
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
@@ -183,7 +199,7 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
 def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) -> Attention:
     """Build attention whose queries, keys and values are products of rows of `width` elements."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    parts = {prefix + "q_proj": q, prefix + "k_proj": kv, prefix + "v_proj": kv}
+    parts = {prefix + "q_proj": 2 * q if c.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
     norm = None
@@ -191,7 +207,7 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
         q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
         norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
-    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm, sinks)
+    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated)
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
@@ -207,8 +223,13 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
 
 
-def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixture:
+def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixture | SharedMixture:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    return Mixture(weights.router(block + e.router, (e.count, c.hidden)), experts, e.used, e.normalised)
+    mixture = Mixture(weights.router(block + e.router, (e.count, c.hidden)), experts, e.used, e.normalised)
+    if not e.shared:
+        return mixture
+    gate, up, down = (f"{block}shared_expert.{name}" for name in e.names)
+    share = weights.router(block + "shared_expert_gate", (1, c.hidden))
+    return SharedMixture(mixture, _dense(c, weights, (gate, up), down, e.shared), share)

@@ -12,9 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, GEMMA, IDENTITY, MIXTURE, MOST_ROWS, QWEN, SMOLLM3, FieldKind, check
+from paceline.files.schema import (
+    CORRECT,
+    DECODER,
+    GEMMA,
+    HYBRID,
+    IDENTITY,
+    MIXTURE,
+    MOST_ROWS,
+    QWEN,
+    SMOLLM3,
+    FieldKind,
+    check,
+)
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.hybrids import NEXT, NEXT_EXPERTS, TEXT_PARTS, qwen3_next
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -222,6 +235,13 @@ FAMILIES: dict[str, Family] = {
         },
         MIXTURE,
     ),
+    "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
+    "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
+    "qwen3_5_moe_text": Family(
+        qwen3_next,
+        NEXT | NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1},
+        HYBRID,
+    ),
 }
 """By model_type. Biases and fused projections need no entry: they are detected in the tensors."""
 
@@ -288,6 +308,9 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma3_text":
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
+    if raw["model_type"] in TEXT_PARTS.values():
+        # Which axis of an image turns a plane: in text all axes have the same position.
+        scaling = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
     if raw["model_type"] == "phi3" and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         scaling = {**scaling, "rope_type": "longrope"}  # its older names
     return read_rope(scaling, raw, raw.get("rope_theta", 10000.0), head_dim)
@@ -310,6 +333,10 @@ def _check(c: ModelConfig) -> None:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+    for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
+        if one.heads % one.key_heads or one.state_size > MOST_ROWS:
+            sizes = f"{one.heads} heads over {one.key_heads} keys with a state of {one.state_size:,} numbers"
+            raise CorruptModel(f"recurrent layers of {sizes} do not fit", CORRECT)
     if c.heads * c.head_dim > MOST_ROWS:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
 

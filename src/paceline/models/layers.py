@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +55,20 @@ class HeadNorm:
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
-class Attention:
-    """Grouped-query attention with q, k and v from one product."""
+class Mixer(Protocol):
+    """The part of a layer in which rows see others: attention, or a recurrence."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: Any) -> Tensor:
+        """From normed rows x [B, T, H] to what the output product takes, [B, T, *]."""
+        ...
+
+
+class Attention(Mixer):
+    """Grouped-query attention with q, k and v from one product.
+
+    With a gate (Qwen3-Next), each query head is followed by the gate of its output.
+    """
 
     def __init__(
         self,
@@ -64,9 +78,10 @@ class Attention:
         head_dim: int,
         norm: HeadNorm | None = None,
         sinks: Tensor | None = None,
+        gated: bool = False,
     ) -> None:
         """`sinks` [heads]: see `cache.attention.LayerAttention`, of which they are a part."""
-        self.qkv, self.norm, self.sinks = qkv, norm, sinks
+        self.qkv, self.norm, self.sinks, self.gated = qkv, norm, sinks, gated
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 
@@ -74,12 +89,17 @@ class Attention:
         """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
         positions (SmolLM3)."""
         b, t, _ = x.shape
-        qk, v = self.qkv(x).view(b, t, -1, self.head_dim).split(self.split, 2)
+        every, gate = self.qkv(x).view(b, t, -1, self.head_dim), None
+        if self.gated:
+            queries, rest = every.split([2 * self.heads, 2 * self.split[1]], 2)
+            every, gate = torch.cat([queries[:, :, ::2], rest], 2), queries[:, :, 1::2].flatten(2)
+        qk, v = every.split(self.split, 2)
         if self.norm is not None:
             qk = self.norm(qk)
         if rope is not None:
             qk = rotate(qk, *rope)
-        return attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
+        mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
+        return mixed if gate is None else mixed * gate.sigmoid()
 
 
 class Dense:
@@ -133,6 +153,20 @@ class Mixture:
         return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
 
 
+class SharedMixture:
+    """Experts beside one that every row uses, by a share that is the row's own (Qwen2 MoE, Qwen3-Next)."""
+
+    def __init__(self, experts: Mixture, shared: Dense, share: Linear) -> None:
+        self._experts, self._shared, self._share = experts, shared, share
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._experts(x) + (self._share.precise(x).sigmoid() * self._shared(x)).to(x.dtype)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
 class Layer:
     """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
     `post` norms (Gemma 2 and 3).
@@ -143,10 +177,10 @@ class Layer:
     def __init__(
         self,
         attn_norm: RMSNorm | None,
-        attention: Attention,
+        attention: Mixer,
         out: Linear,
         mlp_norm: RMSNorm,
-        mlp: Dense | Mixture,
+        mlp: Dense | Mixture | SharedMixture,
         post: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantize import Codes, Mode
-from paceline.kernels.stored import Stored
+from paceline.kernels.stored import FLOATS, Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -60,6 +60,11 @@ def stored_of(tensors: Mapping[str, Tensor], name: str) -> Stored | None:
     return tensors.stored(name) if isinstance(tensors, LazyTensors) else None
 
 
+def mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
+    """Return `LazyTensors.mostly_codes`; False for tensors in memory."""
+    return isinstance(tensors, LazyTensors) and tensors.mostly_codes()
+
+
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     """Return a tensor's shape, without reading the tensor where possible."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
@@ -91,6 +96,44 @@ class Renamed(LazyTensors):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])
+
+
+class LanguageTensors(LazyTensors):
+    """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
+    alone, and each expert by itself where the file stacks all of a layer."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._names = self._sources = dict[str, tuple[str, int, slice]]()
+        for source in tensors:
+            if source.startswith("model.visual."):
+                continue
+            name, whole = source.replace("model.language_model.", "model.", 1), slice(None)
+            block, _, part = name.rpartition(".experts.")
+            if part not in ("gate_up_proj", "down_proj"):
+                self._names[name] = source, -1, whole
+                continue
+            count, out, _ = shape_of(tensors, source)
+            half = slice(out // 2), slice(out // 2, out)
+            parts = [("gate_proj", half[0]), ("up_proj", half[1])] if part == "gate_up_proj" else [(part, whole)]
+            for one in range(count):
+                self._names |= {f"{block}.experts.{one}.{x}.weight": (source, one, rows) for x, rows in parts}
+
+    def __getitem__(self, name: str) -> Tensor:
+        source, expert, rows = self._sources[name]
+        return self._tensors[source] if expert < 0 else self._tensors[source][expert, rows]
+
+    def stored(self, name: str) -> Stored | None:
+        source, expert, _ = self._sources[name]
+        if expert < 0:
+            return stored_of(self._tensors, source)
+        tensor = self[name]
+        return Stored.floats(tensor, None) if tensor.dtype in FLOATS else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source, expert, rows = self._sources[name]
+        shape = shape_of(self._tensors, source)
+        return shape if expert < 0 else (len(range(*rows.indices(shape[1]))), shape[2])
 
 
 class Outlines(Renamed):

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPass
 from paceline.cache.slab import SlabCache
+from paceline.cache.state import StateCache
 from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
-from paceline.models.layers import Layer
+from paceline.models.layers import Attention, Layer
+from paceline.models.recurrent import DeltaNet
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
@@ -30,17 +32,23 @@ class LayerStack:
         scale = config.query_scale or config.head_dim**-0.5
         self._attentions = [
             LayerAttention(scale, spec.window, config.softcap, both, layer.attention.sinks)
+            if isinstance(layer.attention, Attention)
+            else None
             for layer, spec, both in zip(layers, plan, mutual or (False,) * len(plan), strict=True)
         ]
+        mixers = [layer.attention for layer in layers]
+        self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
         precise = torch.promote_types(host.dtype, torch.float32)
         self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
         native = runs_natively(layers, host.dtype)
         head_dim = whole(config.head_dim) if native else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
-        self.native = NativeLayers(layers, self._attentions, self.ropes.index) if native else None
+        self.native = NativeLayers(layers, [a for a in self._attentions if a], self.ropes.index) if native else None
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
-        """A cache for these layers, as long as the host's context."""
+        """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
+        if self._recurrences:
+            return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
         return kind(self._attentions, *self._cache_sizes, self.ropes.spans)
 
     def run(

@@ -124,7 +124,7 @@ class SlotCache(SlotTable):
     def load(self, slot: int, saved: Saved, length: int) -> int:
         """See `protocols.KVCache.load`."""
         layers = self._model_cache.layers
-        if not saved.holds(length, self.prompts[slot]):
+        if not (length := saved.most(length, self.prompts[slot])):
             return 0
         self._window.places, self._window.end = len(self.lengths), length
         layers += [_SlotLayer(self._window) for _ in saved.tensors[2 * len(layers) :: 2]]

@@ -35,7 +35,12 @@ class Weights:
         if self._bits and dtype == torch.float64:
             raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._left = {name for name in tensors if not name.endswith(("rotary_emb.inv_freq", "masked_bias"))}
+        # Layers that predict later tokens ("mtp") are no part of the model.
+        self._left = {
+            name
+            for name in tensors
+            if not name.endswith(("rotary_emb.inv_freq", "masked_bias")) and not name.startswith("mtp.")
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -100,14 +105,21 @@ class Weights:
         self._check(name, own.shape, shape)
         return own.to(self.device)
 
-    def linear(self, parts: Mapping[str, int], width: int) -> Linear:
-        """One product for several projections of the same input, with any biases. `parts`: name -> outputs."""
-        return linear(*self._stacked(parts, width))
+    def linear(self, parts: Mapping[str, int], width: int, order: Tensor | None = None) -> Linear:
+        """One product for several projections of the same input, with any biases. `parts`: name -> outputs. `order`:
+        numbers of the outputs wanted, in their order."""
+        weight, bias = self._stacked(parts, width)
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        return linear(weight, bias)
 
-    def router(self, name: str, shape: tuple[int, int]) -> Linear:
-        """A product in the model's dtype even if the others are quantised: it is small, and chooses experts."""
-        bias = self._bias(name, shape[0]) if name + ".bias" in self else None
-        return linear(self.get(name + ".weight", shape), bias)
+    def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
+        """A product in the model's dtype even if the others are quantised: it is small, and chooses experts. `order`:
+        as in `linear`."""
+        weight, bias = self.get(name + ".weight", shape), self._bias(name, shape[0]) if name + ".bias" in self else None
+        if order is not None:
+            weight, bias = weight[order.to(weight.device)], None if bias is None else bias[order.to(bias.device)]
+        return linear(weight, bias)
 
     def gated(self, parts: Sequence[str], shape: tuple[int, int], activation: str) -> Activation:
         """The first half of a gated MLP. `parts`: gate and up projections, or one that holds both; each of `shape`

@@ -4,24 +4,23 @@ of server-sent events."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.server.choices import PreparedRequest
 from paceline.server.errors import LOG, REQUEST_ID, api_error
 from paceline.server.limits import RequestLimit
 from paceline.server.models import LoadedModel
 from paceline.server.tracing import Tracer
+from paceline.server.usage import Usage
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
+from paceline.server.writers import Writer
 
 
 @dataclass(slots=True)
@@ -79,9 +78,9 @@ class RunningRequest:
                 REQUEST_ID.get(),
                 self.id,
                 ",".join(str(reply.outcome) for reply in self.replies),
-                usage["completion_tokens"],
-                usage["prompt_tokens"],
-                usage["speculation"]["rounds"],
+                usage.written,
+                usage.prompt,
+                usage.rounds,
             )
 
     async def rounds(self) -> AsyncIterator[ReplyRound]:
@@ -110,113 +109,71 @@ class RunningRequest:
         reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
         reply.finish_reason = round_.chunks[-1].finish_reason
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's token counts, and the statistics of speculation."""
+    def usage(self) -> Usage:
+        """Counts so far."""
         first_samples = [reply for reply in self.replies if reply.job.sample == 0]  # samples share their prompt
-        prompt = sum(len(reply.job.tokens) for reply in first_samples)
-        written = sum(reply.tokens for reply in self.replies)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.handle.stats.cached for reply in first_samples)},
-            **self._predicted(),
-            "speculation": self._speculation(written),
-        }
-
-    def _predicted(self) -> dict[str, Any]:
-        """What the replies have of a prediction, and what they do not; nothing where there was none."""
-        stats = [reply.handle.stats for reply in self.replies]
-        predicted, accepted = sum(s.predicted for s in stats), sum(s.confirmed for s in stats)
-        if not predicted:
-            return {}
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
-        return {"completion_tokens_details": details}
-
-    def _speculation(self, written: int) -> dict[str, Any]:
-        stats = [reply.handle.stats for reply in self.replies]
-        rounds = sum(each.rounds for each in stats)
-        accepted_at = [sum(counts) for counts in zip_longest(*(each.accepted_at for each in stats), fillvalue=0)]
-        return {
-            "rounds": rounds,
-            "drafted": sum(each.drafted for each in stats),
-            "accepted": sum(each.accepted for each in stats),
-            "accepted_at": accepted_at,
-            "drafter": self.replies[0].handle.drafter,
-            "tokens_per_round": round(written / rounds, 4) if rounds else 0.0,
-        }
+        began = min((reply.submitted for reply in self.replies), default=time.perf_counter())
+        return Usage(
+            prompt=sum(len(reply.job.tokens) for reply in first_samples),
+            written=sum(reply.tokens for reply in self.replies),
+            stats=[reply.handle.stats for reply in self.replies],
+            cached=sum(reply.handle.stats.cached for reply in first_samples),
+            drafter=self.replies[0].handle.drafter if self.replies else None,
+            queued=min((reply.handle.queued for reply in self.replies), default=0.0),
+            first=min((reply.first or 0.0 for reply in self.replies), default=0.0),
+            total=time.perf_counter() - began,
+        )
 
 
 class GeneratedAnswer:
-    """The answer to one request for generated text."""
+    """The answer to one request for generated text, in the shape that its writer gives it."""
 
-    def __init__(self, running: RunningRequest, prepared: PreparedRequest) -> None:
+    def __init__(self, running: RunningRequest, writer: Writer) -> None:
         # Not the request itself, which holds its body.
-        self._running, self._document, self._event = running, prepared.document, prepared.event
-        self._choices = [prepared.choice(index) for index in range(len(prepared.jobs))]
-        self._created = int(time.time())
+        self._running, self._writer = running, writer
+        self.media_type = writer.media_type
         self.close = running.close
-
-    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        running = self._running
-        head = {"id": running.id, "object": kind, "created": self._created, "model": running.model.name}
-        return {**head, "choices": choices, **more}
 
     async def document(self) -> dict[str, Any]:
         """Return the finished answer. Raises the error that ended a reply early."""
         async for round_ in self._running.rounds():
-            self._choices[round_.index].add_round(round_)
-        choices = [choice.as_dict() for choice in self._choices]
-        return self._object(self._document, choices, usage=self._running.usage())
+            self._writer.add(round_)
+        self._writer.end(self._running.usage())
+        return self._writer.document(self._running.usage())
 
-    async def events(self, usage: bool) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as it grows. An error is an event too, because the status has been sent by then."""
-        more: dict[str, Any] = {"usage": None} if usage else {}
-
-        def chunk(choice: dict[str, Any]) -> bytes:
-            return event(self._object(self._event, [choice], **more))
-
+        encode = self._writer.encode
         try:
-            for choice in self._choices:
-                if first := choice.first_event():
-                    yield chunk(first)
+            for event in self._writer.begin(self._running.usage()):
+                yield encode(event)
             async for round_ in self._running.rounds():
-                for content in self._choices[round_.index].add_round(round_):
-                    yield chunk(content)
-            if usage:
-                yield event(self._object(self._event, [], usage=self._running.usage()))
-            yield b"data: [DONE]\n\n"
+                for event in self._writer.add(round_):
+                    yield encode(event)
+            for event in self._writer.end(self._running.usage()):
+                yield encode(event)
+            yield self._writer.last
         except Exception as error:
             self._running.error = error
-            yield event(api_error(error).body)
+            yield encode(self._writer.failed(api_error(error)))
         finally:
             self.close()
-
-
-def event(data: Mapping[str, Any]) -> bytes:
-    """Return an event with this JSON."""
-    return b"data: " + dumps(data) + b"\n\n"
-
-
-def dumps(data: Any) -> bytes:
-    """Return compact JSON in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream(StreamingResponse):
     """Response that streams events.
 
-    `close` is called at the end in any case: the stream was read to its end, dropped by the client, or left unread for
-    `stall` seconds. By then the unread part fills the socket's buffer and no more.
+    The answer is closed at the end in any case: the stream was read to its end, dropped by the client, or left unread
+    for `stall` seconds. By then the unread part fills the socket's buffer and no more.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], stall: float) -> None:
+    def __init__(self, answer: GeneratedAnswer, stall: float) -> None:
         super().__init__(
-            events,
-            media_type="text/event-stream",
+            answer.events(),
+            media_type=answer.media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"},
         )
-        self._close, self._stall = close, stall
+        self._close, self._stall = answer.close, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""

@@ -18,8 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline.server import errors, schema
-from paceline.server.limits import RequestLog, Settings, check_host, check_key
+from paceline.server import errors, schema, schema_messages, schema_responses, schema_tokens
+from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
 from paceline.server.models import Models
 from paceline.server.serving import Service
 
@@ -29,7 +29,11 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_BODIES = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
+_BODIES = (
+    *(schema.ChatRequest, schema.CompletionRequest, schema_responses.ResponsesRequest),
+    *(schema_messages.MessagesRequest, schema_messages.CountTokensRequest),
+    *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
+)
 _REF = "#/components/schemas/{model}"
 
 
@@ -95,7 +99,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's clients send a dozen of their own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -109,15 +113,21 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
 
     async def authorise(request: Request) -> None:  # if it were not async, each request would need a thread
         check_host(service.settings.hosts, request.headers.get("host", ""))
-        check_key(service.settings.api_keys, request.headers.get("authorization", ""))
+        check_key(service.settings.api_keys, authorization(request.headers))
 
     router = APIRouter(dependencies=[Depends(authorise), bearer], responses=_ERRORS)
     _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
     _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
+    _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream=True)
+    _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream=True)
+    _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
-    router.add_api_route("/v1/models", service.models)
-    router.add_api_route("/v1/models/{name:path}", service.model)
+    _add_get(router, "/v1/responses/{response_id}", service.response)
+    router.add_api_route("/v1/responses/{response_id}", service.delete_response, methods=["DELETE"])
+    _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
+    _add_get(router, "/v1/models", service.models)
+    _add_get(router, "/v1/models/{name:path}", service.model)
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -138,6 +148,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
         load, alive = service.loader.load, service.loader.alive
         status = {"status": "ok" if alive else "stopping", "running": load.running, "waiting": load.waiting}
         return JSONResponse(status, 200 if alive else 503)
+
+
+def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
+    """Add a route for GET, and for HEAD, by which clients probe."""
+    router.add_api_route(path, handler)
+    router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_post(

@@ -69,7 +69,7 @@ class BodyReader:
         try:
             data = await self._receive(request, held)
             pool: PoolName = "long" if len(data) > LONG else "short"
-            work = partial(_validated, data, kind)
+            work = partial(_parsed, data, kind)
             run = partial(self._preprocessor.run, "parse", client_of(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
@@ -124,11 +124,16 @@ def _too_many_bytes() -> ApiError:
     return retry_later(503, "too many large requests at once. Try again in a moment", "too_many_bytes")
 
 
-def _validated(data: bytes, kind: type[Body]) -> tuple[Body, int]:
+def _parsed(data: bytes, kind: type[Body]) -> tuple[Body, int]:
     """Return the body as a `kind`, and the bytes of memory that it takes."""
     body, memory = parse(data)
+    return validated(body, kind), memory
+
+
+def validated(body: dict[str, Any], kind: type[Body]) -> Body:
+    """Return the body as a `kind`. Raises `ApiError` 400."""
     try:
-        return kind.model_validate(body), memory
+        return kind.model_validate(body)
     except ValidationError as error:
         raise invalid_body(body, error.errors(include_url=False, include_input=False)) from None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.server.thinking import overlap
 from paceline.server.tools import FENCED, MISTRAL, CallFormat
 
 
@@ -26,11 +27,6 @@ class Call:
 
 Piece = Call | str
 """A new call, or more arguments of the last one."""
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
-    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class ForcedCallParser:
@@ -60,7 +56,7 @@ class ForcedCallParser:
         if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
             self._held, self._arguments = head.removeprefix(self._heads[self._name]), ""
         if self._arguments is not None:  # shown without what may be the end of the call
-            pieces += self._show(len(self._held) - _overlap(self._held, self._family.tail))
+            pieces += self._show(len(self._held) - overlap(self._held, self._family.tail))
         return "", pieces
 
     def _show(self, length: int) -> list[str]:
@@ -156,7 +152,7 @@ class CallParser:
             at, form = min(starts, key=lambda start: start[0])
             self._buffer, self._inside, self._text_began = held[at + len(form.start) :], form, True
             return held[:at]
-        shown = len(held) - max(_overlap(held, form.start) for form in self._formats)
+        shown = len(held) - max(overlap(held, form.start) for form in self._formats)
         self._buffer = held[shown:]
         return held[:shown] or None
 

@@ -1,104 +1,31 @@
-"""/v1/chat/completions: from messages to a prompt, and from a reply to a message, whole or in pieces."""
+"""From the messages of a chat to a prompt and the jobs of its replies."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.engine.prediction import predicted_ids
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
-from paceline.server import options, tools
-from paceline.server.calls import Call, CallParser, ForcedCallParser, Piece
-from paceline.server.choices import Choice, PreparedRequest, TokenTexts
+from paceline.sampling.parameters import Sampling
+from paceline.server import options, thinking, tools
+from paceline.server.calls import CallParser, ForcedCallParser
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
-from paceline.server.schema import ChatRequest, Message, NamedTool, TokenizeRequest, Tool
+from paceline.server.models import LoadedModel
+from paceline.server.replies import ChatReply
+from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.schema_tokens import TokenizeRequest
+from paceline.server.thinking import ThoughtParser
 from paceline.server.tools import CallFormat
-from paceline.server.worker import Busy, ReplyRound
+from paceline.server.worker import Busy, ReplyJob
 from paceline.text.chat_template import check_messages
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
-
-
-@dataclass(slots=True, kw_only=True)
-class ChatChoice(Choice):
-    """A choice of a chat completion.
-
-    `parser`: None if no tool may be called. `marker`: a special token that begins a call, and the text it stands for.
-    `legacy`: calls are sent as `function_call`.
-    """
-
-    parser: CallParser | ForcedCallParser | None = None
-    marker: tuple[int, str] | None = None
-    legacy: bool = False
-    calls: list[Call] = field(default_factory=list)
-    token_logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    def first_event(self) -> dict[str, Any]:
-        """Return the event with the assistant's role."""
-        return self._event({"role": "assistant", "content": None if isinstance(self.parser, ForcedCallParser) else ""})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a choice of a `chat.completion`."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
-        if self.calls:
-            calls = [call.as_dict() for call in self.calls]
-            message["content"] = self.text or None
-            message |= {"function_call": calls[0]["function"]} if self.legacy else {"tool_calls": calls}
-        return {
-            "index": self.index,
-            "message": message,
-            "logprobs": {"content": self.token_logprobs, "refusal": None} if self.logprobs else None,
-            "finish_reason": self.finish_reason,
-            **self._all_traced(),
-        }
-
-    def _event(self, delta: dict[str, Any] | None = None) -> dict[str, Any]:
-        return {"index": self.index, "delta": delta or {}, "logprobs": None, "finish_reason": None}
-
-    def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
-        text, pieces = self._parse(round_)
-        self.text += text
-        events = [self._event({"content": text})] if text else []
-        events += [self._event(self._call_delta(piece)) for piece in pieces]
-        if self.logprobs or self.trace:
-            events = events or [self._event()]
-            events[0] |= self._trace(round_)
-        if self.logprobs:
-            new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
-            self.token_logprobs += new
-            events[0]["logprobs"] = {"content": new, "refusal": None}
-        return events
-
-    def _parse(self, round_: ReplyRound) -> tuple[str, list[Piece]]:
-        if self.parser is None:
-            return round_.text, []
-        token, marker = self.marker or (None, "")
-        text = "".join(chunk.text + (marker if chunk.token_id == token else "") for chunk in round_.chunks)
-        shown, pieces = self.parser.push(text)
-        rest, last = self.parser.flush() if round_.chunks[-1].finish_reason else ("", [])
-        return shown + rest, [*pieces, *last]
-
-    def _call_delta(self, piece: Piece) -> dict[str, Any]:
-        if isinstance(piece, str):
-            self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + piece)
-            new: dict[str, Any] = {"function": {"arguments": piece}}
-        else:
-            self.calls.append(piece)
-            new = piece.as_dict()
-        if self.legacy:
-            return {"function_call": new["function"]}
-        return {"tool_calls": [{"index": len(self.calls) - 1, **new}]}
-
-    def _finish(self, reason: str) -> str:
-        incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete
-        if self.calls and reason != "length" and not incomplete:
-            return "function_call" if self.legacy else "tool_calls"
-        return Choice._finish(self, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +63,35 @@ class CallOptions:
         return family.grammar(functions, marker, None if self.forced else content)
 
 
-def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: ChatRequest
-) -> PreparedRequest:
-    """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    family = tools.family(llm.tokenizer.chat_template)
-    calling = CallOptions.of(body)
-    marker = _marker(llm, family) if calling.callable else None
-    grammar = options.grammar(trials, body, calling.grammar(family, marker[0] if marker else None, body))
-    thinking = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
-    values = {**thinking, **(body.chat_template_kwargs or {})}
-    text = chat_text(llm, body, calling.shown, values)
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """The jobs of a chat, and a new reply for each."""
+
+    jobs: Sequence[ReplyJob]
+    reply: Callable[[], ChatReply]
+    sampling: Sampling
+
+
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: bool = False) -> PreparedChat:
+    """Prepare every reply's tokens, sampling and speculation. `orderly`: see `chat_text`.
+
+    Raises `PacelineError` and `ApiError`.
+    """
+    llm = model.llm
+    family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
+    names = [tool.function.name for tool in calling.callable]
+    text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
+    form = thinking.family(llm.tokenizer.chat_template) if body.reasoning_format != "none" else None
+    form = None if form is None or form.over(text) else form
+    inside = form is not None and form.begun(text)
+    markers = _special(llm, *([family.start] if names else []), *([form.start, form.end] if form else []))
+    grammar = options.grammar(
+        model.grammar_trials,
+        body,
+        calling.grammar(family, markers.get(family.start), body),
+        form.rules(inside, markers) if form else None,
+    )
     tokens = options.token_ids(llm, text, "messages", chat=True)
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -156,57 +100,82 @@ def prepare(
         # Here, and not where the reply begins, which holds up all others.
         predicted = predicted_ids(body.prediction.text, llm.tokenizer.encode, sampling.max_new_tokens)
         sampling = replace(sampling, prediction=predicted)
-    legacy = bool(body.functions)
-    names = [tool.function.name for tool in calling.callable]
 
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
             return ForcedCallParser(family, names)
-        single = legacy or body.parallel_tool_calls is False
+        single = bool(body.functions) or body.parallel_tool_calls is False
         return CallParser(family, names, single) if names else None
 
-    def choice(index: int) -> ChatChoice:
-        return ChatChoice(
-            index=index,
-            token_texts=token_texts,
-            logprobs=bool(body.logprobs),
-            trace=bool(body.trace),
+    def reply() -> ChatReply:
+        return ChatReply(
             parser=parser(),
-            marker=marker,
-            legacy=legacy,
+            thoughts=ThoughtParser(form, inside) if form else None,
+            markers={token: marker for marker, token in markers.items()},
         )
 
-    jobs = options.jobs(llm, settings, body, [tokens], sampling)
-    return PreparedRequest(jobs, choice, "chat.completion", "chat.completion.chunk")
+    return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply, sampling)
 
 
-def _marker(llm: LLM, family: CallFormat) -> tuple[int, str] | None:
-    token = llm.tokenizer.token_id(family.start)
-    return (token, family.start) if token is not None and token in llm.tokenizer.special_ids else None
+def _special(llm: LLM, *markers: str) -> dict[str, int]:
+    """Return those markers that are special tokens, which a reply's text leaves out, with their ids."""
+    ids = {marker: llm.tokenizer.token_id(marker) for marker in markers}
+    return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
 
 def chat_text(
-    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, values: dict[str, Any]
+    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, orderly: bool = False
 ) -> str:
-    """Return a chat's prompt as text. `values`: further variables of the template. Raises `ApiError` 400 naming the
-    messages.
+    """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
+    every template expects. Raises `ApiError` 400 naming the messages.
     """
     chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
-    reserved = values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
+    reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        if given and not tools.knows_tools(llm.tokenizer.chat_template):
-            chat, given = tools.with_tools(check_messages(chat), given), []
-        values = {"tools": given or None, **values}
-        if body.continue_final_message:
-            return _continued(llm, chat, values)
-        return llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
+        try:
+            return _rendered(llm, body, chat, given)
+        except InvalidPrompt:
+            if not orderly or (ordered := _ordered(chat)) == chat:
+                raise
+            return _rendered(llm, body, ordered, given)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def _rendered(
+    llm: LLM, body: ChatRequest | TokenizeRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+) -> str:
+    template = llm.tokenizer.chat_template
+    if given and not tools.knows_tools(template):
+        chat, given = tools.with_tools(check_messages(chat), given), []
+    values = {"tools": given or None, **body.template_values}
+    if body.continue_final_message:
+        return _continued(llm, chat, values)
+    text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
+    form = thinking.family(template)
+    return form.skip(text) if form and values.get("enable_thinking") is False else text
+
+
+def _ordered(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with all instructions in one message at its beginning, and no two of the user's in a row."""
+    system = [message for message in chat if message["role"] == "system"]
+    ordered: list[dict[str, Any]] = []
+    for message in (*system, *(message for message in chat if message["role"] != "system")):
+        last = ordered[-1] if ordered else None
+        if last and last["role"] == message["role"] in ("system", "user"):
+            ordered[-1] = {**last, "content": f"{_text_of(last)}\n\n{_text_of(message)}"}
+        else:
+            ordered.append(message)
+    return ordered
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    return str(check_messages([message])[0]["content"])
 
 
 def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Logprobs
-from paceline.server.worker import ReplyJob, ReplyRound
+from paceline.server.errors import ApiError
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+from paceline.server.writers import Event, Writer
 from paceline.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -90,6 +94,11 @@ class Choice(ABC):
     traced: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return 0
+
     @abstractmethod
     def first_event(self) -> dict[str, Any] | None:
         """Return the first event of a stream, if there is something to send before the first round."""
@@ -139,14 +148,46 @@ class Choice(ABC):
         return {"trace": self.traced} if self.trace else {}
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """The jobs of a request, and the choice that shows the reply of each.
-
-    `document`, `event`: object types of the answer, whole or in pieces.
+class ChoicesWriter(Writer):
+    """The choices of a chat completion or a completion. `document`, `event`: object types of the answer, whole or in
+    pieces. `usage`: whether a stream ends with the usage.
     """
 
-    jobs: Sequence[ReplyJob]
-    choice: Callable[[int], Choice]
-    document: str
-    event: str
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[Choice], usage: bool) -> None:
+        self._head = {**head, "created": int(time.time())}
+        self._document, self._event = kinds
+        self._choices, self._usage = choices, usage
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices, **more}
+
+    def _chunks(self, events: Iterable[dict[str, Any]]) -> list[Event]:
+        more: dict[str, Any] = {"usage": None} if self._usage else {}
+        return [self._object(self._event, [event], **more) for event in events]
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the first event of each choice that has one."""
+        return self._chunks(event for choice in self._choices if (event := choice.first_event()))
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round to its choice."""
+        return self._chunks(self._choices[round_.index].add_round(round_))
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the usage, if it was requested."""
+        return [self._object(self._event, [], **self._counts(usage))] if self._usage else []
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the finished object."""
+        choices = [choice.as_dict() for choice in self._choices]
+        return self._object(self._document, choices, **self._counts(usage))
+
+    def _counts(self, usage: Usage) -> dict[str, Any]:
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return {"usage": usage.openai(reasoning), "metrics": usage.vllm()}
+
+    def failed(self, error: ApiError) -> Event:
+        """Return OpenAI's error."""
+        return error.body

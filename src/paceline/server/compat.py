@@ -56,6 +56,18 @@ class Strict(BaseModel):
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
 
 
+class Lenient(Strict):
+    """Model that ignores unknown keys: what servers have returned, clients send back whole."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_keys(cls, body: Any) -> Any:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: body[key] for key in known if key in body} if isinstance(body, dict) else body
+
+
 def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Callable[[type[M]], type[M]]:
     """Add parameters that have no effect to a model of bodies: names that are `ignored` at any value, and those that
     may have a `neutral` value, after these values."""

@@ -12,10 +12,12 @@ from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server import options
-from paceline.server.choices import Choice, PreparedRequest, TokenTexts
+from paceline.server.choices import Choice, ChoicesWriter
 from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
 from paceline.server.schema import CompletionRequest
 from paceline.server.worker import ReplyRound
+from paceline.server.writers import PreparedRequest
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
@@ -69,10 +71,9 @@ class TextChoice(Choice):
         return "length" if self.prompt_only else Choice._finish(self, reason)
 
 
-def prepare(
-    llm: LLM, settings: Settings, token_texts: TokenTexts, trials: options.GrammarTrials, body: CompletionRequest
-) -> PreparedRequest:
+def prepare(model: LoadedModel, settings: Settings, body: CompletionRequest) -> PreparedRequest:
     """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
+    llm = model.llm
     prompt: Any = body.prompt
     given: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]
@@ -82,7 +83,7 @@ def prepare(
     prompts = [options.token_ids(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
-    grammar = options.grammar(trials, body)
+    grammar = options.grammar(model.grammar_trials, body)
     length = options.length(llm, body, _DEFAULT_LENGTH)
     # A round generates at least one token; it is not shown if none was requested.
     sampling = options.sampling(llm, body, max(1, length), body.logprobs, grammar)
@@ -102,7 +103,7 @@ def prepare(
     def choice(index: int) -> TextChoice:
         return TextChoice(
             index=index,
-            token_texts=token_texts,
+            token_texts=model.token_texts,
             logprobs=body.logprobs is not None,
             trace=bool(body.trace),
             echo=echoes[index // n],
@@ -110,7 +111,12 @@ def prepare(
             prompt_only=length == 0,
         )
 
-    return PreparedRequest(jobs, choice, "text_completion", "text_completion")
+    def writer(answer_id: str) -> ChoicesWriter:
+        head = {"id": answer_id, "model": model.name}
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return ChoicesWriter(head, ("text_completion", "text_completion"), [choice(i) for i in range(len(jobs))], usage)
+
+    return PreparedRequest(jobs, writer)
 
 
 def _scored_chunks(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:

@@ -37,6 +37,17 @@ _UNKNOWN = "extra_forbidden"
 _CLIENT_CLOSED_REQUEST = 499
 
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ApiError(Exception):
     """An error response. `param`: the parameter at fault, as a path such as "messages.0.role"."""
 
@@ -65,9 +76,21 @@ class ApiError(Exception):
         """The JSON document of the response."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole response."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The JSON document of the response in Anthropic's shape."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error, "request_id": REQUEST_ID.get()}
+
+    def response(self, path: str) -> JSONResponse:
+        """The whole response, in the shape of the API that `path` belongs to."""
+        body = self.body
+        if path.startswith("/v1/messages"):
+            body = self.anthropic
+        elif path.startswith("/api/"):
+            body = {"error": self.message}
+        return JSONResponse(body, self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -149,18 +172,21 @@ def _param(message: str) -> str | None:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every failed request in OpenAI's shape."""
+    """Answer every failed request in the shape of its API."""
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if request.method == "OPTIONS" and error.status_code == 405:  # a probe
+            return Response(status_code=204, headers=error.headers)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers).response()
+        failed = ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+        return failed.response(request.url.path)
 
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
         answer = api_error(error)
         outcome = "refused" if answer.status < 500 else "failed"
         LOG.info("%s %s: %s", REQUEST_ID.get(), outcome, one_line(answer.message, 300))
-        return answer.response()
+        return answer.response(request.url.path)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the log alone

@@ -54,6 +54,12 @@ class Settings:
             raise InvalidOption("an API key must not be empty", "Give a key, or no --api-key at all")
 
 
+def authorization(headers: Headers) -> str:
+    """Return the credentials of a request: OpenAI's header, or Anthropic's in its form."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
+
+
 def check_key(keys: Sequence[str], authorization: str) -> None:
     """Raise `ApiError` 401 unless the header holds one of the keys, compared in constant time."""
     if not keys:
@@ -63,7 +69,7 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
     if scheme.lower() != "bearer" or not any(matches):
         raise ApiError(
             401,
-            "the API key is missing or wrong. Send Authorization: Bearer KEY",
+            "the API key is missing or wrong. Send Authorization: Bearer KEY, or X-Api-Key: KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -128,11 +134,11 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:  # by uvicorn, at the end of its graceful shutdown
             if not status:
-                await api_error(ServerStopping()).response()(scope, receive, send_with_id)
+                await api_error(ServerStopping()).response(scope["path"])(scope, receive, send_with_id)
         except Exception as error:
             if status:
                 raise
-            await api_error(error).response()(scope, receive, send_with_id)
+            await api_error(error).response(scope["path"])(scope, receive, send_with_id)
         finally:
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
             LOG.info(

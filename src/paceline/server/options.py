@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, liv
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
-from paceline.server.preprocessing import PoolName
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
+from paceline.server.tools import json_expression
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.types import DraftBudget
@@ -110,8 +111,11 @@ class GrammarTrials:
             raise Busy("the machine is too busy to compile a new grammar") from None
 
 
-def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None = None) -> Grammar | None:
+def grammar(
+    trials: GrammarTrials, body: RequestBody, tool_grammar: str | None = None, thought: str | None = None
+) -> Grammar | None:
     """Return the grammar of the reply. `tool_grammar`: a Lark grammar with the function calls and the content's schema.
+    `thought`: rules for an `answer` after reasoning.
 
     Blocks until the grammar has been tried. Raises `ApiError` 400 for more than one constraint and for a schema,
     expression or grammar that is malformed or too expensive to compile, `Busy` if it cannot be tried now.
@@ -122,6 +126,8 @@ def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None =
         raise bad_request(f"{' and '.join(constraints)} exclude each other. Send one of them", next(iter(constraints)))
     for param, (kind, content) in constraints.items():
         text = content if isinstance(content, str) else json.dumps(content)
+        if thought is not None:
+            kind, text = "lark", f"{thought}answer: {_lark(kind, content)}\n"
         try:
             return Grammar(kind, text, size=trials.size(kind, text))
         except Busy:
@@ -129,6 +135,18 @@ def grammar(trials: GrammarTrials, body: RequestBody, tool_grammar: str | None =
         except PacelineError as error:
             raise bad_request(f"{param}: {error}", param) from error
     return None
+
+
+def _lark(kind: Kind, content: Any) -> str:
+    """Return a constraint as an expression of a Lark grammar."""
+    if kind == "json_schema":
+        return json_expression(content)
+    if kind == "lark":
+        return f"%lark {{\n{content}\n}}"
+    escaped = re.sub(
+        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), content, flags=re.DOTALL
+    )
+    return f"/{escaped}/"
 
 
 def content_schema(body: RequestBody) -> Any:
@@ -155,12 +173,6 @@ def _constraints(body: RequestBody) -> dict[str, tuple[Kind, Any]]:
         schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
         found = {"response_format": ("json_schema", {"type": "object"} if schema is None else schema), **found}
     return {param: constraint for param, constraint in found.items() if constraint[1] is not None}
-
-
-def pool(body: RequestBody, by_size: PoolName) -> PoolName:
-    """Return the thread pool that prepares a request. `by_size`: the one for its size."""
-    forced = isinstance(body, ChatRequest) and body.choice not in ("none", "auto")
-    return "grammar" if forced or _constraints(body) else by_size
 
 
 def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:

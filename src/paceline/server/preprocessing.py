@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
+from paceline.server.limits import authorization
 from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ _THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2
 
 def client_of(request: Request) -> str:
     """Identify the client by its API key, or by its address if it has none."""
-    return request.headers.get("authorization") or (request.client.host if request.client else "")
+    return authorization(request.headers) or (request.client.host if request.client else "")
 
 
 class Preprocessor:

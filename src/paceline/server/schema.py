@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,7 +17,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
@@ -63,20 +64,34 @@ class SpeculationOptions(Strict):
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
-class RequestBody(OtherServers):
-    """Parameters of both chats and completions."""
+class Generating(Strict):
+    """Parameters of every request for generated text."""
 
     model: ModelName | None = None
+    stream: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+    # Paceline's own
+    speculation: Literal["auto", "off"] | SpeculationOptions | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400, description="Seconds.")] | None = None
+
+    @property
+    @abstractmethod
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+
+
+class RequestBody(OtherServers, Generating):
+    """Parameters of both chats and completions."""
+
     max_tokens: Length | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings")] = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[Biases | None, _at_most(MAX_BIASES, "tokens")] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
 
@@ -92,8 +107,6 @@ class RequestBody(OtherServers):
     guided_regex: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
     guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
     guided_json: Schema | None = None
-    speculation: Literal["auto", "off"] | SpeculationOptions | None = None
-    timeout: Annotated[float, Field(gt=0, le=86400, description="Seconds.")] | None = None
     trace: bool | None = None
 
     # Names that other servers use
@@ -102,6 +115,11 @@ class RequestBody(OtherServers):
     repeat_last_n: (
         Annotated[int, Field(ge=-1, description="-1: the whole text, the only value allowed with a penalty.")] | None
     ) = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        return any(form is not None for form in (self.guided_json, self.guided_regex, self.guided_grammar))
 
     @property
     def length(self) -> int | None:
@@ -163,7 +181,7 @@ class ToolCall(Strict):
     index: Ignored = None
 
 
-@accepts("parsed annotations", (((), "audio"),))
+@accepts("parsed annotations cot_id cot_summary copilot_cache_control", (((), "audio"),))
 class Message(Strict):
     """A message of a chat."""
 
@@ -255,6 +273,7 @@ class PredictedContent(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=128)]
@@ -268,7 +287,6 @@ Tools = Annotated[list[Tool], Field(max_length=128)]
         ((True,), "include_reasoning parse_tool_calls"),
         (([],), "documents"),
         (("medium",), "verbosity"),
-        (("none",), "reasoning_format"),
         ((), "audio web_search_options moderation"),
     ),
 )
@@ -293,9 +311,28 @@ class ChatRequest(RequestBody):
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    reasoning: Annotated[Literal["off", "auto"], Field(description="off: the model does not reason.")] | None = None
     reasoning_effort: (
-        Annotated[Literal["none"], Field(description="Sets the chat template's enable_thinking to false.")] | None
+        Annotated[Effort, Field(description="none: as `reasoning` off; others are passed to the chat template.")] | None
     ) = None
+    reasoning_format: (
+        Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is not split off.")] | None
+    ) = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or self.choice not in ("none", "auto") or super().constrained
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = "none" if self.reasoning == "off" else self.reasoning_effort
+        values: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
+        if effort not in (None, "none"):
+            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high"}.get(effort, effort)
+        return {**values, **(self.chat_template_kwargs or {})}
 
     @property
     def offered(self) -> list[Tool]:
@@ -321,6 +358,8 @@ class ChatRequest(RequestBody):
             raise ValueError(
                 "functions and function_call are the legacy names of tools and tool_choice. Send only tools"
             )
+        if self.reasoning == "off" and self.reasoning_effort not in (None, "none"):
+            raise ValueError("reasoning 'off' and reasoning_effort must not differ. Send one of them")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):
@@ -363,28 +402,3 @@ class CompletionRequest(RequestBody):
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of must equal n. Request n replies and choose one")
         return self
-
-
-class TokenizeRequest(Strict):
-    """Body of /tokenize: either text as it is, or messages for the chat template."""
-
-    model: ModelName | None = None
-    prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is required")
-        return self
-
-
-class DetokenizeRequest(Strict):
-    """Body of /detokenize."""
-
-    model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,19 +18,23 @@ from starlette.types import Receive
 
 from paceline.errors import TimedOut
 from paceline.llm import LLM
-from paceline.server import chat, completions, options, schema
-from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest, dumps
+from paceline.server import chat, chat_completions, completions, messages, options, responses, schema, schema_tokens
+from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest
 from paceline.server.bodies import BodyReader
-from paceline.server.choices import PreparedRequest, TokenTexts
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
+from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
+from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
+from paceline.server.schema_responses import ResponsesRequest
+from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
+from paceline.server.writers import PreparedRequest, dumps
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=schema.RequestBody)
-Prepare = Callable[[LLM, Settings, TokenTexts, options.GrammarTrials, Body], PreparedRequest]
+Body = TypeVar("Body", bound=schema.Generating)
+Prepare = Callable[[LoadedModel, Settings, Body], PreparedRequest]
 
 
 class Service:
@@ -41,6 +46,7 @@ class Service:
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
         self.preprocessor = Preprocessor()
+        self.responses = ResponseStore()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
     def close(self) -> None:
@@ -50,21 +56,52 @@ class Service:
 
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a chat."""
-        return await self._generate(request, schema.ChatRequest, chat.prepare, "chatcmpl-")
+        return await self._generate(request, schema.ChatRequest, chat_completions.prepare, "chatcmpl-")
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
         return await self._generate(request, schema.CompletionRequest, completions.prepare, "cmpl-")
 
+    async def create_response(self, request: Request) -> Response:
+        """Generate the next items of a conversation."""
+        prepare = partial(responses.prepare, self.responses)
+        return await self._generate(request, ResponsesRequest, prepare, "resp_")
+
+    async def response(self, response_id: str) -> dict[str, Any]:
+        """Return a stored response."""
+        return self.responses.get(response_id).document
+
+    async def delete_response(self, response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        self.responses.delete(response_id)
+        return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+    async def input_items(self, response_id: str) -> dict[str, Any]:
+        """List the items of a stored response's request, the latest first."""
+        items = [listed(item) for item in self.responses.get(response_id).input]
+        data = [{"id": f"{response_id}_{i}", **item} for i, item in enumerate(items)][::-1]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, "has_more": False, **ends}
+
+    async def messages(self, request: Request) -> Response:
+        """Generate the next message of a chat (Anthropic's API)."""
+        return await self._generate(request, MessagesRequest, messages.prepare, "msg_")
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a prompt (Anthropic's API)."""
+        async with self.bodies.read(request, CountTokensRequest) as (body, _):
+            work = partial(messages.count_tokens, settings=self.settings, body=body)
+            return await self._compute(request, body.model, work)
+
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
-        async with self.bodies.read(request, schema.TokenizeRequest) as (body, _):
+        async with self.bodies.read(request, schema_tokens.TokenizeRequest) as (body, _):
 
             def work(llm: LLM) -> dict[str, Any]:
                 if body.messages is None:
                     tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
                 else:
-                    text = chat.chat_text(llm, body, body.tools, {})
+                    text = chat.chat_text(llm, body, body.tools)
                     tokens = options.token_ids(llm, text, "messages", chat=True)
                 return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.model.target.context_length}
 
@@ -72,7 +109,7 @@ class Service:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        async with self.bodies.read(request, schema.DetokenizeRequest) as (body, _):
+        async with self.bodies.read(request, schema_tokens.DetokenizeRequest) as (body, _):
 
             def work(llm: LLM) -> dict[str, Any]:
                 size = llm.model.target.vocab_size
@@ -84,9 +121,10 @@ class Service:
             return await self._compute(request, body.model, work)
 
     async def models(self) -> dict[str, Any]:
-        """List every model under each of its names."""
-        names = [name for source in self.loader.sources for name in source.names]
-        return {"object": "list", "data": [await self.model(name) for name in names]}
+        """List every model under each of its names. OpenAI's and Anthropic's clients both read the list."""
+        data = [await self.model(name) for source in self.loader.sources for name in source.names]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, **ends, "has_more": False}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe the model under one of its names; a model that is not loaded in few words."""
@@ -103,7 +141,10 @@ class Service:
                 "context_length": model.llm.model.target.context_length,
                 "sampling": {name: getattr(sampling, name) for name in defaults},
             }
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "paceline", "paceline": about}
+        openai = {"object": "model", "created": self._started, "owned_by": "paceline"}
+        created = datetime.fromtimestamp(self._started, timezone.utc).isoformat()
+        anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
+        return {"id": name, **openai, **anthropic, "paceline": about}
 
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, loaded first unless it is, with one user more: `release` must follow.
@@ -140,9 +181,9 @@ class Service:
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
     async def _generate(self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str) -> Response:
-        answer, events = await self._begin(request, kind, prepare, id_prefix)
-        if events is not None:
-            return EventStream(events, answer.close, self.settings.stall)
+        answer, stream = await self._begin(request, kind, prepare, id_prefix)
+        if stream:
+            return EventStream(answer, self.settings.stall)
         try:
             document = await _unless_disconnected(answer.document(), request.receive)
         finally:
@@ -151,8 +192,8 @@ class Service:
 
     async def _begin(
         self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str
-    ) -> tuple[GeneratedAnswer, AsyncIterator[bytes] | None]:
-        """Start the replies. Returns the answer, and its events if it is to be streamed.
+    ) -> tuple[GeneratedAnswer, bool]:
+        """Start the replies. Returns the answer, and whether it is to be streamed.
 
         The body, which may be large, is released when this returns, and not when the replies end.
         """
@@ -174,16 +215,15 @@ class Service:
             answer_id, trace = id_prefix + uuid.uuid4().hex, self.tracer.for_request(request.headers, model.name)
             running = RunningRequest(answer_id, model, self.limit, trace)
             try:
-                work = partial(prepare, model.llm, self.settings, model.token_texts, model.grammar_trials, body)
-                prepared = await self._preprocess(request, options.pool(body, pool), work, left())
+                work = partial(prepare, model, self.settings, body)
+                prepared = await self._preprocess(request, "grammar" if body.constrained else pool, work, left())
                 remaining = left()
                 running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
-                answer = GeneratedAnswer(running, prepared)
+                answer = GeneratedAnswer(running, prepared.writer(answer_id))
             except BaseException:
                 running.close()
                 raise
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return answer, answer.events(usage) if body.stream else None
+            return answer, bool(body.stream)
 
 
 async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -81,7 +81,12 @@ class CallFormat:
 
 
 def _json_rule(name: str, schema: Schema) -> str:
-    return f"{name}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
+    return f"{name}: {json_expression(schema)}"
+
+
+def json_expression(schema: Schema) -> str:
+    """Return JSON of a schema, on one line, as an expression of a Lark grammar."""
+    return f"%json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")

@@ -76,7 +76,7 @@ class ListCache:
         return SavedList(len(entries), tensors, entries)
 
     def load(self, slot: int, saved: SavedList, length: int) -> int:
-        self._kept[slot] = list(saved.entries[:length]) if saved.holds(length, self.prompts[slot]) else []
+        self._kept[slot] = list(saved.entries[: saved.most(length, self.prompts[slot])])
         return len(self._kept[slot])
 
     def release(self, slot: int) -> None:

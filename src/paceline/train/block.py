@@ -104,8 +104,9 @@ class BlockRecipe(Recipe):
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = self.module(batch, places.pending, self._embedded(batch, places.pending))
+        rows = tally.rows(self.teacher.rows)
         for step, real in enumerate(places.real):
-            tally.add(F.linear(states[:, :, step + 1][real], self.teacher.rows))
+            tally.add(F.linear(states[:, :, step + 1][real], rows))
 
     def _embedded(self, batch: DocumentBatch, pending: Tensor) -> Tensor:
         """Return the blocks before the first layer: the pending token, then masks."""

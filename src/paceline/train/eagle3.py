@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
@@ -145,8 +146,9 @@ class Eagle3(Recipe):
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         embedded = self.target.embed(batch.tokens).float().clone()  # autograd refuses what inference mode made
         outputs = self.module(embedded, self.module.fuse(batch), places.pending, self.steps)
+        rows = tally.rows(self.module.lm_head.weight)
         for output, real in zip(outputs, places.real, strict=True):
-            tally.add(self.module.lm_head(output[real]))
+            tally.add(F.linear(output[real], rows))
 
     def tensors(self) -> dict[str, Tensor]:
         vocabulary = self.teacher.vocabulary.cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.llm import LLM
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, MedusaConfig
 from paceline.train.answers import AnswerPlan
 from paceline.train.block import BlockRecipe
 from paceline.train.block import default_taps as spread_taps
@@ -30,7 +30,8 @@ class TrainJob:
     `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
     its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
     many at most. `cache`: GiB of hidden states to keep on disk between epochs. `start`: begin with the weights of this
-    trained drafter, of the same kind and shape. `command`: for the model card.
+    trained drafter, of the same kind and shape. `bits`: of the matrices that are written, 16 or 4. `command`: for the
+    model card.
 
     `vocabulary`: how many tokens the drafter knows, all for None. `steps`: length of the drafts that it is trained for.
     `taps`: layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target
@@ -54,6 +55,7 @@ class TrainJob:
     steps: int = 5
     cache: float = 8.0
     start: Path | None = None
+    bits: int = 16
     command: str = "paceline.train.run.train(llm, job)"
     mix: AnswerPlan = field(default_factory=AnswerPlan)
     plan: TrainPlan = field(default_factory=TrainPlan)
@@ -64,40 +66,47 @@ class TrainJob:
         return self.out.with_name(self.out.name + ".work")
 
 
-def _eagle3(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
-    target = native(llm)
-    c = target.config
-    layer = one_layer(c, job.ffn or c.ffn)
-    taps = job.taps or default_taps(c.layers)
-    config = EagleConfig(layer, taps, c.hidden, len(vocabulary), fc_norm=True)
-    return Eagle3(config, target, vocabulary, job.steps)
+def _eagle3(c: ModelConfig, job: TrainJob, size: int) -> EagleConfig:
+    return EagleConfig(one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers), c.hidden, size, fc_norm=True)
 
 
-def _medusa(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
-    target = native(llm)
-    c = target.config
-    config = MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
-    return MedusaRecipe(config, target, vocabulary)
+def _medusa(c: ModelConfig, job: TrainJob) -> MedusaConfig:
+    return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
 
 
-def _early_exit(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
-    target = native(llm)
-    c = target.config
+def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
     layers = job.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
         raise InvalidOption(f"an early exit must be after 1 to {c.layers - 1} layers, got {layers}", "Correct --layers")
-    config = ExitConfig(c.hidden, layers, min(job.rank, c.hidden))
-    return EarlyExitRecipe(config, target, vocabulary, job.steps, c.norm_eps)
+    return ExitConfig(c.hidden, layers, min(job.rank, c.hidden))
 
 
-def _block(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
-    target = native(llm)
-    c = target.config
+def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
     layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", qk_norm=True)
-    taps = job.taps or spread_taps(c.layers)
+    return BlockConfig(layer, job.taps or spread_taps(c.layers), job.steps + 1, mask)
+
+
+def config_for(llm: LLM, job: TrainJob, size: int) -> HeadConfig:
+    """Return the drafter's config for this target. `size`: of the draft vocabulary."""
+    c = native(llm).config
+    if job.kind == "eagle3":
+        return _eagle3(c, job, size)
+    if job.kind == "medusa":
+        return _medusa(c, job)
     # The mask may be any token that never stands inside a block, such as the end of a sequence.
-    config = BlockConfig(layer, taps, job.steps + 1, mask_token=llm.model.eos[0])
-    return BlockRecipe(config, target, vocabulary)
+    return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
+
+
+def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
+    """Return the recipe for this target. `vocabulary`: the tokens to draft from, ascending."""
+    target, config = native(llm), config_for(llm, job, len(vocabulary))
+    if isinstance(config, EagleConfig):
+        return Eagle3(config, target, vocabulary, job.steps)
+    if isinstance(config, MedusaConfig):
+        return MedusaRecipe(config, target, vocabulary)
+    if isinstance(config, BlockConfig):
+        return BlockRecipe(config, target, vocabulary)
+    return EarlyExitRecipe(config, target, vocabulary, job.steps, target.config.norm_eps)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
@@ -136,10 +145,5 @@ def native(llm: LLM) -> Decoder:
     return llm.model.target
 
 
-KINDS: dict[str, Callable[[LLM, TrainJob, Tensor], Recipe]] = {
-    "eagle3": _eagle3,
-    "medusa": _medusa,
-    "early-exit": _early_exit,
-    "block": _block,
-}
-"""Name as in --kind -> the recipe for a target."""
+KINDS = ("eagle3", "medusa", "early-exit", "block")
+"""Names in --kind."""

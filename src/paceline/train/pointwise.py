@@ -107,8 +107,9 @@ class MedusaRecipe(Recipe):
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = gather(batch.states["final"], places.pending - 1).float()
         heads: nn.ModuleList = self.module["blocks"]  # type: ignore[assignment]
+        rows = tally.rows(self.teacher.rows)
         for head, real in zip(heads, places.real, strict=True):
-            tally.add(F.linear(head(states[real]), self.teacher.rows))
+            tally.add(F.linear(head(states[real]), rows))
 
 
 class ExitAdapter(nn.Module):
@@ -152,4 +153,4 @@ class EarlyExitRecipe(Recipe):
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = gather(batch.states[self.config.layers], places.pending)[places.real[0]].float()
-        tally.add_single_step(F.linear(self.module(states), self.teacher.rows))
+        tally.add_single_step(F.linear(self.module(states), tally.rows(self.teacher.rows)))

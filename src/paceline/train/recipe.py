@@ -6,6 +6,7 @@ later steps of a draft count less, since a draft is accepted up to its first wro
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +22,12 @@ from paceline.train.states import DocumentBatch
 
 UNKNOWN = 1 << 30
 """Rank of a token that is not in the drafter's vocabulary."""
+
+_LIKELY = 8
+"""Tokens that the target finds likeliest after each place, which a batch in training scores at all places."""
+
+_OTHERS = 1024
+"""Other tokens, drawn at random, that a batch in training scores in place of all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,35 +134,74 @@ def simulate_rounds(guesses: Guesses) -> tuple[int, int]:
     return tokens, rounds
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Tokens of a draft vocabulary that stand for all of them in a batch (sampled softmax; Jean et al.,
+    arXiv 1412.2007): the likely ones, and some that were drawn from the others.
+
+    `ids` [C]: their places in the vocabulary. `shift` [C]: logarithm of how many tokens each stands for.
+    """
+
+    ids: Tensor
+    shift: Tensor
+
+    @staticmethod
+    def of(scores: Tensor) -> Columns | None:
+        """Choose columns by the target's logits [..., K]; None where that would save less than half."""
+        size = scores.shape[-1]
+        if size < 4 * _OTHERS:
+            return None
+        likely = torch.zeros(size, dtype=torch.bool, device=scores.device)
+        likely[scores.topk(_LIKELY, -1).indices.flatten()] = True
+        others = (~likely).nonzero()[:, 0]
+        if len(others) < size // 2:
+            return None
+        drawn = others[torch.randperm(len(others), device=scores.device)[:_OTHERS]]
+        ids = torch.cat([likely.nonzero()[:, 0], drawn])
+        shift = torch.zeros(len(ids), device=scores.device)
+        shift[-len(drawn) :] = math.log(len(others) / len(drawn))
+        return Columns(ids, shift)
+
+
 class GuessTally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
 
     def __init__(
         self, teacher: Teacher, batch: DocumentBatch, places: DraftPlaces, decay: float, *, exact: bool
     ) -> None:
-        """`decay`: the weight of a step's loss relative to the step before. `exact`: see `Teacher.score`."""
+        """`decay`: the weight of a step's loss relative to the step before. `exact`: see `Teacher.score`; not exact,
+        a part of the vocabulary may stand for it (`Columns`)."""
         self._teacher, self._places, self._decay = teacher, places, decay
         self._scores, self._choice = teacher.score(batch, places, exact=exact)
+        self._columns = None if exact else Columns.of(self._scores)
+        if self._columns:
+            self._scores = self._scores[..., self._columns.ids] + self._columns.shift
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
         self._ranks: list[Tensor] = []
 
+    def rows(self, head: Tensor) -> Tensor:
+        """Return the rows of an output head [K, H] over the draft vocabulary that make the logits of `add` [C, H]."""
+        return head[self._columns.ids] if self._columns else head
+
     def add(self, logits: Tensor) -> None:
-        """Add the next step: `logits` [N, K] at its real places in order."""
+        """Add the next step: `logits` [N, C] at its real places in order."""
         step = len(self._losses)
         real, columns = self._places.real[step], self._places.columns + step
         wanted = self._scores[:, columns][real]
-        scores = logits.float().log_softmax(-1)
+        shift = self._columns.shift if self._columns else 0.0
+        scores = (logits.float() + shift).log_softmax(-1) - shift
         self._losses.append(-(wanted.softmax(-1) * scores).sum() * self._decay**step)
         choice = self._choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
-        self._right[-1][real] = self._teacher.vocabulary[scores.detach().argmax(-1)] == choice
+        best = scores.detach().argmax(-1)
+        self._right[-1][real] = self._teacher.vocabulary[self._columns.ids[best] if self._columns else best] == choice
         if not torch.is_grad_enabled():
             self._ranks.append(torch.full_like(real, UNKNOWN, dtype=torch.int64))
             self._ranks[-1][real] = self._teacher.rank(scores, choice)
 
     def add_single_step(self, logits: Tensor) -> None:
-        """Add all steps of a drafter that has one: `logits` [N, K] after each pending token, at the real places of the
+        """Add all steps of a drafter that has one: `logits` [N, C] after each pending token, at the real places of the
         first step. The later steps of a draft are the first ones of the places after it."""
         self.add(logits)
         first = F.pad(self._right[0], (0, len(self._places.real) - 1))

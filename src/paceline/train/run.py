@@ -17,16 +17,17 @@ from paceline.checkpoints.head_write import check_folder, write_head
 from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
-from paceline.models.heads import HeadFile
+from paceline.models.heads import HeadFile, taps_of
 from paceline.train import loop
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, TrainJob, check_taps, native
+from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native, recipe_for
 from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
+from paceline.train.state_files import StateFiles, StateKeeper
 from paceline.train.states import States
 from paceline.train.writing import Progress, write_answers
-from paceline.types import Want
+from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
 
 COUNTED = 20_000
@@ -37,10 +38,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks that follow a run. `stage`: a new stage begins, by its name."""
+    """Callbacks that follow a run. `stage`: a new stage begins, by its name. `states`: how many documents have their
+    hidden states stored, of how many."""
 
     stage: Callable[[str], object] = lambda name: None
     writing: Callable[[Progress], object] = lambda progress: None
+    states: Callable[[int, int], object] = lambda done, total: None
     training: Callable[[loop.Report], object] = lambda report: None
 
 
@@ -57,17 +60,20 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     listener = listener or Listener()
     job.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(job.plan.seed)
-    documents = _documents(llm, job, listener)
+    name = _target_digest(llm)
+    files = StateFiles(job.work / f"states-{name}", taps_of(config_for(llm, job, 1)), int(job.cache * GIB))
+    documents = _documents(llm, job, files, listener)
     vocabulary, covered = _vocabulary(llm, job, documents, listener)
-    recipe = KINDS[job.kind](llm, job, vocabulary)
+    recipe = recipe_for(llm, job, vocabulary)
     if start is not None:
         recipe.begin_from(start)
+    states = States(llm.model.target, documents.train, recipe.taps, files)
+    held = States(llm.model.target, documents.held, recipe.taps, files)
+    listener.stage("hidden states")
+    states.prepare(listener.states)
     listener.stage(f"training {job.kind}")
-    limit, name = int(job.cache * GIB), f"{documents.digest[:12]}-{_target_digest(llm)}"
-    states = States(llm.model.target, documents.train, recipe.taps, job.work / f"states-{name}", limit)
-    held = States(llm.model.target, documents.held, recipe.taps, job.work / f"held-{name}", limit)
     begun = "" if start is None else f" from {_weights_digest(recipe)}"
-    identity = f"{job.kind} {name} {recipe.config} {len(states)}{begun}"
+    identity = f"{job.kind} {documents.digest[:12]}-{name} {recipe.config} {len(states)}{begun}"
     report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()
     extra = {
         "fingerprint": fingerprint(llm.model),
@@ -75,9 +81,9 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
         "held_out": {"tokens_per_round": report.acceptance, "accuracy": report.held},
     }
     head = HeadFile(job.out, "", recipe.config, recipe.tensors(), job.target, native(llm).layers, extra)
-    write_head(job.out, head)
+    write_head(job.out, head, job.bits)
     (job.out / "README.md").write_text(model_card(job, report, len(states), len(held), covered), encoding="utf-8")
-    for kept in (*job.work.glob("states-*"), *job.work.glob("held-*")):
+    for kept in job.work.glob("states-*"):
         shutil.rmtree(kept, ignore_errors=True)
     return report
 
@@ -114,9 +120,11 @@ def check(job: TrainJob) -> None:
             f"epochs must be > 0 and the rate between 0 and 1, got {job.plan.epochs:g} and {job.plan.rate:g}",
             "Correct --epochs or --rate",
         )
+    if job.bits not in (4, 16):
+        raise InvalidOption(f"--bits must be 4 or 16, got {job.bits}", "Choose one of them")
 
 
-def _documents(llm: LLM, job: TrainJob, listener: Listener) -> Documents:
+def _documents(llm: LLM, job: TrainJob, files: StateFiles, listener: Listener) -> Documents:
     prompts_file = job.prompts or job.work / "prompts.jsonl"
     if job.prompts is None:
         listener.stage("the target writes prompts")
@@ -125,7 +133,8 @@ def _documents(llm: LLM, job: TrainJob, listener: Listener) -> Documents:
     answers = job.answers or job.work / "answers.jsonl"
     if job.answers is None:
         listener.stage("the target answers")
-        write_answers(llm, prompts, answers, job.mix, listener.writing)
+        keeper = LLM(llm.model, StateKeeper(files), DraftBudget.chain(0))
+        write_answers(keeper, prompts, answers, job.mix, listener.writing)
     documents = Documents(
         llm,
         prompts,

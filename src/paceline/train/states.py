@@ -1,29 +1,27 @@
-"""The target's hidden states over documents: one prefill pass each, cached on disk up to a limit."""
+"""The target's hidden states over documents: from disk, or by a prefill pass."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 
 from paceline.errors import is_out_of_memory
-from paceline.files.jsonl import replace_with
 from paceline.protocols import Target
 from paceline.train.documents import Document
+from paceline.train.state_files import StateFiles
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64
-"""Documents that are computed, stored and read together."""
+"""Documents that are computed and read together."""
 
-_HEADER = 4096
-"""Upper bound of a shard file's header, in bytes."""
+_TOGETHER = 8
+"""Documents after which `prepare` reports."""
 
 _PASS = 4096
 """Tokens per target pass at most: more are no faster. Halved when memory runs out."""
@@ -77,26 +75,18 @@ class DocumentBatch:
 class States:
     """Documents in shards of `SHARD`, each with the target's hidden states at `taps` and "final".
 
-    `folder`: where shards are stored for the next epoch, up to `limit` bytes; None stores nothing. A shard that cannot
-    be read (the run was killed, the disk was full) is computed again.
+    `files`: where states are stored for the next epoch, and may be since the text was written; None stores nothing.
+    States that cannot be read (the run was killed, the disk was full) are computed again. A document is taken without
+    its last token, which no pass sees while a text is written.
     """
 
     def __init__(
-        self,
-        target: Target,
-        documents: Subset[Document],
-        taps: Sequence[Tap],
-        folder: Path | None = None,
-        limit: int = 0,
+        self, target: Target, documents: Subset[Document], taps: Sequence[Tap], files: StateFiles | None = None
     ) -> None:
         self._target, self._documents = target, documents
         self._taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
-        self._folder = folder
-        self._room = limit
+        self._files = files
         self._pass_tokens = _PASS
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._room -= sum(file.stat().st_size for file in folder.iterdir())
 
     @property
     def device(self) -> torch.device:
@@ -116,15 +106,25 @@ class States:
         """Return the number of documents of a shard."""
         return min(SHARD, len(self) - number * SHARD)
 
+    def prepare(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Compute and store the states of all documents that have none, as far as there is room. `report`: called with
+        the documents done and all of them."""
+        for start in range(0, len(self) if self._files else 0, _TOGETHER):
+            end = min(start + _TOGETHER, len(self))
+            texts = {i: _fed(self._documents[i]) for i in range(start, end)}
+            missing = {i: text for i, text in texts.items() if text.fed not in self._files}  # type: ignore[operator]
+            self._compute(missing)
+            if any(text.fed not in self._files for text in missing.values()):  # type: ignore[operator]
+                return
+            report(end, len(self))
+
     def shard(self, number: int) -> list[DocumentStates]:
         """Return the documents of shard `number` in their order: from `number * SHARD` on, at most `SHARD`."""
-        kept = self._folder / f"{number:06}.safetensors" if self._folder is not None else None
-        states = _read(kept, self._taps) if kept is not None else None
-        if states is None:
-            states = self._compute(number)
-            if kept is not None:
-                self._room -= _write(kept, states, self._room)
-        return states
+        start = number * SHARD
+        texts = [_fed(self._documents[i]) for i in range(start, start + self.size(number))]
+        found = {i: states for i, text in enumerate(texts) if self._files and (states := self._files.read(text.fed))}
+        found |= self._compute({i: text for i, text in enumerate(texts) if i not in found})
+        return [text.with_states(found[i]) for i, text in enumerate(texts)]
 
     def batches(self, number: int, size: int, seed: str) -> Iterator[DocumentBatch]:
         """Yield the shard in batches of `size` documents of similar length, in an order that depends on `seed`."""
@@ -135,71 +135,65 @@ class States:
         for group in groups:
             yield DocumentBatch.of([documents[i] for i in group], self._target.device)
 
-    def _compute(self, number: int) -> list[DocumentStates]:
-        start = number * SHARD
-        documents = [self._documents[i] for i in range(start, start + self.size(number))]
-        order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
-        computed: dict[int, DocumentStates] = {}
+    def _compute(self, texts: Mapping[int, _FedText]) -> dict[int, dict[Tap, Tensor]]:
+        """Return the states of texts, by their keys, and store them."""
+        order = sorted(texts, key=lambda i: -len(texts[i].fed))
+        computed: dict[int, dict[Tap, Tensor]] = {}
         while order:
-            count = max(1, self._pass_tokens // len(documents[order[0]]))
+            count = max(1, self._pass_tokens // len(texts[order[0]].fed))
             group, rest = order[:count], order[count:]
             try:
-                found = self._pass([documents[i] for i in group])
+                found = self._pass([texts[i].fed for i in group])
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or len(group) == 1:
                     raise
                 self._pass_tokens //= 2
                 continue
-            computed |= zip(group, found, strict=True)
+            for i, states in zip(group, found, strict=True):
+                computed[i] = states
+                if self._files:
+                    self._files.write(texts[i].fed, states)
             order = rest
-        return [computed[i] for i in range(len(documents))]
+        return computed
 
-    def _pass(self, documents: Sequence[Document]) -> list[DocumentStates]:
-        """Run the target over documents of similar length, in one pass."""
-        longest, device = max(map(len, documents)), self._target.device
-        tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
-        for row, document in zip(tokens, documents, strict=True):
-            row[: len(document)] = torch.tensor([*document.prompt, *document.answer])
+    def _pass(self, texts: Sequence[Sequence[int]]) -> list[dict[Tap, Tensor]]:
+        """Run the target over texts of similar length, in one pass."""
+        longest, device = max(map(len, texts)), self._target.device
+        tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
         cache = self._target.new_cache()
         rows = Rows(
             tokens=tokens.to(device),
-            positions=torch.arange(longest, device=device).expand(len(documents), -1).contiguous(),
-            slots=tuple(cache.acquire(longest) for _ in documents),
-            lengths=(0,) * len(documents),
-            parents=(tuple(range(-1, longest - 1)),) * len(documents),
-            starts=(0,) * len(documents),
+            positions=torch.arange(longest, device=device).expand(len(texts), -1).contiguous(),
+            slots=tuple(cache.acquire(longest) for _ in texts),
+            lengths=(0,) * len(texts),
+            parents=(tuple(range(-1, longest - 1)),) * len(texts),
+            starts=(0,) * len(texts),
             prefill=True,
         )
         taps = self._target.forward(rows, cache, Want("none", taps=self._taps)).taps
-        return [
-            DocumentStates(row[: len(d)], {tap: taps[tap][i, : len(d)].cpu() for tap in self._taps}, len(d.prompt))
-            for i, (row, d) in enumerate(zip(tokens, documents, strict=True))
-        ]
+        return [{tap: taps[tap][i, : len(text)].cpu() for tap in self._taps} for i, text in enumerate(texts)]
 
 
-def _write(path: Path, documents: Sequence[DocumentStates], room: int) -> int:
-    """Store a shard if there is room, and return the bytes it takes: 0 where there is none, or the disk is full."""
-    tensors = {str(tap): torch.cat([s.states[tap] for s in documents]) for tap in documents[0].states}
-    tensors["tokens"] = torch.cat([s.tokens for s in documents]).to(torch.int32)
-    tensors["lengths"] = torch.tensor([len(s.tokens) for s in documents])
-    tensors["prompts"] = torch.tensor([s.prompt for s in documents])
-    if sum(t.nbytes for t in tensors.values()) + _HEADER > room:
-        return 0
-    try:
-        replace_with(path, lambda new: save_file(tensors, new))
-    except (OSError, SafetensorError):
-        return 0
-    return path.stat().st_size
+@dataclass(frozen=True, slots=True)
+class _FedText:
+    """The tokens of a document that are used, of which `fed` are those with states; `prompt`: see `DocumentStates`."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        return self.tokens[: max(1, len(self.tokens) - 1)]
+
+    def with_states(self, states: Mapping[Tap, Tensor]) -> DocumentStates:
+        """Return the document, with a row of zeros for a token without states."""
+        missing = len(self.tokens) - len(self.fed)
+        padded = {tap: F.pad(x, (0, 0, 0, missing)) for tap, x in states.items()}
+        return DocumentStates(torch.tensor(self.tokens), padded, self.prompt)
 
 
-def _read(path: Path, taps: Sequence[Tap]) -> list[DocumentStates] | None:
-    """Return a stored shard, or None where it cannot be read."""
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError):
-        return None
-    lengths = tensors["lengths"].tolist()
-    tokens = tensors["tokens"].long().split(lengths)
-    states = {tap: tensors[str(tap)].split(lengths) for tap in taps}
-    prompts = tensors["prompts"].tolist()
-    return [DocumentStates(row, {tap: states[tap][i] for tap in taps}, prompts[i]) for i, row in enumerate(tokens)]
+def _fed(document: Document) -> _FedText:
+    whole = (*document.prompt, *document.answer)
+    return _FedText(whole[: max(2, len(whole) - 1)], len(document.prompt))

@@ -184,6 +184,13 @@ def _resume(
     return Resume(layer, streams, rest)
 
 
+def chunk_end(done: int, limit: int = PREFILL_ROWS) -> int:
+    """Return where the chunk that follows the first `done` tokens of a prompt ends: after `limit` tokens, and no later
+    than the next multiple of `PREFILL_ROWS`. So where a prompt is cut does not depend on where feeding began, and its
+    states are kept at the cuts (`cache/state.py`)."""
+    return min(done + limit, done - done % PREFILL_ROWS + PREFILL_ROWS)
+
+
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
     """Return the rows of a prefill chunk: `tokens` continue the slot's committed text."""
     return replace(pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device), prefill=True)

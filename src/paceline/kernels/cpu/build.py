@@ -1,20 +1,16 @@
-"""Compile the C++ of this folder for an instruction set of this machine, once, into a library on disk."""
+"""The library of kernels for the best instruction set of this processor, from the wheel or compiled once."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +18,19 @@ import torch
 
 from paceline.errors import InvalidOption
 from paceline.files.wheels import cache_folder
-
-_FOLDER = Path(__file__).parent
-_SOURCES = (
-    *("vectors.h", "simd.h", "elements.h", "pool.h", "formats.h", "product.h", "pack.h", "floats.h"),
-    *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "layers.cpp"),
+from paceline.kernels.cpu.toolchain import (
+    InstructionSet,
+    compile_command,
+    find_compiler,
+    fingerprint,
+    flags_of,
+    packaged_name,
+    sets_of,
 )
-# No contraction: which products and sums become one rounding must not differ between the copies of a template.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-shared", "-w")
-_COMPILERS = ("g++", "clang++", "c++")
 
+_PACKAGED = Path(__file__).with_name("lib")
 
-@dataclass(frozen=True, slots=True)
-class InstructionSet:
-    """`flags`: of the compiler. `needs`: features of the processor, as `processor_features` names them."""
-
-    name: str
-    flags: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
-
-    def plus(self, name: str, *features: str) -> InstructionSet:
-        """A larger set."""
-        return InstructionSet(name, (*self.flags, *(f"-m{x}" for x in features)), self.needs | {*features})
-
-
-def _sets() -> tuple[InstructionSet, ...]:
-    """Those of this machine's architecture, the best last."""
-    portable = InstructionSet("portable")
-    if platform.machine() in ("x86_64", "AMD64"):
-        avx2 = portable.plus("avx2", "avx2", "fma", "f16c")
-        avx512 = avx2.plus("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl")
-        vnni = avx512.plus("avx512vnni", "avx512vnni")
-        return portable, avx2, avx2.plus("avxvnni", "avxvnni"), avx512, vnni, vnni.plus("avx512bf16", "avx512bf16")
-    if platform.machine() in ("aarch64", "arm64"):
-        neon = InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))
-        return portable, neon
-    return (portable,)
-
-
-SETS = {one.name: one for one in _sets()}
+SETS = sets_of(platform.machine())
 """Instruction sets of this machine's architecture by name, the best last."""
 
 
@@ -88,7 +58,7 @@ def _found() -> ctypes.CDLL | InvalidOption:
         return InvalidOption("PACELINE_NATIVE is 0")
     instruction_set()  # an option that is wrong is raised, unlike a compiler that is missing
     try:
-        return loaded(compiled())
+        return loaded(find())
     except InvalidOption as error:
         return error
 
@@ -101,11 +71,29 @@ def loaded(path: Path) -> ctypes.CDLL:
         raise InvalidOption(f"the CPU kernels cannot be loaded: {error}", f"Delete {path}") from error
 
 
-def compiled(instructions: InstructionSet | None = None) -> Path:
-    """Path of the library for these instructions, compiled if it is missing. By default for `instruction_set()`, or for
-    a smaller one if the compiler is older than the processor. Raises `InvalidOption` if that fails."""
-    if instructions is None:
-        return _compiled_for_best()
+def find() -> Path:
+    """Path of the library for `instruction_set()`, or for a smaller set if the compiler is older than the processor.
+    Raises `InvalidOption` if there is none and none can be compiled."""
+    first = instruction_set()
+    try:
+        return library_for(first)
+    except InvalidOption as error:
+        smaller = [] if os.environ.get("PACELINE_ISA") else available()[-2::-1]
+        for name in smaller:
+            with suppress(InvalidOption):
+                return library_for(SETS[name])
+        raise error
+
+
+def library_for(instructions: InstructionSet) -> Path:
+    """Path of the library for these instructions: the one that a wheel brought, else one that is `compiled`."""
+    packaged = _PACKAGED / packaged_name(instructions)
+    return packaged if packaged.is_file() else compiled(instructions)
+
+
+def compiled(instructions: InstructionSet) -> Path:
+    """Path of the library for these instructions in the cache, where it is compiled if it is missing. Raises
+    `InvalidOption` if that fails."""
     compiler, place = _compiler(), library_path(instructions)
     if place.is_file():
         return place
@@ -118,7 +106,7 @@ def compiled(instructions: InstructionSet | None = None) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             built = Path(folder) / place.name
-            _compile([*compiler, *_FLAGS, *instructions.flags, str(_FOLDER / "layers.cpp"), "-o", str(built)])
+            _compile(compile_command(compiler, flags_of(instructions), built))
             built.replace(place)
     except OSError as error:
         raise InvalidOption(
@@ -128,21 +116,11 @@ def compiled(instructions: InstructionSet | None = None) -> Path:
     return place
 
 
-def _compiled_for_best() -> Path:
-    first = instruction_set()
-    try:
-        return compiled(first)
-    except InvalidOption as error:
-        smaller = [] if os.environ.get("PACELINE_ISA") else available()[-2::-1]
-        for name in smaller if _compiler() else []:
-            with suppress(InvalidOption):
-                return compiled(SETS[name])
-        raise error
-
-
 def library_path(instructions: InstructionSet) -> Path:
-    """Path of the library for these instructions, whether it exists or not."""
-    return cache_folder() / f"native-{instructions.name}-{_fingerprint(instructions)}.so"
+    """Path in the cache of the library for these instructions, whether it exists or not."""
+    # A home folder may be shared by several machines.
+    of = fingerprint(flags_of(instructions), _compiler(), platform.machine())
+    return cache_folder() / f"native-{instructions.name}-{of}.so"
 
 
 def instruction_set() -> InstructionSet:
@@ -168,15 +146,12 @@ def built_for(library: ctypes.CDLL) -> str:
 
 
 def _compiler() -> list[str]:
-    """The compiler that CXX names, with its options, else the first that is installed; empty if there is none."""
     try:
-        if named := shlex.split(os.environ.get("CXX", "")):
-            return named
+        return find_compiler()
     except ValueError as error:
         raise InvalidOption(
             f"CXX cannot be read ({error})", "Give it as for a shell: a compiler and options"
         ) from error
-    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
 
 
 def _compile(command: Sequence[str]) -> None:
@@ -197,13 +172,6 @@ def _failure(command: Sequence[str]) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
-
-
-def _fingerprint(instructions: InstructionSet) -> str:
-    """Hash of sources, flags and compiler: a home folder may be shared by several machines."""
-    parts = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    parts += [repr((_FLAGS, instructions.flags, _compiler(), platform.machine())).encode()]
-    return sha256(b"".join(parts)).hexdigest()[:16]
 
 
 @cache

@@ -6,6 +6,12 @@
 #include "noise.h"
 #include "floats.h"
 
+#if defined(_WIN32)
+#define EXPORTED __declspec(dllexport)
+#else
+#define EXPORTED __attribute__((visibility("default")))
+#endif
+
 using namespace paceline;
 
 namespace {
@@ -109,7 +115,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* e
 extern "C" {
 
 // Names the instructions that this was compiled for.
-const char* paceline_built_for() {
+EXPORTED const char* paceline_built_for() {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define PACELINE_PROCESSOR "AVX-512 BF16/VNNI"
 #elif defined(__AVX512VNNI__)
@@ -132,8 +138,8 @@ const char* paceline_built_for() {
 // attention; null: the normed stream. `states` [taps, room, hidden] gets the stream after `taps[i]` layers (ascending,
 // each of 1 to count - 1). All of these and the slabs are of one type: `element` is that of its weights (`Kind`).
 // Returns 1 if out of memory.
-int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry, int width,
-                    const int32_t* taps, int tap_count, void* states) {
+EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
+                             int width, const int32_t* taps, int tap_count, void* states) {
     width = entry ? width : 0;
     switch (element) {
         case WIDE: return run_layers<BFloat16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
@@ -143,20 +149,20 @@ int paceline_layers(const Layer* layers, int count, const Pass* pass, int elemen
 }
 
 // Number of groups that `paceline_layers` would cut a pass into; 0: none. For tests.
-int paceline_groups(const Layer* layers, int count, const Pass* pass) {
+EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     Groups groups;
     cut(groups, *pass, layers, count);
     return groups.count();
 }
 
 // See `candidates`.
-int paceline_candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
-                        int64_t* found) {
+EXPORTED int paceline_candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound,
+                                 float highest, int64_t* found) {
     return candidates(scores, tokens, n, key, bound, highest, found);
 }
 
 // RMS norm: y [rows, size] = x / rms(x) * weight, which is padded to whole lanes. Returns 1 if out of memory.
-int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
+EXPORTED int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
     static thread_local std::vector<float> row;
     try {
         row.resize(std::max(row.size(), size_t(whole(size))));
@@ -173,8 +179,8 @@ int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, fl
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` if given; bfloat16, but float32 for x and y if they are wide.
 // `indices`: rows of x, y and `residual` to use; null: all in order. Returns 1 if out of memory.
-int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* indices, int rows, void* y, int wide_y,
-                    const bf16* residual, int threads) {
+EXPORTED int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* indices, int rows, void* y,
+                             int wide_y, const bf16* residual, int threads) {
     static thread_local Inputs inputs_of_caller;
     static thread_local std::vector<float> padded_row;
     Inputs& inputs = inputs_of_caller;
@@ -209,7 +215,7 @@ int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const in
 }
 
 // Bytes of a matrix; -1 for a kind or a width that there is not.
-int64_t paceline_bytes(int kind, int out, int in) {
+EXPORTED int64_t paceline_bytes(int kind, int out, int in) {
     int64_t block = 0;
     if (in > 0 && in % GROUP == 0) block = int64_t(in / GROUP) * float_group_bytes(kind);
     with_format(kind, [&](auto format) {
@@ -222,7 +228,8 @@ int64_t paceline_bytes(int kind, int out, int in) {
 // Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of floats. Row i lies at rows[i], in the ggml
 // type types[i]; null: zeros. A type that `kind` does not hold as it is becomes the nearest codes. Returns 1 for a type,
 // or a width, that it cannot have, 2 if out of memory.
-int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to, int threads) {
+EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
+                           int threads) {
     auto own = [&](int type) { return kind_of_type(type) == kind; };
     auto coded = [&](int type) { return kind_of_type(type) != 0; };
     const bool converts = !std::all_of(types, types + out, own), decodes = converts && std::any_of(types, types + out, coded);
@@ -254,15 +261,15 @@ int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const i
 }
 
 // The kind that holds a ggml type as it is; 0: none.
-int paceline_kind(int type) { return kind_of_type(type); }
+EXPORTED int paceline_kind(int type) { return kind_of_type(type); }
 
 // Rows of a matrix, to [count, in], in float32.
-void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
+EXPORTED void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
 }
 
 // Rows of floats or codes in ggml's types, each of `in` elements, as float32 [count, in].
-void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
+EXPORTED void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
     for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
 }
 

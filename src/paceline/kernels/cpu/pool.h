@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 #include <thread>
 
 #if defined(__linux__)
@@ -21,6 +20,7 @@
 #include <unistd.h>
 #else
 #include <condition_variable>
+#include <mutex>
 #if !defined(_WIN32)
 #include <unistd.h>
 #endif
@@ -165,8 +165,8 @@ class Pool {
     }
 
     // One caller at a time owns the threads; false for another.
-    bool acquire() { return owner_.try_lock(); }
-    void release() { owner_.unlock(); }
+    bool acquire() { return !owned_.test_and_set(std::memory_order_acquire); }
+    void release() { owned_.clear(std::memory_order_release); }
 
     // Lets up to `threads` threads work, the owner's own included; returns how many it got.
     int limit(int threads) {
@@ -238,7 +238,7 @@ class Pool {
     void* context_ = nullptr;
     uint32_t stage_ = 0;
     int started_ = 1;
-    std::mutex owner_;
+    std::atomic_flag owned_ = ATOMIC_FLAG_INIT;
     const int64_t process_ = process();
 };
 

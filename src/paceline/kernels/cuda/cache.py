@@ -87,6 +87,7 @@ class DevicePass:
         self._layers = [
             (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
             for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
+            if layer
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -1,0 +1,70 @@
+"""Puts the compiled kernels into a wheel, one library for each instruction set of this machine's architecture."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+CPU = "paceline/kernels/cpu"
+
+
+class Kernels(BuildHookInterface[Any]):
+    """Without a compiler, and in editable installs, kernels are compiled when they are first needed."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the libraries and name them to the builder of the wheel."""
+        toolchain = _toolchain(Path(self.root) / "src" / CPU / "toolchain.py")
+        compiler = toolchain.find_compiler()
+        if version == "editable" or not compiler:
+            return
+        self._folder = TemporaryDirectory()
+        os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")  # torch's own
+        jobs = {
+            Path(self._folder.name) / toolchain.packaged_name(one): toolchain.flags_of(one)
+            for one in toolchain.sets_of(platform.machine()).values()
+        }
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = [toolchain.compile_command(compiler, (*flags, "-s"), to) for to, flags in jobs.items()]
+            list(pool.map(_compile, commands))
+        build_data["force_include"] |= {str(path): f"{CPU}/lib/{path.name}" for path in jobs}
+        build_data.update(pure_python=False, tag=f"py3-none-{_platform()}")
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the libraries, which are in the wheel now."""
+        if folder := getattr(self, "_folder", None):
+            folder.cleanup()
+
+
+def _toolchain(path: Path) -> ModuleType:
+    """The module by its path: the package around it needs torch."""
+    spec = spec_from_file_location("toolchain", path)
+    assert spec
+    assert spec.loader
+    module = sys.modules["toolchain"] = module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)}\n{done.stderr}\nHATCH_BUILD_NO_HOOKS=true makes a wheel without kernels."
+        )
+
+
+def _platform() -> str:
+    if sys.platform == "darwin":  # Python itself may be for two architectures
+        return f"macosx_{os.environ['MACOSX_DEPLOYMENT_TARGET'].replace('.', '_')}_{platform.machine()}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,0 +1,84 @@
+"""The families with recurrent layers, and those whose language model is a part of a larger one; see `families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CorruptModel
+from paceline.files.schema import CORRECT
+from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig
+
+Raw = Mapping[str, Any]
+
+NEXT: dict[str, Any] = {
+    "head_dim": 256,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_heads_tiled": False,
+}
+NEXT_EXPERTS = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+
+
+def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Qwen3-Next and Qwen3.5: Gated DeltaNet, and every few layers attention with a gate."""
+    recurrent = DeltaNetConfig(
+        raw["linear_num_key_heads"],
+        raw["linear_num_value_heads"],
+        raw["linear_key_head_dim"],
+        raw["linear_value_head_dim"],
+        raw["linear_conv_kernel_dim"],
+        raw["linear_heads_tiled"],
+    )
+    every = raw["full_attention_interval"]
+    types = raw.get("layer_types") or [_HYBRID[(i + 1) % every != 0] for i in range(base.layers)]
+    if len(types) != base.layers or set(types) - {*_HYBRID}:
+        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_HYBRID)}", CORRECT)
+    experts, sparse = None, [False] * base.layers
+    if base.family in ("qwen3_next", "qwen3_5_moe_text"):
+        experts = Experts(
+            raw["num_experts"],
+            raw["num_experts_per_tok"],
+            raw["moe_intermediate_size"],
+            raw["norm_topk_prob"],
+            shared=raw["shared_expert_intermediate_size"],
+        )
+        dense = raw.get("mlp_only_layers") or ()
+        sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
+    layers = [
+        LayerConfig(None, sparse=one, recurrent=recurrent)
+        if kind == _HYBRID[True]
+        else LayerConfig(base.rope, sparse=one)
+        for kind, one in zip(types, sparse, strict=True)
+    ]
+    return replace(base, special=tuple(layers), experts=experts, qk_norm=True, gated=True, norm_shift=1.0)
+
+
+_HYBRID = ("full_attention", "linear_attention")
+
+
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models that also see -> their language model, which runs by itself here."""
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model of one of `TEXT_PARTS`; any other as it is."""
+    inner = raw.get("text_config")
+    if raw.get("model_type") not in TEXT_PARTS or not isinstance(inner, dict):
+        return raw
+    shared = {key: raw[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id") if key in raw}
+    return {**shared, **inner, "model_type": TEXT_PARTS[raw["model_type"]]}

@@ -1,0 +1,227 @@
+"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.cache.layout import NONE
+from paceline.cache.state import Recurrence, Tensors, Tree
+from paceline.kernels.linear import Linear
+from paceline.models.config import DeltaNetConfig, ModelConfig
+from paceline.models.layers import Mixer, RMSNorm
+from paceline.models.rope import Rope
+from paceline.models.weights import Weights
+from paceline.protocols import RecurrentPass
+
+_CHUNK = 64
+"""Tokens of a prompt that are taken together."""
+
+
+class Convolution:
+    """A causal convolution of each channel by itself, along each row's own path."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [width, channels], float32 or wider, the newest entry last."""
+        self.weight = weight
+
+    def empty(self) -> Tensor:
+        """The entries before a text, [width - 1, channels]."""
+        return torch.zeros_like(self.weight[1:])
+
+    def run(self, before: Tensor, entries: Tensor, tree: Tree) -> Tensor:
+        """From the entries before the tree and those of all its rows to the results of the pass's rows [T, channels].
+
+        The products are added in order, so that a row's bits do not depend on the others.
+        """
+        every = torch.cat([before, entries])
+        history = tree.history(len(self.weight)).to(every.device)
+        total = every[history[:, 0]] * self.weight[0]
+        for column, weight in zip(history[:, 1:].unbind(1), self.weight[1:], strict=True):
+            total += every[column] * weight
+        return total
+
+    def advance(self, before: Tensor, entries: Tensor) -> Tensor:
+        """The last entries once these [n, channels] have come."""
+        return torch.cat([before, entries])[len(entries) :]
+
+
+class DeltaRule(Recurrence):
+    """Gated DeltaNet (arXiv 2412.06464): a matrix S [heads, K, V] whose rows are keys, after a short convolution.
+
+    For each row, S decays; what it then holds under the row's key moves towards the row's value by a share beta; and
+    the row's query reads it: S' = decay S + k d^T with d = beta (v - decay S^T k), and out = S'^T q. The row's update
+    is (decay, k, d) and the convolution's entry. In float32 (float64 in a float64 model).
+    """
+
+    def __init__(self, config: DeltaNetConfig, convolution: Convolution) -> None:
+        self.config, self._convolution = config, convolution
+
+    def empty(self) -> Tensors:
+        c, weight = self.config, self._convolution.weight
+        return self._convolution.empty(), weight.new_zeros(c.heads, c.key_dim, c.value_dim)
+
+    def scan(
+        self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]:
+        """`inputs`: of the convolution [T, channels], the logarithm of the decay [T, heads], and beta [T, heads]."""
+        (before, matrix), (entries, decay, beta) = state, inputs
+        entries = entries.to(matrix.dtype)
+        every = torch.cat([earlier[0], entries]) if earlier else entries
+        q, k, v = self._split(F.silu(self._convolution.run(before, every, tree)))
+        last = self._convolution.advance(before, entries)
+        if prompt:
+            out, matrix = _in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
+            return out, (), (last, matrix)
+        decay = decay.exp()
+        out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
+        return out, (entries, decay, k, changes), None if end is None else (last, end)
+
+    def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
+        (before, matrix), (entries, decay, k, changes) = state, updates
+        for row in rows:
+            matrix = _write(_decayed(matrix, decay[row]), self._each(k[row]), changes[row])
+        return self._convolution.advance(before, entries[list(rows)]), matrix
+
+    def _split(self, mixed: Tensor) -> Tensors:
+        """Queries and keys [T, key_heads, K], of length 1 (the queries scaled), and values [T, heads, V]."""
+        c, keys = self.config, self.config.key_heads * self.config.key_dim
+        q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
+        q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))
+        return q * c.key_dim**-0.5, k, v.unflatten(-1, (-1, c.value_dim))
+
+    def _each(self, x: Tensor) -> Tensor:
+        """Keys or queries [..., key_heads, K] for each head."""
+        repeats = self.config.heads // self.config.key_heads
+        if self.config.tiled:
+            return x.repeat(*(1,) * (x.dim() - 2), repeats, 1)
+        return x.repeat_interleave(repeats, -2)
+
+    def _one_by_one(
+        self, matrix: Tensor, earlier: Tensors | None, tree: Tree, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Outputs and changes [T, heads, V], and the matrix after the last row of a chain."""
+        q, k = self._each(q), self._each(k)
+        after = {NONE: matrix}
+        for row in range(tree.start):
+            assert earlier
+            _, decay, keys, changes = (x[row] for x in earlier)
+            after[row] = _write(_decayed(after[tree.parents[row]], decay), self._each(keys), changes)
+        out, changes = torch.empty_like(v), torch.empty_like(v)
+        last = {parent: row for row, parent in enumerate(tree.parents)}
+        for i, (decay, beta) in enumerate(zip(*gates, strict=True)):
+            row, parent = tree.start + i, tree.parents[tree.start + i]
+            matrix = _decayed(after[parent], decay)
+            torch.mul(v[i] - _read(matrix, k[i]), beta[:, None], out=changes[i])
+            out[i] = _read(_write(matrix, k[i], changes[i]), q[i])
+            if row in last:
+                after[row] = matrix
+            if last[parent] == row:
+                del after[parent]
+        return out, changes, matrix if tree.is_chain else None
+
+
+def _decayed(matrix: Tensor, decay: Tensor) -> Tensor:
+    return matrix * decay[:, None, None]
+
+
+def _write(matrix: Tensor, key: Tensor, change: Tensor) -> Tensor:
+    """Add to a matrix, in place."""
+    return matrix.addcmul_(key[:, :, None], change[:, None])
+
+
+def _read(matrix: Tensor, key: Tensor) -> Tensor:
+    return (matrix * key[:, :, None]).sum(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _in_chunks(matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule for a chain of T rows by products of matrices (section 3.3 of arXiv 2412.06464): outputs [T, heads, V]
+    and the matrix after the last row. q, k [T, heads, K], v [T, heads, V], logarithms of decays and beta [T, heads]."""
+    parts = []
+    for start in range(0, len(q), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        qs, ks, vs = (x[here].transpose(0, 1) for x in (q, k, v))
+        sums, betas = (x.T[..., None] for x in (decay[here].cumsum(0), beta[here]))
+        # A row sees an earlier one after all decays in between.
+        between = (sums - sums.transpose(1, 2)).tril().exp().tril()
+        system = (betas * ks) @ ks.transpose(1, 2) * between
+        both = torch.cat([betas * vs, betas * ks * sums.exp()], -1)
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+        changes = new - old @ matrix
+        parts.append(((qs * sums.exp()) @ matrix + (qs @ ks.transpose(1, 2) * between) @ changes).transpose(0, 1))
+        left = (sums[:, -1:] - sums).exp()
+        matrix = matrix * sums[:, -1:].exp() + (ks * left).transpose(1, 2) @ changes
+    return torch.cat(parts), matrix
+
+
+class DeltaNet(Mixer):
+    """The mixer of a Gated DeltaNet layer (Qwen3-Next, Qwen3.5)."""
+
+    def __init__(
+        self,
+        config: DeltaNetConfig,
+        convolution: Convolution,
+        mixed: Linear,
+        gates: tuple[Linear, Linear],
+        decay: tuple[Tensor, Tensor],
+        norm: RMSNorm,
+    ) -> None:
+        """`mixed`: queries, keys and values before their convolution, then the output's gate. `gates`: what beta and
+        the decay are made of. `decay`: its rate A [heads], below 0, and the bias of its time step [heads]. `norm`: of
+        each head's output."""
+        self.config, self._mixed, self._gates, self._norm = config, mixed, gates, norm
+        self.recurrence = DeltaRule(config, convolution)
+        self._rate, self._bias = decay
+
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+        """See `layers.Attention.mix`."""
+        c, (share, step) = self.config, self._gates
+        entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
+        wide = self._rate.dtype
+        decay = self._rate * F.softplus(step.precise(x).to(wide) + self._bias)
+        out = attention.recur(layer, (entries, decay, share.precise(x).to(wide).sigmoid()))
+        return (self._norm(out).flatten(2) * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def make_recurrent(c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str) -> tuple[DeltaNet, str, int]:
+    """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
+    prefix += "linear_attn."
+    convolution = weights.get(prefix + "conv1d.weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T
+    rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise).exp()
+    bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise)
+    norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norm_eps)
+    mixed, gates = _projections(c, kind, weights, prefix)
+    mixer = DeltaNet(kind, Convolution(convolution.contiguous()), mixed, gates, (rate, bias), norm)
+    return mixer, "linear_attn.out_proj", kind.heads * kind.value_dim
+
+
+def _projections(
+    c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str
+) -> tuple[Linear, tuple[Linear, Linear]]:
+    """The products for queries, keys, values and the output's gate, and for beta and the time step."""
+    values, each = kind.heads * kind.value_dim, kind.heads // kind.key_heads
+    if prefix + "in_proj_qkvz.weight" in weights:  # Qwen3-Next: the parts of one key head after those of another
+        parts = _grouped(kind.key_heads, (kind.key_dim, kind.key_dim, each * kind.value_dim, each * kind.value_dim))
+        mixed = weights.linear({prefix + "in_proj_qkvz": kind.channels + values}, c.hidden, torch.cat(parts))
+    else:
+        mixed = weights.linear({prefix + "in_proj_qkv": kind.channels, prefix + "in_proj_z": values}, c.hidden)
+    if prefix + "in_proj_ba.weight" in weights:
+        halves = _grouped(kind.key_heads, (each, each))
+        share, step = (weights.router(prefix + "in_proj_ba", (2 * kind.heads, c.hidden), half) for half in halves)
+    else:
+        share, step = (weights.router(f"{prefix}in_proj_{x}", (kind.heads, c.hidden)) for x in "ba")
+    return mixed, (share, step)
+
+
+def _grouped(groups: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Row numbers of each part of a matrix whose rows are `groups` times these parts."""
+    rows = torch.arange(groups * sum(sizes)).view(groups, -1).split(list(sizes), 1)
+    return [part.flatten() for part in rows]

@@ -1,0 +1,116 @@
+"""Input and output items of /v1/responses as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.server.schema_responses import (
+    AllowedFunctions,
+    CallItem,
+    CallOutputItem,
+    Item,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesRequest,
+    SchemaText,
+    joined,
+)
+
+Messages = list[dict[str, Any]]
+
+
+def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
+    """Return the request as the body of a chat completion. `items`: the whole conversation."""
+    found: dict[str, Any] = {
+        "messages": to_messages(items, body.instructions),
+        "max_tokens": body.max_output_tokens,
+        "response_format": _format(body),
+        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.functions] or None,
+        "tool_choice": _choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "logprobs": body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()),
+        "top_logprobs": body.top_logprobs,
+    }
+    same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "timeout", "chat_template_kwargs")
+    found |= {name: getattr(body, name) for name in same}
+    if body.speculation is not None:
+        named = body.speculation if isinstance(body.speculation, str) else body.speculation.model_dump()
+        found["speculation"] = named
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def listed(item: Item) -> dict[str, Any]:
+    """Return an item as it is listed, a message with the parts of its content."""
+    found = item.model_dump(exclude_none=True)
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        found["content"] = [{"type": kind, "text": item.content}]
+    return found
+
+
+def to_messages(items: Iterable[Item], instructions: str | None = None) -> Messages:
+    """Return the messages of a chat. Reasoning, text and calls in a row are one message of the assistant; without any
+    item there is one of the user, without text."""
+    messages: Messages = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        match item:
+            case ReasoningItem():
+                messages.append(_reasoning(item))
+            case MessageItem(role="assistant"):
+                _assistant(messages)["content"] = joined(item.content)
+            case MessageItem():
+                role = "user" if item.role == "user" else "system"
+                _append(messages, {"role": role, "content": joined(item.content)})
+            case CallItem():
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                _assistant(messages, call=True).setdefault("tool_calls", []).append(call)
+            case CallOutputItem():
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
+                messages.append(message)
+    return [m for m in messages if m.keys() & {"content", "tool_calls"}] or [{"role": "user", "content": ""}]
+
+
+def _reasoning(item: ReasoningItem) -> dict[str, Any]:
+    """Return a message that text or calls may be added to; without them it is dropped."""
+    thought = joined(item.content or item.summary or [])
+    return {"role": "assistant", **({"reasoning_content": thought} if thought else {})}
+
+
+def _assistant(messages: Messages, call: bool = False) -> dict[str, Any]:
+    """Return the message of the assistant that the next text, or call, belongs to."""
+    last = messages[-1] if messages else {}
+    taken = {"content", "tool_calls"} if not call else set()
+    if last.get("role") != "assistant" or last.keys() & taken:
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _append(messages: Messages, message: dict[str, Any]) -> None:
+    """Add a message. Instructions in a row are one message, since templates expect one."""
+    if messages and messages[-1]["role"] == message["role"] == "system":
+        messages[-1]["content"] += "\n\n" + message["content"]
+    else:
+        messages.append(message)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.pop("type")
+    return {"type": kind, "function": tool}
+
+
+def _choice(choice: str | NamedFunction | AllowedFunctions | None) -> Any:
+    if isinstance(choice, NamedFunction):
+        return _tool(choice.model_dump())
+    if isinstance(choice, AllowedFunctions):
+        allowed = {"mode": choice.mode, "tools": [_tool(tool.model_dump()) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any] | None:
+    form = body.format
+    if isinstance(form, SchemaText):
+        return {"type": form.type, "json_schema": form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)}
+    return {"type": form.type}

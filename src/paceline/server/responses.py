@@ -1,0 +1,235 @@
+"""/v1/responses: chats in the shape of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from paceline.server import chat
+from paceline.server.bodies import validated
+from paceline.server.calls import Call
+from paceline.server.choices import TokenTexts
+from paceline.server.errors import ApiError
+from paceline.server.items import chat_body
+from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
+from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
+from paceline.server.schema import ChatRequest
+from paceline.server.schema_responses import Item, MessageItem, ResponsesRequest
+from paceline.server.stored import ResponseStore, StoredResponse, memory
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+from paceline.server.writers import Event, PreparedRequest, Writer, dumps
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: ResponsesRequest) -> PreparedRequest:
+    """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
+    new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
+    items: list[Item] = []
+    for before in store.conversation(body.previous_response_id):
+        items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+    request = validated(chat_body(body, [*items, *new]), ChatRequest)
+    prepared = chat.prepare(model, settings, request, orderly=True)
+    head = _head(body, prepared.sampling)
+    logprobs = model.token_texts if request.logprobs else None
+    kept, size = (store, memory(body.model_dump_json())) if body.store is not False else (None, 0)
+
+    def writer(answer_id: str) -> ResponsesWriter:
+        document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
+        return ResponsesWriter(document, prepared.reply(), logprobs, kept, new, size)
+
+    return PreparedRequest(prepared.jobs, writer)
+
+
+def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
+    """Return what a response repeats of its request."""
+    dumped = body.model_dump(include={"tools", "text", "tool_choice"}, exclude_none=True, by_alias=True)
+    return {
+        "object": "response",
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}} | dumped.get("text", {}),
+        "tool_choice": dumped.get("tool_choice", "auto"),
+        "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.functions],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+class ResponsesWriter(Writer):
+    """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        reply: ChatReply,
+        token_texts: TokenTexts | None,
+        store: ResponseStore | None,
+        new: Sequence[Item],
+        size: int,
+    ) -> None:
+        """`token_texts`: None without log-probabilities. `store`: where the response is kept with its `new` items,
+        which take `size` bytes; None if it is not kept."""
+        self._document, self._reply, self._token_texts = document, reply, token_texts
+        self._store, self._new, self._size = store, new, size
+        self._sequence = -1
+        self._output: list[dict[str, Any]] = []
+        self._open = False
+        """Whether the last item may grow."""
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the events of a response without output."""
+        return [self._event(f"response.{step}", response=self._document) for step in ("created", "in_progress")]
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round."""
+        events: list[Event] = []
+        for part in self._reply.add(round_):
+            events += self._grow(part, round_)
+        return [*events, *(self._close() if self._reply.finish_reason else [])]
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the event with the whole response, which is stored."""
+        cut = self._reply.finish_reason == "length"
+        self._document |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output,
+            "usage": _usage(usage, self._reply.reasoning_tokens),
+            "metrics": usage.vllm(),
+        }
+        if self._store is not None:
+            size = self._size + memory(dumps(self._document).decode())
+            self._store.put(StoredResponse(self._document, self._new, self._document["previous_response_id"], size))
+        return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole response."""
+        return self._document
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event of a response that failed."""
+        details = {"code": error.code or "server_error", "message": error.message}
+        self._document |= {"status": "failed", "error": details, "output": self._output}
+        return self._event("response.failed", response=self._document)
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence, **more}
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        """Return an event about the last item."""
+        item_id, index = self._output[-1]["id"], len(self._output) - 1
+        return self._event(kind, item_id=item_id, output_index=index, **more)
+
+    def _grow(self, part: Part, round_: ReplyRound) -> list[Event]:
+        match part:
+            case Reasoning():
+                events = [] if self._in("reasoning") else self._begin(_reasoning())
+                self._content["text"] += part.text
+                return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=part.text)]
+            case ReplyText():
+                events = [] if self._in("message") else self._begin(_message())
+                return [*events, self._text(part, round_)]
+            case Call():
+                events = self._begin(_call(part))
+                text = part.arguments
+            case Arguments():
+                events, text = [], part.text
+        self._output[-1]["arguments"] += text
+        delta = [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
+        return [*events, *delta]
+
+    def _text(self, part: ReplyText, round_: ReplyRound) -> Event:
+        logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
+        self._content["text"] += part.text
+        self._content["logprobs"] += logprobs
+        return self._of_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs)
+
+    def _in(self, kind: str) -> bool:
+        return self._open and self._output[-1]["type"] == kind
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        """The content of the last item, which has one part."""
+        content: dict[str, Any] = self._output[-1]["content"][0]
+        return content
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        """End the last item, and add one."""
+        events = self._close()
+        self._output.append(item)
+        self._open = True
+        first = {**item, "content": []} if "content" in item else dict(item)
+        added = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=first)]
+        if "content" in item:
+            added.append(self._of_item("response.content_part.added", content_index=0, part=deepcopy(self._content)))
+        return [*events, *added]
+
+    def _close(self) -> list[Event]:
+        """End the last item."""
+        if not self._open:
+            return []
+        self._open, item = False, self._output[-1]
+        item["status"] = "incomplete" if self._reply.finish_reason == "length" else "completed"
+        if item["type"] == "function_call":
+            arguments = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._of_item("response.function_call_arguments.done", **arguments)]
+        else:
+            part = self._content
+            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            whole = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [
+                self._of_item(f"response.{kind}.done", content_index=0, **whole),
+                self._of_item("response.content_part.done", content_index=0, part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+
+
+def _reasoning() -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": ""}]
+    return {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
+
+
+def _message() -> dict[str, Any]:
+    content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+    return {"id": _id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": content}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    about = {"call_id": call.id, "name": call.name, "arguments": ""}
+    return {"id": _id("fc"), "type": "function_call", "status": "in_progress", **about}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _usage(usage: Usage, reasoning: int) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.written,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage.prompt + usage.written,
+        "speculation": usage.speculation(),
+    }

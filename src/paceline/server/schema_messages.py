@@ -1,0 +1,193 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens (Anthropic's API)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from paceline.server.compat import Lenient, Strict, accepts
+from paceline.server.schema import Generating, Name, Schema, Stops, Text
+
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
+prompt: with it no prefix could be reused."""
+
+
+class TextBlock(Lenient):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class TextSource(Lenient):
+    type: Literal["text"]
+    data: Text
+
+
+class DocumentBlock(Lenient):
+    """A document whose source is text."""
+
+    type: Literal["document"]
+    source: TextSource
+    title: Annotated[str, Field(max_length=500)] | None = None
+
+
+class ThinkingBlock(Lenient):
+    """Reasoning of the assistant."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedBlock(Lenient):
+    """Reasoning that only another server can read: it is skipped."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Lenient):
+    """A function call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    name: Name
+    input: Schema
+
+
+class ToolResultBlock(Lenient):
+    """The result of a function call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1, max_length=200)]
+    content: Text | Blocks | None = None
+    is_error: bool | None = None
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+
+
+_KINDS = Discriminator(
+    _kind,
+    custom_error_type="block_type",
+    custom_error_message="type must be 'text', 'document' (of text), 'thinking', 'tool_use' or 'tool_result'",
+)
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    _KINDS,
+]
+Blocks = Annotated[list[Block], Field(max_length=10_000, fail_fast=True)]
+ToolResultBlock.model_rebuild()
+
+
+class AnthropicMessage(Lenient):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Blocks
+
+
+class ClientTool(Lenient):
+    """A function. Tools of Anthropic's own types are skipped."""
+
+    name: Name
+    type: Literal["custom"] | None = None
+    description: Text | None = None
+    input_schema: Schema
+
+
+class ServerTool(Lenient):
+    """A tool that runs on Anthropic's servers, or that this server does not know."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "client" if kind in (None, "custom") else "server"
+
+
+AnthropicTool = Annotated[
+    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "none", "tool"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("a tool_choice of type 'tool' must have a name, and no other may")
+        return self
+
+
+class Thinking(Lenient):
+    """`budget_tokens` and `display` are accepted without effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(Lenient):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+_HOSTED = "compaction container fallbacks fallback_credit_token thread"
+
+
+@accepts(
+    "betas billing_policy cache_control context_management diagnostics inference_geo metadata service_tier speed "
+    "user_profile_id workspace_id",
+    (((), _HOSTED), (([],), "mcp_servers")),
+)
+class CountTokensRequest(Generating):
+    """Body of /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    system: Text | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+
+    @property
+    def functions(self) -> list[ClientTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """The form of the text."""
+        return self.output_format or (self.output_config.format if self.output_config else None)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        return self.format is not None or (self.tool_choice is not None and self.tool_choice.type in ("any", "tool"))
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)]
+    stop_sequences: Annotated[Stops, Field(fail_fast=True)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

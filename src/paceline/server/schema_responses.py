@@ -1,0 +1,206 @@
+"""Body of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from paceline.server.compat import Lenient, Strict, accepts
+from paceline.server.schema import Effort, Generating, Name, Schema, Text
+
+ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Part(Lenient):
+    """A part of a message's content, or of reasoning: always text."""
+
+    type: str
+    text: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "refusal":
+            return {"type": "output_text", "text": part.get("refusal")}
+        kinds = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] not in kinds:
+            raise ValueError(f"type must be 'input_text' or 'output_text', got {part['type']!r:.60}")
+        return part
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=10_000)]
+CallId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def joined(content: str | list[Part]) -> str:
+    """Return the text of a content."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class MessageItem(Lenient):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Parts
+
+
+class CallItem(Lenient):
+    """A function call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: Text
+
+
+class CallOutputItem(Lenient):
+    """The result of a function call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Text | Parts
+
+
+class ReasoningItem(Lenient):
+    """The model's reasoning before a message or a call."""
+
+    type: Literal["reasoning"]
+    summary: Parts | None = None
+    content: Parts | None = None
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="type must be 'message', 'function_call', 'function_call_output' or 'reasoning'",
+    ),
+]
+Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
+
+
+class FunctionTool(Lenient):
+    """A function. Tools of other types are skipped."""
+
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+
+
+class SkippedTool(Lenient):
+    """A tool that runs on OpenAI's servers, or that this server does not know."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "skipped"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[SkippedTool, Tag("skipped")], Discriminator(_tool_kind)
+]
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: Name
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools may be called; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128)]
+
+
+class PlainText(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaText(Strict):
+    type: Literal["json_schema"]
+    name: Name
+    schema_: Annotated[Schema, Field(alias="schema")]
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: Annotated[PlainText | SchemaText, Field(discriminator="type")] | None = None
+    verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
+
+
+@accepts("summary generate_summary", ())
+class ReasoningOptions(Strict):
+    effort: Effort | None = None
+
+
+@accepts("include_obfuscation", ())
+class ResponseStreamOptions(Strict):
+    pass
+
+
+@accepts(
+    """
+    client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
+    service_tier user
+    """,
+    (
+        ((False,), "background"),
+        (("disabled",), "truncation"),
+        ((), "access_programs background_options context_management conversation image moderation prompt"),
+    ),
+)
+class ResponsesRequest(Generating):
+    """Body of /v1/responses."""
+
+    input: Text | Items = Field(default_factory=list)
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
+    include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def format(self) -> PlainText | SchemaText:
+        """The form of the text."""
+        return (self.text.format if self.text else None) or PlainText(type="text")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")

@@ -1,0 +1,89 @@
+"""Responses that later requests may continue, kept in memory up to a limit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+from paceline.server.errors import ApiError
+from paceline.server.schema_responses import Item
+
+_MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20
+
+
+_OBJECT = 1000
+"""Bytes of memory of one object, besides its text."""
+
+
+def memory(text: str) -> int:
+    """Return about how many bytes of memory the values of this JSON take."""
+    return len(text) + _OBJECT * text.count("{")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response. `input`: the items of its request, without those of the responses before it. `size`: approximate
+    bytes of memory."""
+
+    document: dict[str, Any]
+    input: Sequence[Item]
+    previous: str | None
+    size: int
+
+
+class ResponseStore:
+    """The latest responses. Those unused for longest are dropped first. For any thread."""
+
+    def __init__(self, max_bytes: int = _MAX_BYTES, max_count: int = _MAX_COUNT) -> None:
+        self._max_bytes, self._max_count = max_bytes, max_count
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._lock = RLock()
+        self.bytes = 0
+
+    def put(self, response: StoredResponse) -> None:
+        """Keep a response, unless it is larger than all that may be kept."""
+        if response.size > self._max_bytes:
+            return
+        with self._lock:
+            self._kept[response.document["id"]] = response
+            self.bytes += response.size
+            while self.bytes > self._max_bytes or len(self._kept) > self._max_count:
+                self.bytes -= self._kept.popitem(last=False)[1].size
+
+    def get(self, name: str) -> StoredResponse:
+        """Return a response. Raises `ApiError` 404."""
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name]
+        raise ApiError(
+            404,
+            f"the response {name!r:.200} is not stored. Responses are kept in memory, up to a limit, and are lost when "
+            "the server stops",
+            code="response_not_found",
+        )
+
+    def delete(self, name: str) -> None:
+        """Forget a response. Raises `ApiError` 404."""
+        with self._lock:
+            self.bytes -= self.get(name).size
+            del self._kept[name]
+
+    def conversation(self, name: str | None) -> list[StoredResponse]:
+        """Return a response and those before it, the first one first. Raises `ApiError` 400 if one is missing."""
+        found: list[StoredResponse] = []
+        while name is not None:
+            try:
+                found.append(self.get(name))
+            except ApiError as error:
+                raise ApiError(
+                    400,
+                    f"{error.message}. Send the whole conversation as input",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                ) from None
+            name = found[-1].previous
+        return found[::-1]

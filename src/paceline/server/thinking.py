@@ -1,0 +1,109 @@
+"""Reasoning that a model writes before its answer: the markers of its family, and a parser that splits it off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """Markers around the reasoning."""
+
+    start: str
+    end: str
+
+    def begun(self, prompt: str) -> bool:
+        """Return whether a prompt ends inside of the reasoning."""
+        return prompt.rstrip().endswith(self.start)
+
+    def over(self, prompt: str) -> bool:
+        """Return whether a prompt ends with reasoning that is over, as templates write it where none is wanted."""
+        return prompt.rstrip().endswith(self.end)
+
+    def skip(self, prompt: str) -> str:
+        """Return the prompt with reasoning that is over at its end."""
+        if self.over(prompt):
+            return prompt
+        return f"{prompt.rstrip() if self.begun(prompt) else prompt + self.start}\n\n{self.end}\n\n"
+
+    def rules(self, inside: bool, special: Mapping[str, int]) -> str:
+        """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
+        `inside` of it. `special`: ids of the markers that are special tokens.
+        """
+        start = f"<[{special[self.start]}]>" if self.start in special else json.dumps(self.start)
+        if self.end in special:
+            body = f"body: /(.|\\n)*/ <[{special[self.end]}]>"
+        else:
+            body = f"body[suffix={json.dumps(self.end)}]: /(.|\\n)*/"
+        before = "body" if inside else f"{start} body"
+        space = "/\\n{0,2}/"  # no more: a small model that may write white space may write nothing else
+        return f"start: thought{'' if inside else '?'} answer\nthought: {before} {space}\n{body}\n"
+
+
+_FORMATS = (
+    ThoughtFormat("<think>", "</think>"),  # Qwen3, DeepSeek-R1, SmolLM3, Phi-4, GLM
+    ThoughtFormat("[THINK]", "[/THINK]"),  # Magistral
+    ThoughtFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
+)
+
+
+def family(template: str | None) -> ThoughtFormat | None:
+    """Return the format whose end a chat template mentions, None for models that do not reason."""
+    return next((form for form in _FORMATS if form.end in (template or "")), None)
+
+
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
+    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+class ThoughtParser:
+    """Splits a growing reply into reasoning and the rest. White space around the reasoning is dropped.
+
+    `inside`: whether the text is in the reasoning at present.
+    """
+
+    def __init__(self, form: ThoughtFormat, inside: bool) -> None:
+        self._form, self.inside = form, inside
+        self._open = True
+        """Whether reasoning may still begin."""
+        self._held = ""
+        self._fresh = True
+        """Whether white space is dropped until other text follows."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return (reasoning, text of the answer) that can be shown."""
+        self._held += text
+        if self._open and not self.inside:
+            self._begin()
+        thought = self._think() if self.inside else ""
+        return thought, "" if self._open else self._answer()
+
+    def flush(self) -> tuple[str, str]:
+        """Return what was held back for a marker that did not come."""
+        held, self._held = self._held, ""
+        return (held.rstrip(), "") if self.inside else ("", held)
+
+    def _begin(self) -> None:
+        head = self._held.lstrip()
+        if head.startswith(self._form.start):
+            self._held, self.inside = head.removeprefix(self._form.start), True
+        elif not self._form.start.startswith(head):
+            self._open = self._fresh = False
+
+    def _think(self) -> str:
+        held = self._held.lstrip() if self._fresh else self._held
+        thought, found, after = held.partition(self._form.end)
+        if found:
+            self._held, self.inside, self._open, self._fresh = after, False, False, True
+            return thought.rstrip()
+        shown = held[: len(held) - overlap(held, self._form.end)].rstrip()
+        self._held, self._fresh = held[len(shown) :], self._fresh and not shown
+        return shown
+
+    def _answer(self) -> str:
+        text = self._held.lstrip() if self._fresh else self._held
+        self._held, self._fresh = "", self._fresh and not text
+        return text

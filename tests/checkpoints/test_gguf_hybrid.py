@@ -1,0 +1,167 @@
+"""Hybrids from GGUF files, laid out as llama.cpp's `conversion/qwen.py` does it, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.gguf import open_gguf
+from paceline.errors import CorruptModel
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from tests.models.test_families import expected, feed, text
+from tests.models.test_hybrid import models
+
+ARCHITECTURES = {
+    "qwen35": "qwen3.5",
+    "qwen35moe": "qwen3.5 moe",
+    "qwen3next": "qwen3 next, experts of unscaled weights",
+}
+NAMES = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+}
+NAMES |= {f"mlp.{x}_proj.weight": f"ffn_{x}.weight" for x in ("gate", "up", "down")}
+NAMES |= {f"mlp.shared_expert.{x}_proj.weight": f"ffn_{x}_shexp.weight" for x in ("gate", "up", "down")}
+NAMES |= {f"self_attn.{x}_proj.weight": f"attn_{x}.weight" for x in "qkv"}
+NAMES |= {"self_attn.o_proj.weight": "attn_output.weight"}
+NAMES |= {f"self_attn.{x}_norm.weight": f"attn_{x}_norm.weight" for x in "qk"}
+NAMES |= {"input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "post_attention_norm.weight"}
+
+
+def laid_out(c: Any, tensors: dict[str, Tensor], tiled: bool) -> Iterator[tuple[str, Tensor]]:
+    values, keys = c.linear_num_value_heads, c.linear_num_key_heads
+    kd, vd, each = c.linear_key_head_dim, c.linear_value_head_dim, values // keys
+    for name, x in tensors.items():
+        if not name.startswith("model.layers."):
+            yield (
+                {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}.get(
+                    name, "output_norm.weight"
+                ),
+                x + 1 if name == "model.norm.weight" else x,
+            )
+            continue
+        _, _, layer, part = name.split(".", 3)
+        own = part.removeprefix("linear_attn.")
+        if part.endswith("norm.weight") and own == part:
+            x = x + 1
+        if own == "A_log":
+            x = -x.exp()
+        if own == "conv1d.weight":
+            x = x.squeeze(1)
+        if part == "mlp.experts.gate_up_proj":
+            gate, up = x.chunk(2, 1)
+            yield f"blk.{layer}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer}.ffn_up_exps.weight", up
+            continue
+        if own == "in_proj_qkvz.weight":
+            q, k, v, z = x.view(keys, -1, x.shape[1]).split([kd, kd, each * vd, each * vd], 1)
+            yield f"blk.{layer}.attn_qkv.weight", torch.cat([one.flatten(0, 1) for one in (q, k, v)])
+            yield f"blk.{layer}.attn_gate.weight", z.flatten(0, 1)
+            continue
+        if tiled and own != part:
+            order = torch.arange(values * vd).view(keys, each, vd).transpose(0, 1).flatten()
+            if own in ("in_proj_qkv.weight", "conv1d.weight"):
+                x = torch.cat([x[: 2 * keys * kd], x[2 * keys * kd :][order]])
+            elif own == "in_proj_z.weight":
+                x = x[order]
+            elif own == "out_proj.weight":
+                x = x[:, order]
+            elif own != "norm.weight":
+                x = x[torch.arange(values).view(keys, each).T.flatten()]
+        yield f"blk.{layer}.{NAMES[own]}", x
+
+
+def write(path: Path, arch: str, theirs: Any) -> None:
+    c, writer = theirs.config, gguf.GGUFWriter(path, arch)
+    writer.add_block_count(c.num_hidden_layers + 1)  # and one that predicts later tokens
+    writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(c.head_dim // 4)
+    if "moe" in arch or arch == "qwen3next":
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        writer.add_uint32(f"{arch}.expert_shared_feed_forward_length", c.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(c.intermediate_size)
+    for key, value in {
+        "conv_kernel": c.linear_conv_kernel_dim,
+        "state_size": c.linear_key_head_dim,
+        "group_count": c.linear_num_key_heads,
+        "time_step_rank": c.linear_num_value_heads,
+        "inner_size": c.linear_value_head_dim * c.linear_num_value_heads,
+    }.items():
+        writer.add_uint32(f"{arch}.ssm.{key}", value)
+    if arch == "qwen3next":
+        writer.add_uint32(f"{arch}.full_attention_interval", 4)
+    else:
+        recurrent = [kind == "linear_attention" for kind in c.layer_types]
+        writer.add_array(f"{arch}.attention.recurrent_layers", [*recurrent, False])
+    tensors = dict(laid_out(c, theirs.state_dict(), arch != "qwen3next"))
+    for name, tensor in {**tensors, f"blk.{c.num_hidden_layers}.nextn.eh_proj.weight": torch.zeros(4, 4)}.items():
+        writer.add_tensor(name, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_equal_transformers(arch: str, tmp_path: Path) -> None:
+    theirs = deepcopy(models(ARCHITECTURES[arch])[0])
+    if arch == "qwen3next":  # files do not say so, and all models do
+        theirs.config.norm_topk_prob = True
+        for layer in theirs.model.layers:
+            layer.mlp.gate.norm_topk_prob = True
+    write(tmp_path / "m.gguf", arch, theirs)
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(70)
+    logits = feed(ours, cache, cache.acquire(), tokens)
+    truth = expected(theirs, tokens)
+    assert float((logits - truth).norm() / truth.norm()) < 1e-4, "the file is in float32"
+
+
+def test_a_state_beyond_any_model_is_refused() -> None:
+    raw = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 8,
+        "vocab_size": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "linear_num_value_heads": 4096,
+        "linear_value_head_dim": 4096,
+    }
+    with pytest.raises(CorruptModel, match="4096 heads"):
+        read_config(raw)
+    with pytest.raises(CorruptModel, match="3 heads over 2 keys"):
+        read_config(raw | {"linear_num_value_heads": 3, "linear_num_key_heads": 2})
+    with pytest.raises(CorruptModel, match="layer_types must name 4"):
+        read_config(raw | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["mamba"] * 4})

@@ -1,0 +1,122 @@
+"""Families with recurrent layers against transformers, on tiny random models read back from disk."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.checkpoints.checkpoint import open_weights
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.models.hybrids import text_config
+from paceline.models.lazy import LanguageTensors
+from paceline.types import Draft, Want
+from paceline.verify.tree import pack
+from tests.models.test_families import assert_close, check_drafts, expected, feed, text
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 next": ("Qwen3Next", {**EXPERTS, "layer_types": TYPES, "decoder_sparse_step": 2}),
+    "qwen3 next, experts of unscaled weights": ("Qwen3Next", {**EXPERTS, "norm_topk_prob": False}),
+    "qwen3.5": ("Qwen3_5Text", {}),
+    "qwen3.5, as many key heads": ("Qwen3_5Text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2}),
+    "qwen3.5 moe": ("Qwen3_5MoeText", {**EXPERTS, "layer_types": TYPES}),
+}
+
+
+@cache
+def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]:
+    """transformers' model, and ours from what it saves."""
+    name, changes = CASES[case]
+    torch.manual_seed(0)
+    config = getattr(transformers, name + "Config")(**{**SIZES, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    for key, parameter in theirs.named_parameters():  # transformers starts norms and steps at 0 or 1
+        if parameter.dim() == 1 and "A_log" not in key:
+            torch.nn.init.normal_(parameter, float("linear_attn.norm" in key), 0.3)
+    theirs = theirs.to(dtype).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        read = read_config(json.loads((Path(folder) / "config.json").read_text()))
+        return theirs, Decoder(read, load_file(Path(folder) / "model.safetensors"), dtype, CPU)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> None:
+    theirs, ours = models(case)
+    tokens = text(150)
+    cache = ours.new_cache()
+    slot = cache.acquire(150)
+    logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in ((0, 100), (100, 102), (102, 135))]
+    for token in tokens[135:]:
+        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
+        logits.append(ours.forward(rows, cache, Want()).logits[0, :1])
+        cache.commit(rows, [()])
+    assert_close(torch.cat(logits), expected(theirs, tokens))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [47, 253])
+def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) -> None:
+    theirs, ours = models(case)
+    tokens = text(length)
+    cache = ours.new_cache()
+    slot = cache.acquire(length)
+    feed(ours, cache, slot, tokens)
+    check_drafts(theirs, ours, cache, slot, tokens, rows=(2, 5, 7, 8))
+
+
+def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:
+    """The names of Qwen3.5's files, which stack the experts and hold layers that predict later tokens."""
+    theirs, ours = models("qwen3.5 moe")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    outer |= {"text_config": config, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in theirs.state_dict().items()}
+    assert any("experts.gate_up_proj" in name for name in tensors)
+    tensors |= {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.fc.weight": torch.zeros(2, 2)}
+    save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    config = text_config(json.loads((tmp_path / "config.json").read_text()))
+    weights = open_weights(tmp_path, "model.safetensors", "", False)
+    again = Decoder(read_config(config), LanguageTensors(weights), torch.float64, CPU)
+    tokens = text(9)
+    caches = [model.new_cache() for model in (ours, again)]
+    one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))
+    assert torch.equal(one, other)

@@ -1,0 +1,142 @@
+"""Reasoning: where it is split from the answer, and the border where a call or JSON begins."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.server.thinking import ThoughtFormat, ThoughtParser, family
+from tests.server.running import serving
+from tests.server.scripted import TEMPLATE, scripted
+
+CHAT: Any = [{"role": "user", "content": "go"}]
+THINK = ThoughtFormat("<think>", "</think>")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+OFF = {"speculation": "off"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
+
+SPLIT = [
+    ("<think>\nhm\n</think>\n\nyes\n", False, "hm", "yes\n"),
+    ("\n<think>a <b </thin k></think>yes", False, "a <b </thin k>", "yes"),
+    ("<think>\n\n</think>\n\nyes", False, "", "yes"),
+    ("hm\n\n so\n</think> yes </think>", True, "hm\n\n so", "yes </think>"),
+    ("  yes <think>no</think>", False, "", "  yes <think>no</think>"),
+    ("<thin", False, "", "<thin"),
+    ("<think>cut </th", False, "cut </th", ""),
+    (" ", False, "", " "),
+    ("", True, "", ""),
+]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "inside", "thought", "answer"), SPLIT)
+def test_reasoning_is_split_however_it_arrives(text: str, inside: bool, thought: str, answer: str, step: int) -> None:
+    parser = ThoughtParser(THINK, inside)
+    parts = [parser.push(text[at : at + step]) for at in range(0, len(text), step)]
+    parts.append(parser.flush())
+    assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == (thought, answer)
+
+
+def test_reasoning_is_shown_as_it_is_written() -> None:
+    parser = ThoughtParser(THINK, inside=False)
+    pieces = [parser.push(piece) for piece in ("<think>", "one ", "two <", "/think>", "\n", "yes")]
+    assert pieces == [("", ""), ("one", ""), (" two", ""), ("", ""), ("", ""), ("", "yes")]
+
+
+def test_families() -> None:
+    assert family("{{ '[THINK]' }}{{ '[/THINK]' }}") == ThoughtFormat("[THINK]", "[/THINK]")
+    assert family(None) is family("<think>") is None
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+@pytest.mark.parametrize("begun", ["", "<think>\n"])
+def test_chats_have_the_reasoning_apart(special: tuple[str, ...], begun: str) -> None:
+    text = "<think>\nI add <tool_call>.\n</think>\n\nIt is so."
+    with serving(scripted(text.removeprefix(begun), TEMPLATE + begun, special)) as it:
+        made = it.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=200)
+        message = made.choices[0].message.model_dump()
+        assert (message["reasoning_content"], message["content"]) == ("I add <tool_call>.", "It is so.")
+        assert made.usage is not None
+        assert made.usage.completion_tokens_details is not None
+        assert 0 < (made.usage.completion_tokens_details.reasoning_tokens or 0) < made.usage.completion_tokens
+        deltas = [
+            event.choices[0].delta.model_dump()
+            for event in it.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=200, stream=True)
+        ]
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "I add <tool_call>."
+        assert "".join(delta["content"] or "" for delta in deltas) == "It is so."
+        whole = it.post("/v1/chat/completions", {"messages": CHAT, "reasoning_format": "none"}).json()
+        raw = whole["choices"][0]["message"]
+        assert "reasoning_content" not in raw
+        if not special:  # a text leaves special tokens out
+            assert raw["content"] == text.removeprefix(begun)
+
+
+@pytest.mark.parametrize(("begun", "special"), [("", ()), ("<think>\n", ()), ("", ("<think>", "</think>"))])
+def test_json_and_calls_begin_after_the_reasoning(special: tuple[str, ...], begun: str) -> None:
+    pytest.importorskip("llguidance")
+    thought = '<think>\nNot {"b": 1} yet.\n</think>\n\n'.removeprefix(begun)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ('{"a": 7}', {"response_format": form}),
+        ('{"a": 7}', {"guided_json": SCHEMA}),
+        ("7/8", {"guided_regex": "[0-9]/[0-9]"}),
+        ("yes yes", {"guided_grammar": 'start: word " " word\nword: "yes"'}),
+        (CALL, {"tools": [TOOL], "tool_choice": "required"}),
+        (CALL, {"tools": [TOOL], "response_format": form}),
+        (CALL, {"tools": [TOOL]}),
+    ]
+    for answer, asked in cases:
+        with serving(scripted(thought + answer, TEMPLATE + begun, special)) as it:
+            body = {"messages": CHAT, "max_tokens": 300, **asked}
+            choices = [it.post("/v1/chat/completions", {**body, **how}).json()["choices"][0] for how in ({}, OFF)]
+            message = choices[0]["message"]
+            assert message["reasoning_content"] == 'Not {"b": 1} yet.', asked
+            if answer is CALL:
+                assert choices[0]["finish_reason"] == "tool_calls"
+                assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 7}
+                assert message["content"] is None
+            else:
+                assert message["content"] == answer
+                assert choices[0] == choices[1]
+
+
+def test_a_reply_without_reasoning_may_follow_a_schema() -> None:
+    pytest.importorskip("llguidance")
+    with serving(scripted('{"a": 7}')) as it:
+        made = it.post("/v1/chat/completions", {"messages": CHAT, "guided_json": SCHEMA}).json()
+        assert made["choices"][0]["message"] == {"role": "assistant", "content": '{"a": 7}', "refusal": None}
+
+
+def prompt_of(it: Any, **asked: Any) -> int:
+    made = it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, **asked}).json()
+    return int(made["usage"]["prompt_tokens"])
+
+
+def test_reasoning_can_be_switched_off() -> None:
+    with serving(scripted("yes", "{# </think> #}{% for i in range(20) %}a{% endfor %}")) as it:
+        tokens = {
+            name: it.post("/tokenize", {"prompt": text}).json()["count"]
+            for name, text in (("all", "a" * 20 + "<think>\n\n</think>\n\n"), ("none", "a" * 20))
+        }
+        assert prompt_of(it, reasoning="off") == prompt_of(it, reasoning_effort="none") == tokens["all"]
+        assert prompt_of(it, reasoning="auto") == prompt_of(it) == tokens["none"]
+    with serving(scripted("yes", "{# </think> #}ab<think>\n")) as it:
+        wanted = it.post("/tokenize", {"prompt": "ab<think>\n\n</think>\n\n"}).json()["count"]
+        assert prompt_of(it, reasoning="off") == wanted
+
+
+def test_effort_reaches_the_template() -> None:
+    template = "{% if enable_thinking %}{{ reasoning_effort }}{% else %}-{% endif %}"
+    with serving(scripted("yes", template)) as it:
+        counts = {
+            text: it.post("/tokenize", {"prompt": text}).json()["count"] for text in ("low", "medium", "high", "-")
+        }
+        for effort, shown in (("minimal", "low"), ("low", "low"), ("medium", "medium"), ("xhigh", "high")):
+            assert prompt_of(it, reasoning_effort=effort) == counts[shown]
+        assert prompt_of(it) == prompt_of(it, reasoning="off") == counts["-"]
+        body = {"messages": CHAT, "reasoning": "off", "reasoning_effort": "high"}
+        assert it.post("/v1/chat/completions", body).json()["error"]["param"] == "reasoning"
