@@ -148,6 +148,36 @@ def test_logits_equal_transformers(arch: str, tmp_path: Path) -> None:
     assert float((logits - truth).norm() / truth.norm()) < 1e-4, "the file is in float32"
 
 
+def test_short_convolutions(tmp_path: Path) -> None:
+    """LFM2, by `conversion/lfm2.py`: layers without key heads do not attend, and the last norm is the embedding's."""
+    theirs, _ = models("lfm2")
+    c, writer = theirs.config, gguf.GGUFWriter(tmp_path / "m.gguf", "lfm2")
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv([c.num_key_value_heads if kind != "conv" else 0 for kind in c.layer_types])
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_uint32("lfm2.shortconv.l_cache", c.conv_L_cache)
+    tensors = theirs.state_dict()
+    writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, c.num_hidden_layers)
+    for name, x in tensors.items():
+        if name != "lm_head.weight":
+            x = x.squeeze(1) if "conv.conv" in name else x
+            writer.add_tensor(table.get_name(name, (".weight",)), x.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config, found, _ = open_gguf(tmp_path / "m.gguf")
+    ours = Decoder(read_config(config), found, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(70)
+    logits, truth = feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens)
+    assert float((logits - truth).norm() / truth.norm()) < 1e-4, "the file is in float32"
+
+
 def test_a_state_beyond_any_model_is_refused() -> None:
     raw = {
         "model_type": "qwen3_5_text",
@@ -159,9 +189,9 @@ def test_a_state_beyond_any_model_is_refused() -> None:
         "linear_num_value_heads": 4096,
         "linear_value_head_dim": 4096,
     }
-    with pytest.raises(CorruptModel, match="4096 heads"):
+    with pytest.raises(CorruptModel, match="heads=4096"):
         read_config(raw)
-    with pytest.raises(CorruptModel, match="3 heads over 2 keys"):
+    with pytest.raises(CorruptModel, match="key_heads=2, heads=3"):
         read_config(raw | {"linear_num_value_heads": 3, "linear_num_key_heads": 2})
     with pytest.raises(CorruptModel, match="layer_types must name 4"):
         read_config(raw | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["mamba"] * 4})

@@ -65,6 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Helium": ("Helium", {}),
     "Hunyuan (dense)": ("HunYuanDenseV1", {}),
     "Llama 1 to 3.x": ("Llama", {}),
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     "Llama 4 (text)": ("Llama4Text", {**EXPERTS, "intermediate_size_mlp": 80, "attention_chunk_size": 32}),
     "Mamba": ("Mamba", {}),
     "MiniMax Text 01, M1": ("MiniMax", EXPERTS),

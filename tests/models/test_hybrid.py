@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.models.hybrids import text_config
+from paceline.models.hybrids import TENSOR_NAMES, text_config
 from paceline.models.lazy import LanguageTensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack
@@ -48,6 +48,7 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 32,
 }
+LFM2: dict[str, Any] = {"head_dim": 12, "full_attn_idxs": [1], "block_multiple_of": 16}
 TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 next, experts of unscaled weights": ("Qwen3Next", {**EXPERTS, "norm_topk_prob": False}),
     "qwen3.5": ("Qwen3_5Text", {}),
     "qwen3.5, as many key heads": ("Qwen3_5Text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2}),
+    "lfm2": ("Lfm2", {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "lfm2 with biases, own width": ("Lfm2", {**LFM2, "conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "qwen3.5 moe": ("Qwen3_5MoeText", {**EXPERTS, "layer_types": TYPES}),
 }
 
@@ -73,7 +76,8 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         read = read_config(json.loads((Path(folder) / "config.json").read_text()))
-        return theirs, Decoder(read, load_file(Path(folder) / "model.safetensors"), dtype, CPU)
+        tensors = LanguageTensors(load_file(Path(folder) / "model.safetensors"), TENSOR_NAMES.get(read.family, {}))
+        return theirs, Decoder(read, tensors, dtype, CPU)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,7 +119,9 @@ def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None
     save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
     config = text_config(json.loads((tmp_path / "config.json").read_text()))
     weights = open_weights(tmp_path, "model.safetensors", "", False)
-    again = Decoder(read_config(config), LanguageTensors(weights), torch.float64, CPU)
+    again = Decoder(
+        read_config(config), LanguageTensors(weights, TENSOR_NAMES[config["model_type"]]), torch.float64, CPU
+    )
     tokens = text(9)
     caches = [model.new_cache() for model in (ours, again)]
     one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))

@@ -19,6 +19,10 @@ BLOCK = 512
 a row would get other bits when more rows travel with it; these blocks begin at fixed positions."""
 
 
+_ROWS = 64
+"""Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """Attention of one layer: scores times `scale`, then cap * tanh(scores / cap) if there is a `softcap`; a row sees
@@ -149,12 +153,14 @@ class SlabPass:
         plan, spec = self.plans[slab], self._layers[layer]
         assert spec
         keys, values = plan.read(index)
-        mix = _fast if self._prefill and spec.softcap is None and spec.sinks is None else _exact
-        mixed = mix(q[:, : plan.count], keys, values, plan, spec)
-        if not (padding := q.shape[1] - plan.count):
-            return mixed
+        q, padding = q[:, : plan.count], q.shape[1] - plan.count
+        if self._prefill and spec.softcap is None and spec.sinks is None:
+            mixed = _fast(q, keys, values, plan, spec)
+        else:
+            parts = enumerate(q.split(_ROWS, 1))
+            mixed = torch.cat([_exact(x, keys, values, plan, spec, i * _ROWS) for i, x in parts], 1)
         # Padding repeats the first row's token: with its mix too, it chooses the same experts, and no others are read.
-        return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1)
+        return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1) if padding else mixed
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
@@ -168,8 +174,9 @@ def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAt
     return mixed.transpose(1, 2).reshape(b, t, heads * d)
 
 
-def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
-    """Attention whose bits do not depend on what lies between a row's ancestors, or on the other rows.
+def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention, first: int = 0) -> Tensor:
+    """Attention whose bits do not depend on what lies between a row's ancestors, or on the other rows. `first`: the
+    pass's row that q begins with.
 
     The softmax is taken apart so that no order of columns changes its sum: weights of 8 bits add up exactly in float64.
     """
@@ -183,7 +190,7 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
     scores = scores.to(plan.mask.dtype, memory_format=torch.contiguous_format)
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    scores.view(b, kv, group, t, -1)[..., plan.seen :].add_(plan.mask[:, None, None])
+    scores.view(b, kv, group, t, -1)[..., plan.seen :].add_(plan.mask[:, None, None, first : first + t])
     # 512 values under weights of up to 1 may pass float16's range.
     summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
     top = scores.amax(-1, keepdim=True)

@@ -206,7 +206,8 @@ class StatePass(SlabPass):
 
     def __init__(self, passed: SlabPass, cache: StateCache, rows: Rows) -> None:
         """`passed`: the same pass over the cache's slabs."""
-        super().__init__(passed.plans, passed._layers, passed._indices, passed._prefill)
+        # Prompts too by the sums that keep bits: then, where the rest keeps them, a text may go on from any state.
+        super().__init__(passed.plans, passed._layers, passed._indices, False)
         self._rows, self._recurrences = rows, cache.recurrences
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
         self._trees = [Tree(p[:end], start) for p, end, start in zip(rows.parents, ends, rows.starts, strict=True)]
@@ -220,14 +221,13 @@ class StatePass(SlabPass):
         """See `protocols.RecurrentPass.recur`."""
         counts = self._rows.counts
         lines = [self._recur(layer, b, tuple(x[b, :count] for x in inputs)) for b, count in enumerate(counts)]
-        out = lines[0].new_zeros(*inputs[0].shape[:2], *lines[0].shape[1:])
-        for here, line in zip(out, lines, strict=True):
-            here[: len(line)] = line
-        return out
+        room = inputs[0].shape[1]
+        # Padding repeats the first row's token, and so its output (see `SlabPass.attend`).
+        return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in lines])
 
     def _recur(self, layer: int, b: int, inputs: Tensors) -> Tensor:
         """The outputs [T, ...] of one slot's rows."""
-        if self._prefill:
+        if self._rows.prefill:
             return self._prompt(layer, b, inputs)
         tree, fed, recurrence = self._trees[b], self._fed[b], self._recurrences[layer]
         start, state = tree.start, self._before[b][layer]

@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        "mamba rwkv jamba lfm2 falcon-h1 hybrid nemotron_h plamo2 kimi-linear",
+        "mamba rwkv jamba lfm2moe falcon-h1 hybrid nemotron_h plamo2 kimi-linear",
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
@@ -110,11 +110,13 @@ _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_l
 
 def _config(meta: Metadata) -> Config:
     title = meta.file.path.name
-    if any(isinstance(meta.get(key), list) for key in _PER_LAYER):
+    widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
+    if any(len(found) != 1 for found in widths) or (widths and meta.architecture != "lfm2"):
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
     heads, hidden = meta["attention.head_count"], meta["embedding_length"]
+    kv_heads = meta.get("attention.head_count_kv", heads)
     head_dim = meta.get("attention.key_length") or hidden // heads
     if meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
@@ -123,7 +125,7 @@ def _config(meta: Metadata) -> Config:
         "hidden_size": hidden,
         "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
         "head_dim": head_dim,
         # Where every layer is a mixture, there may be no other width.
         "intermediate_size": meta.get("feed_forward_length") or meta[f"{experts}feed_forward_length"],
@@ -217,6 +219,19 @@ def _delta_net(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _lfm2(meta: Metadata, config: Config) -> Config:
+    """LFM2: layers without key heads do not attend."""
+    heads = meta["attention.head_count_kv"]
+    heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": meta["shortconv.l_cache"],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _phi3(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "phi3",
@@ -274,6 +289,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen2": _named("qwen2"),
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
+    "lfm2": _lfm2,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _delta_net),

@@ -40,6 +40,7 @@ class TensorLayout:
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2
     "output.weight": "lm_head.weight",
 }
 _ATTENTION = {
@@ -85,6 +86,9 @@ LAYOUTS = {
     "qwen3moe": TensorLayout(
         {**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
+    "lfm2": TensorLayout(
+        {**_LAYER, **_QK_NORMS, **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}}
     ),
     "gpt-oss": TensorLayout(
         {
@@ -149,14 +153,14 @@ class GGUFTensors(LazyTensors):
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._tensors[name].shape
-        if name.endswith("conv1d.weight"):
+        if name.endswith(("conv1d.weight", ".conv.conv.weight")):
             return shape[0], 1, *shape[1:]
         return (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
         if name.endswith("A_log"):
             return lambda rate: (-rate).log()
-        if name.endswith(("conv1d.weight", "shared_expert_gate.weight")):
+        if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight")):
             return lambda weight: weight.view(self.shape(name))
         if self._layout.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             return lambda weight: weight - 1

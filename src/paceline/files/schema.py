@@ -188,6 +188,15 @@ HYBRID: Mapping[str, FieldKind] = {
     "linear_heads_tiled": FLAG,
     "shared_expert_intermediate_size": _ROWS,
 }
+SHORT_CONV: Mapping[str, FieldKind] = {
+    "norm_eps": _EPS,
+    "conv_L_cache": whole(1, 64),
+    "full_attn_idxs": listed(whole()) | NULL,
+    "block_ff_dim": _ROWS | NULL,
+    "block_auto_adjust_ff_dim": FLAG,
+    "block_ffn_dim_multiplier": number(0, 1e3) | NULL,
+    "block_multiple_of": whole(1, MOST_ROWS),
+}
 
 GENERATION: Mapping[str, FieldKind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,
@@ -272,6 +281,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "shortconv.l_cache": whole(1, 64),
     "nextn_predict_layers": whole(0, LAYERS),
     "full_attention_interval": whole(1),
     "attention.recurrent_layers": listed(FLAG | whole()),

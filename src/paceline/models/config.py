@@ -50,6 +50,22 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """A convolution of each of `channels` over `width` tokens, between two gates (LFM2)."""
+
+    channels: int
+    width: int
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the state of one layer."""
+        return (self.width - 1) * self.channels
+
+
+RecurrentConfig = DeltaNetConfig | ShortConvConfig
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
@@ -61,7 +77,7 @@ class LayerConfig:
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
-    recurrent: DeltaNetConfig | None = None
+    recurrent: RecurrentConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

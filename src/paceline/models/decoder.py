@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
-from paceline.models.config import DeltaNetConfig, Experts, ModelConfig
+from paceline.models.config import Experts, ModelConfig, RecurrentConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
@@ -70,11 +70,11 @@ class Decoder:
         progress(config.layers, config.layers)
 
     def excerpt(self) -> Decoder:
-        """See `protocols.Divisible`. Two layers at least, since the first does not see what a layer did."""
+        """See `protocols.Divisible`. One layer more, if there is one, since a layer does not see what it did itself."""
         if self.device.type != "cpu":
             return self
         plan, part = self.config.plan, copy(self)
-        layers = min(len(plan), max(2, 1 + max(map(plan.index, plan))))
+        layers = min(len(plan), 2 + max(map(plan.index, plan)))
         part.config = replace(self.config, layers=layers, special=plan[:layers])
         if isinstance(self._head, NativeLinear):
             part._head = self._head.first(_HEAD_ROWS)
@@ -162,7 +162,7 @@ def make_layer(
     weights: Weights,
     prefix: str,
     entry: int | None = None,
-    recurrent: DeltaNetConfig | None = None,
+    recurrent: RecurrentConfig | None = None,
 ) -> Layer:
     """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
     width of the input of attention, if it is not the stream that the layer norms itself. `recurrent`: of a layer that

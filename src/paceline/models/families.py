@@ -21,13 +21,14 @@ from paceline.files.schema import (
     MIXTURE,
     MOST_ROWS,
     QWEN,
+    SHORT_CONV,
     SMOLLM3,
     FieldKind,
     check,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
-from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
-from paceline.models.hybrids import NEXT, NEXT_EXPERTS, TEXT_PARTS, qwen3_next
+from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.hybrids import LFM2, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
 
@@ -269,6 +270,7 @@ FAMILIES: dict[str, Family] = {
         },
         MIXTURE,
     ),
+    "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
     "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
     "qwen3_5_moe_text": Family(
@@ -368,9 +370,9 @@ def _check(c: ModelConfig) -> None:
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
-        if one.heads % one.key_heads or one.state_size > MOST_ROWS:
-            sizes = f"{one.heads} heads over {one.key_heads} keys with a state of {one.state_size:,} numbers"
-            raise CorruptModel(f"recurrent layers of {sizes} do not fit", CORRECT)
+        uneven = isinstance(one, DeltaNetConfig) and one.heads % one.key_heads
+        if uneven or one.state_size > MOST_ROWS:
+            raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
     if c.heads * c.head_dim > MOST_ROWS:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import CorruptModel
 from paceline.files.schema import CORRECT
-from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig
+from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, ShortConvConfig
 
 Raw = Mapping[str, Any]
 
@@ -70,6 +70,56 @@ def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 _HYBRID = ("full_attention", "linear_attention")
 
+
+LFM2: dict[str, Any] = {
+    "layer_types": None,
+    "full_attn_idxs": None,
+    "intermediate_size": 12288,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """LFM2: short convolutions, and attention in some layers."""
+    attends = raw.get("full_attn_idxs")
+    names = raw.get("layer_types") or [_SHORT[attends is not None and i not in attends] for i in range(base.layers)]
+    if len(names) != base.layers or set(names) - {*_SHORT}:
+        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_SHORT)}", CORRECT)
+    recurrent = ShortConvConfig(base.hidden, raw["conv_L_cache"])
+    layers = [LayerConfig(None, recurrent=recurrent) if x == _SHORT[True] else LayerConfig(base.rope) for x in names]
+    ffn = raw.get("block_ff_dim") or base.ffn
+    if raw["block_auto_adjust_ff_dim"]:
+        ffn, multiple = int(2 * ffn / 3), raw["block_multiple_of"]
+        if raw["block_ffn_dim_multiplier"] is not None:
+            ffn = -(-int(raw["block_ffn_dim_multiplier"] * ffn) // multiple) * multiple
+    return replace(base, special=tuple(layers), ffn=ffn, norm_eps=raw["norm_eps"], qk_norm=True)
+
+
+_SHORT = ("full_attention", "conv")
+
+_LANGUAGE = {"model.language_model.": "model."}
+TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
+    "qwen3_5_text": _LANGUAGE,
+    "qwen3_5_moe_text": _LANGUAGE,
+    "lfm2": {
+        "model.embedding_norm.": "model.norm.",
+        ".operator_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".q_layernorm.": ".q_norm.",
+        ".k_layernorm.": ".k_norm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+    },
+}
+"""Model type -> parts of names in its files, and those of Llama's names in their place."""
 
 TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models that also see -> their language model, which runs by itself here."""

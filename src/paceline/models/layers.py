@@ -19,6 +19,12 @@ from paceline.protocols import Pass
 from paceline.verify.tree import MIN_ROWS
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
+    fill no vector, by another function, so that a row's bits would depend on the number of rows."""
+    return x.double().sigmoid().to(x.dtype)
+
+
 class RMSNorm:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
 
@@ -99,7 +105,7 @@ class Attention(Mixer):
         if rope is not None:
             qk = rotate(qk, *rope)
         mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
-        return mixed if gate is None else mixed * gate.sigmoid()
+        return mixed if gate is None else mixed * sigmoid(gate)
 
 
 class Dense:
@@ -160,7 +166,7 @@ class SharedMixture:
         self._experts, self._shared, self._share = experts, shared, share
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._experts(x) + (self._share.precise(x).sigmoid() * self._shared(x)).to(x.dtype)
+        return self._experts(x) + (sigmoid(self._share.precise(x)) * self._shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + self(x)."""

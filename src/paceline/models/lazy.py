@@ -102,13 +102,16 @@ class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
     alone, and each expert by itself where the file stacks all of a layer."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
+        """`renamed`: parts of names, and what stands for them."""
         self._tensors = tensors
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
             if source.startswith("model.visual."):
                 continue
-            name, whole = source.replace("model.language_model.", "model.", 1), slice(None)
+            name, whole = source, slice(None)
+            for old, new in renamed.items():
+                name = name.replace(old, new, 1)
             block, _, part = name.rpartition(".experts.")
             if part not in ("gate_up_proj", "down_proj"):
                 self._names[name] = source, -1, whole

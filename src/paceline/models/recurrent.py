@@ -1,4 +1,4 @@
-"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet."""
+"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet, short convolutions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.cache.state import Recurrence, Tensors, Tree
+from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
-from paceline.models.config import DeltaNetConfig, ModelConfig
-from paceline.models.layers import Mixer, RMSNorm
+from paceline.models.config import DeltaNetConfig, ModelConfig, RecurrentConfig, ShortConvConfig
+from paceline.models.layers import Mixer, RMSNorm, sigmoid
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
 from paceline.protocols import RecurrentPass
@@ -24,9 +25,9 @@ _CHUNK = 64
 class Convolution:
     """A causal convolution of each channel by itself, along each row's own path."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` [width, channels], float32 or wider, the newest entry last."""
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """`weight` [width, channels], float32 or wider, the newest entry last. `bias` [channels]."""
+        self.weight, self._bias = weight, bias
 
     def empty(self) -> Tensor:
         """The entries before a text, [width - 1, channels]."""
@@ -42,11 +43,33 @@ class Convolution:
         total = every[history[:, 0]] * self.weight[0]
         for column, weight in zip(history[:, 1:].unbind(1), self.weight[1:], strict=True):
             total += every[column] * weight
-        return total
+        return total if self._bias is None else total + self._bias
 
     def advance(self, before: Tensor, entries: Tensor) -> Tensor:
         """The last entries once these [n, channels] have come."""
         return torch.cat([before, entries])[len(entries) :]
+
+
+class ConvolutionState(Recurrence):
+    """A convolution alone: its state is the last entries, and a row's update is its own entry."""
+
+    def __init__(self, convolution: Convolution) -> None:
+        self._convolution = convolution
+
+    def empty(self) -> Tensors:
+        return (self._convolution.empty(),)
+
+    def scan(
+        self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]:
+        """`inputs`: the entries [T, channels]."""
+        every = torch.cat([earlier[0], inputs[0]]) if earlier else inputs[0]
+        out = self._convolution.run(state[0], every, tree)
+        end = (self._convolution.advance(state[0], every),) if tree.is_chain else None
+        return out, () if prompt else inputs, end
+
+    def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
+        return (self._convolution.advance(state[0], updates[0][list(rows)]),)
 
 
 class DeltaRule(Recurrence):
@@ -71,20 +94,29 @@ class DeltaRule(Recurrence):
         (before, matrix), (entries, decay, beta) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
-        q, k, v = self._split(F.silu(self._convolution.run(before, every, tree)))
-        last = self._convolution.advance(before, entries)
-        if prompt:
+        mixed = self._convolution.run(before, every, tree)
+        q, k, v = self._split(mixed * sigmoid(mixed))
+        last, native = self._convolution.advance(before, entries), runs_delta(matrix)
+        if prompt and not native:
             out, matrix = _in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
             return out, (), (last, matrix)
-        decay = decay.exp()
-        out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
-        return out, (entries, decay, k, changes), None if end is None else (last, end)
+        decay = decay.double().exp().to(matrix.dtype)
+        if native:
+            known = earlier[1:] if earlier else None
+            out, changes, end = scan_delta(matrix, tree.parents, known, q, k, v, decay, beta, self.config.tiled)
+        else:
+            out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
+        updates = () if prompt else (entries, decay, k, changes)
+        return out, updates, None if end is None else (last, end)
 
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
-        (before, matrix), (entries, decay, k, changes) = state, updates
-        for row in rows:
-            matrix = _write(_decayed(matrix, decay[row]), self._each(k[row]), changes[row])
-        return self._convolution.advance(before, entries[list(rows)]), matrix
+        (before, matrix), (entries, decays, keys, changes) = state, (x[list(rows)] for x in updates)
+        last = self._convolution.advance(before, entries)
+        if runs_delta(matrix):
+            return last, apply_delta(matrix, decays, keys, changes, self.config.tiled)
+        for decay, k, change in zip(decays, keys, changes, strict=True):
+            matrix = _write(_decayed(matrix, decay), self._each(k), change)
+        return last, matrix
 
     def _split(self, mixed: Tensor) -> Tensors:
         """Queries and keys [T, key_heads, K], of length 1 (the queries scaled), and values [T, heads, V]."""
@@ -162,7 +194,26 @@ def _in_chunks(matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b
     return torch.cat(parts), matrix
 
 
-class DeltaNet(Mixer):
+class RecurrentMixer(Mixer):
+    """The mixer of a layer that has a state."""
+
+    recurrence: Recurrence
+
+
+class ShortConv(RecurrentMixer):
+    """The mixer of LFM2: a short convolution between two gates that are products of its input."""
+
+    def __init__(self, product: Linear, convolution: Convolution) -> None:
+        """`product`: the gate before, the gate after, and what they gate."""
+        self._product, self.recurrence = product, ConvolutionState(convolution)
+
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+        """See `layers.Mixer.mix`."""
+        before, after, entries = self._product.precise(x).chunk(3, -1)
+        return (after * attention.recur(layer, (before * entries,))).to(x.dtype)
+
+
+class DeltaNet(RecurrentMixer):
     """The mixer of a Gated DeltaNet layer (Qwen3-Next, Qwen3.5)."""
 
     def __init__(
@@ -182,25 +233,37 @@ class DeltaNet(Mixer):
         self._rate, self._bias = decay
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
-        """See `layers.Attention.mix`."""
+        """See `layers.Mixer.mix`."""
         c, (share, step) = self.config, self._gates
         entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
         wide = self._rate.dtype
-        decay = self._rate * F.softplus(step.precise(x).to(wide) + self._bias)
-        out = attention.recur(layer, (entries, decay, share.precise(x).to(wide).sigmoid()))
-        return (self._norm(out).flatten(2) * F.silu(gate.to(wide))).to(x.dtype)
+        decay = (self._rate * F.softplus((step.precise(x).to(wide) + self._bias).double())).to(wide)
+        out = attention.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
+        gate = gate.to(wide)
+        mixed: Tensor = self._norm(out).flatten(2) * (gate * sigmoid(gate))
+        return mixed.to(x.dtype)
 
 
-def make_recurrent(c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str) -> tuple[DeltaNet, str, int]:
+def make_recurrent(
+    c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str
+) -> tuple[RecurrentMixer, str, int]:
     """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
+    if isinstance(kind, ShortConvConfig):
+        product = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
+        return ShortConv(product, _convolution(kind, weights, prefix + "conv.conv")), "conv.out_proj", kind.channels
     prefix += "linear_attn."
-    convolution = weights.get(prefix + "conv1d.weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T
     rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise).exp()
     bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise)
     norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norm_eps)
     mixed, gates = _projections(c, kind, weights, prefix)
-    mixer = DeltaNet(kind, Convolution(convolution.contiguous()), mixed, gates, (rate, bias), norm)
+    mixer = DeltaNet(kind, _convolution(kind, weights, prefix + "conv1d"), mixed, gates, (rate, bias), norm)
     return mixer, "linear_attn.out_proj", kind.heads * kind.value_dim
+
+
+def _convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Convolution:
+    weight = weights.get(name + ".weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T.contiguous()
+    has_bias = name + ".bias" in weights
+    return Convolution(weight, weights.get(name + ".bias", (kind.channels,), weights.precise) if has_bias else None)
 
 
 def _projections(

@@ -31,7 +31,7 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
-    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
+    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2_", "falcon_h1", "ssm")
     if any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
             f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"

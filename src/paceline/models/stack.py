@@ -13,7 +13,7 @@ from paceline.cache.state import StateCache
 from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer
-from paceline.models.recurrent import DeltaNet
+from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
@@ -37,7 +37,7 @@ class LayerStack:
             for layer, spec, both in zip(layers, plan, mutual or (False,) * len(plan), strict=True)
         ]
         mixers = [layer.attention for layer in layers]
-        self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
+        self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
         self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
         native = runs_natively(layers, host.dtype)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <new>
 
+#include "delta.h"
 #include "groups.h"
 #include "noise.h"
 #include "floats.h"
@@ -165,6 +166,21 @@ EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
 EXPORTED int paceline_candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound,
                                  float highest, int64_t* found) {
     return candidates(scores, tokens, n, key, bound, highest, found);
+}
+
+// Returns 1 if out of memory.
+EXPORTED int paceline_delta(const Delta* delta, int threads) {
+    Team team(threads);
+    std::vector<float> scratch;
+    try {
+        scratch.resize(size_t(team.count()) * delta->room());
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    team.split(delta->heads, 1, [&](Span heads, int thread) {
+        for (int head = heads.from; head < heads.to; head++) delta->run(head, &scratch[size_t(thread) * delta->room()]);
+    });
+    return 0;
 }
 
 // RMS norm: y [rows, size] = x / rms(x) * weight, which is padded to whole lanes. Returns 1 if out of memory.

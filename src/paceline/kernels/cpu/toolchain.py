@@ -17,7 +17,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent
 _SOURCES = (
     *("vectors.h", "simd.h", "functions.h", "elements.h", "pool.h", "formats.h", "product.h", "pack.h", "floats.h"),
-    *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "layers.cpp"),
+    *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "delta.h", "layers.cpp"),
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")

@@ -1,0 +1,93 @@
+"""Gated DeltaNet by the CPU kernels: `delta.h`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, byref, c_int32, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import OutOfMemory
+from paceline.kernels.cpu.build import kernel, library
+from paceline.kernels.cpu.matrix import SMALLER
+
+
+class _Delta(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "tiled", "rows", "start")),
+        *(
+            (name, c_void_p)
+            for name in ("parents", "before", "q", "k", "v", "decay", "beta", "changes", "out", "after")
+        ),
+    ]
+
+
+@cache
+def _run() -> Any:
+    return kernel("paceline_delta", POINTER(_Delta), c_int32)
+
+
+def runs_delta(matrix: Tensor) -> bool:
+    """Return whether the kernels take such a state."""
+    return matrix.device.type == "cpu" and matrix.dtype == torch.float32 and library() is not None
+
+
+def scan_delta(
+    matrix: Tensor,
+    parents: Sequence[int],
+    known: Sequence[Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    tiled: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs and changes [T, heads, V] of the last T rows of a tree, and the matrix after the last row of a chain.
+
+    matrix [heads, K, V]; `parents` of all rows; `known`: decay, k and changes of the rows before the T. q, k [T,
+    key_heads, K], v [T, heads, V], decay and beta [T, heads].
+    """
+    out, changes = torch.empty(v.shape), torch.empty(v.shape)
+    start = len(parents) - len(v)
+    if known:
+        decay, k, changes = (torch.cat(pair) for pair in zip(known, (decay, k, changes), strict=True))
+    chain = tuple(parents) == tuple(range(-1, len(parents) - 1))
+    after = torch.empty(matrix.shape) if chain else None
+    _call(matrix, parents, start, (q, k, v, decay, beta), changes, out, after, tiled)
+    return out, changes[start:], after
+
+
+def apply_delta(matrix: Tensor, decay: Tensor, k: Tensor, changes: Tensor, tiled: bool) -> Tensor:
+    """The matrix [heads, K, V] after a chain of rows whose changes are known: decay [n, heads], k [n, key_heads, K],
+    changes [n, heads, V]."""
+    after, count = torch.empty(matrix.shape), len(decay)
+    _call(matrix, range(-1, count - 1), count, (k, k, changes, decay, decay), changes, changes, after, tiled)
+    return after
+
+
+def _call(
+    matrix: Tensor,
+    parents: Sequence[int],
+    start: int,
+    inputs: Sequence[Tensor],
+    changes: Tensor,
+    out: Tensor,
+    after: Tensor | None,
+    tiled: bool,
+) -> None:
+    matrix, changes = matrix.contiguous(), changes.contiguous()
+    held = [x.contiguous() for x in inputs]
+    (heads, keys, values), key_heads = matrix.shape, held[1].shape[1]
+    numbers = (c_int32 * len(parents))(*parents)
+    delta = _Delta(heads, key_heads, keys, values, tiled, len(parents), start)
+    delta.parents = addressof(numbers)
+    for name, x in zip(("q", "k", "v", "decay", "beta"), held, strict=True):
+        setattr(delta, name, x.data_ptr())
+    delta.before, delta.changes, delta.out = matrix.data_ptr(), changes.data_ptr(), out.data_ptr()
+    delta.after = None if after is None else after.data_ptr()
+    if _run()(byref(delta), torch.get_num_threads()):
+        raise OutOfMemory(f"no memory for the states of {len(parents)} rows", SMALLER)

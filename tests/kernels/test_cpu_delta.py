@@ -1,0 +1,72 @@
+"""Gated DeltaNet by the CPU kernels: torch's values, and a row's bits whatever travels along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cache.state import Tensors, Tree
+from paceline.kernels.cpu.build import library
+from paceline.models import recurrent
+from paceline.models.config import DeltaNetConfig
+from paceline.models.recurrent import Convolution, DeltaRule
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no CPU kernels here")
+CHAIN, TREE = tuple(range(-1, 10)), (-1, 0, 0, 1, 1, 2, 3, 4, 5, 8, 9)
+
+
+def rule(tiled: bool, seed: int = 0) -> tuple[DeltaRule, Tensors, Tensors]:
+    """A rule, a state in the midst of a text, and inputs of 11 rows. No size fills whole vectors."""
+    draw = torch.Generator().manual_seed(seed)
+    c = DeltaNetConfig(key_heads=2, heads=6, key_dim=19, value_dim=21, width=4, tiled=tiled)
+    state = torch.randn(3, c.channels, generator=draw), torch.randn(6, 19, 21, generator=draw)
+    entries, gates = torch.randn(11, c.channels, generator=draw), torch.rand(11, 6, generator=draw)
+    return DeltaRule(c, Convolution(torch.randn(4, c.channels, generator=draw))), state, (entries, -2 * gates, gates)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
+def test_values_are_those_of_torch(tiled: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, state, inputs = rule(tiled)
+    out, updates, end = one.scan(state, None, Tree(parents), inputs, False)
+    after = one.apply(state, updates, [0, 1, 3])
+    monkeypatch.setattr(recurrent, "runs_delta", lambda matrix: False)
+    slow, changes, last = one.scan(state, None, Tree(parents), inputs, False)
+    torch.testing.assert_close(out, slow)
+    torch.testing.assert_close(updates, changes)
+    torch.testing.assert_close(after, one.apply(state, changes, [0, 1, 3]))
+    assert (end is None) is (last is None) is (parents == TREE)
+    if end and last:
+        torch.testing.assert_close(end, last)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_keeps_its_bits_in_any_pass(threads: int) -> None:
+    one, state, inputs = rule(tiled=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone, here = list[Tensor](), state
+        path = [0, 1, 3, 6]
+        for row in path:
+            out, updates, _ = one.scan(here, None, Tree((-1,)), tuple(x[row : row + 1] for x in inputs), False)
+            here = one.apply(here, updates, [0])
+            alone.append(out)
+        tree, updates, _ = one.scan(state, None, Tree(TREE), inputs, False)
+        assert torch.equal(tree[path], torch.cat(alone))
+        for ours, theirs in zip(one.apply(state, updates, path), here, strict=True):
+            assert torch.equal(ours, theirs)
+        first, known, _ = one.scan(state, None, Tree(TREE[:5]), tuple(x[:5] for x in inputs), False)
+        rest, _, _ = one.scan(state, known, Tree(TREE, 5), tuple(x[5:] for x in inputs), False)
+        assert torch.equal(torch.cat([first, rest]), tree), "a tree that grows"
+        chain, updates, end = one.scan(state, None, Tree(CHAIN), inputs, False)
+        prompt, _, last = one.scan(state, None, Tree(CHAIN), inputs, True)
+        assert torch.equal(chain, prompt)
+        assert end
+        assert last
+        for kinds in zip(end, last, one.apply(state, updates, range(11)), strict=True):
+            assert torch.equal(kinds[0], kinds[1])
+            assert torch.equal(kinds[0], kinds[2])
+    finally:
+        torch.set_num_threads(before)
