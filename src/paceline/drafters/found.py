@@ -36,7 +36,7 @@ def found_reference(target: Loaded) -> str | None:
 
 def _beside(path: Path) -> list[StoredModel]:
     try:
-        return models_in(path.parent)
+        return models_in(path.parent, subfolders=False)  # that may be a whole home
     except (PacelineError, OSError):
         return []
 
