@@ -83,10 +83,9 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
     `ModelNotFound` for what is no folder."""
     if not folder.is_dir():
         raise ModelNotFound(f"there is no folder {folder}", "Name a folder of GGUF files")
-    found = [
-        StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in _ggufs(folder)
-    ]
-    for config in islice(folder.glob("**/config.json"), _MOST):
+    files = _ggufs(folder, subfolders)
+    found = [StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in files]
+    for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MOST):
         weights = [path.name for path in config.parent.glob("*.safetensors")]
         if weights:
             size = _size(config.parent, weights)
