@@ -147,5 +147,6 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
         "big": "deep/er/big-00001-of-00002.gguf",
         "folder": "folder",
     }
+    assert [model.name for model in models_in(tmp_path, subfolders=False)] == ["a", "folder"]
     with pytest.raises(ModelNotFound, match="no folder"):
         models_in(tmp_path / "a.gguf")

@@ -90,9 +90,11 @@ def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path
 
 
 @pytest.mark.usefixtures("started")
-def test_a_recording_is_of_one_model(tmp_path: Path) -> None:
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
     assert "--record is for one model" in done.output
+    done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
+    assert "there is no model in" in done.output
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,10 @@ def serve(
         if found.name not in taken:
             load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
             sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
+    if not sources:
+        raise InvalidOption(
+            f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or another folder"
+        )
     models = Models(
         sources,
         keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
