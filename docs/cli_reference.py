@@ -18,8 +18,8 @@ ENVIRONMENT = {
     "PACELINE_NATIVE": ("`1`", "`0` runs the layers on torch instead of the compiled CPU kernels."),
     "PACELINE_ISA": (
         "the best that the processor has",
-        "Instruction set of the CPU kernels: `portable`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, `avx512bf16`; "
-        "on ARM `portable`, `neon`.",
+        "Instruction set of the CPU kernels: `portable`, `sse4`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, "
+        "`avx512bf16`; on ARM `neon`, `neondot`, `neoni8mm`.",
     ),
     "PACELINE_MODEL": ("`demo`", "Model of a command that names none; as `--model`."),
     "PACELINE_CONFIG": ("`~/.config/paceline/config.toml`", "Configuration file; as `paceline --config`."),
