@@ -25,8 +25,9 @@ from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.families import FAMILIES, read_config, refuse_other_heads, refuse_other_kinds
+from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
+from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
 
