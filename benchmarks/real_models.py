@@ -171,9 +171,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["1.5b", "demo"], help="demo, 1.5b, 0.5b, GGUF files or folders")
-    parser.add_argument(
-        "--systems", nargs="+", default=["paceline", "llama.cpp"], help="paceline[:SET], llama.cpp[:SET]"
-    )
+    parser.add_argument("--systems", nargs="+", default=["paceline", "llama.cpp"], help="PROGRAM or PROGRAM:SET")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1600, 3700], help="lengths to read (1600 3700)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens to time (96)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per system (3)")

@@ -18,9 +18,11 @@ ENVIRONMENT = {
     "PACELINE_NATIVE": ("`1`", "`0` runs the layers on torch instead of the compiled CPU kernels."),
     "PACELINE_ISA": (
         "the best that the processor has",
-        "Instruction set of the CPU kernels: `portable`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, `avx512bf16`; "
-        "on ARM `portable`, `neon`.",
+        "Instruction set of the CPU kernels: `portable`, `sse4`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, "
+        "`avx512bf16`; on ARM `neon`, `neondot`, `neoni8mm`.",
     ),
+    "PACELINE_MODEL": ("`demo`", "Model of a command that names none; as `--model`."),
+    "PACELINE_CONFIG": ("`~/.config/paceline/config.toml`", "Configuration file; as `paceline --config`."),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
     "CXX": (
@@ -28,6 +30,8 @@ ENVIRONMENT = {
         "C++ compiler that builds the CPU kernels if no wheel brought them, with options as for a shell.",
     ),
     "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder where `PACELINE_CACHE` is not set."),
+    "XDG_CONFIG_HOME": ("`~/.config`", "Parent of `paceline/config.toml`."),
+    "OLLAMA_MODELS": ("`~/.ollama/models`", "Ollama's store, of which `paceline list --all` shows the models."),
     "NO_COLOR": ("", "Any value turns colours off, as does `TERM=dumb`. See <https://no-color.org>."),
     "TERM": ("", "`dumb` turns colours off."),
     "GOMP_SPINCOUNT": ("`10000`", "Set by the `paceline` command unless you set it: how long idle threads spin."),

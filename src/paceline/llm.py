@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
 from paceline.drafters.base import Drafter
-from paceline.drafters.factory import check_specs, open_drafter, spec_name, to_tree
+from paceline.drafters.factory import FOUND, check_specs, open_drafter, spec_name, to_tree
+from paceline.drafters.found import found_drafter
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
@@ -371,7 +372,7 @@ def load(
         head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
         draft_vocab=draft_vocab,
     )
-    llm = LLM(loaded, _drafters(drafter, opened), budget)
+    llm = LLM(loaded, _drafters(drafter, loaded, opened), budget)
     llm.source = given if isinstance(model, (str, Path)) else None
     if exact and llm.guarantee != "bits":
         raise InvalidOption(
@@ -391,10 +392,11 @@ def _advise(loaded: Loaded, floats_chosen: bool) -> None:
 
 
 def _drafters(
-    given: str | Drafter | Sequence[str] | None, opened: Callable[[str], Drafter | None]
+    given: str | Drafter | Sequence[str] | None, target: Loaded, opened: Callable[[str], Drafter | None]
 ) -> Drafter | dict[str, Drafter] | None:
     """Each drafter under its name; "none" has no entry. An object stays as it is."""
     if given is None or isinstance(given, Drafter):
         return given
     specs = [given] if isinstance(given, str) else given
-    return {spec_name(spec): drafter for spec in specs if (drafter := opened(spec))}
+    named = dict.fromkeys(found_drafter(target) if spec == FOUND else spec for spec in specs)
+    return {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}

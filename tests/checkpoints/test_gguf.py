@@ -374,3 +374,62 @@ def test_the_demo_model_equals_the_gguf_library() -> None:
         values = gguf.dequantize(theirs[name].data, theirs[name].tensor_type)
         assert np.array_equal(tensors[mine].numpy(), values)
     assert fields["tokenizer.ggml.pre"] == "smollm"
+
+
+def split(path: Path, folder: Path, count: int) -> list[Path]:
+    """The file in parts, as llama.cpp's gguf-split writes them: all metadata in the first."""
+    reader = gguf.GGUFReader(path)
+    parts = []
+    for number in range(count):
+        part = folder / f"m-{number + 1:05}-of-{count:05}.gguf"
+        writer = gguf.GGUFWriter(part, "llama")
+        if number == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith(("GGUF.", "general.architecture")):
+                    kind, inner = field.types[0], field.types[-1]
+                    inner = inner if kind == gguf.GGUFValueType.ARRAY else None
+                    writer.add_key_value(field.name, field.contents(), kind, inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(part)
+    return parts
+
+
+def test_a_split_file_is_read_as_one(tmp_path: Path) -> None:
+    expected = write(tmp_path / "whole.gguf", kind=Q.Q8_0)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    parts = split(tmp_path / "whole.gguf", folder, 3)
+    assert resolve(folder) == parts[0]
+    config, tensors, _ = open_gguf(parts[0])
+    whole = open_gguf(tmp_path / "whole.gguf")
+    assert config == whole[0]
+    assert set(tensors) == set(whole[1])
+    assert len(tensors) == len(expected)
+    assert all(torch.equal(tensors[name], whole[1][name]) for name in tensors)
+    assert load_model(parts[0]).target.vocab_size == VOCAB
+
+
+def test_a_split_file_that_is_incomplete(tmp_path: Path) -> None:
+    write(tmp_path / "whole.gguf")
+    parts = split(tmp_path / "whole.gguf", tmp_path, 3)
+    with pytest.raises(UnsupportedModel, match=r"later part of a split GGUF. Name the first, m-00001-of-00003.gguf"):
+        read_gguf(parts[1])
+    third = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CorruptModel, match="is not part 3 of"):
+        read_gguf(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ModelNotFound, match=r"m-00003-of-00003.gguf is missing"):
+        read_gguf(parts[0])
+    parts[2].write_bytes(third)
+    parts[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(UnsupportedModel, match="its name does not say which"):
+        read_gguf(tmp_path / "other.gguf")

@@ -15,6 +15,14 @@ from tests.cli.toy_cli import (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests do not see the user's own configuration."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+    for name in ("PACELINE_MODEL", "PACELINE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
     shop = Shop()

@@ -9,8 +9,11 @@ from functools import update_wrapper
 import pytest
 
 from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import library_for, loaded
+from paceline.kernels.cpu.build import SETS, available, library_for, loaded
 from paceline.kernels.cpu.toolchain import InstructionSet
+
+FUSED = [SETS[name] for name in available() if name not in ("portable", "sse4")]
+"""Sets of this processor with fused multiply-adds, whose bits are the same."""
 
 
 @contextmanager

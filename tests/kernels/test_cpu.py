@@ -21,6 +21,7 @@ from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu import build
 from paceline.kernels.cpu.build import SETS, available, find, instruction_set, library, library_path
 from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
+from paceline.kernels.cpu.toolchain import sets_of
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
 from paceline.models.layers import RMSNorm
@@ -304,7 +305,9 @@ def test_features_where_nothing_lists_them(monkeypatch: pytest.MonkeyPatch) -> N
             assert [s for s, one in SETS.items() if one.needs <= build._level() and "vnni" not in s][-1] == name
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(build, "_apple_has", lambda feature: feature == b"FEAT_DotProd")
     assert build._level() == {"dot"}
+    assert [one.name for one in sets_of("arm64").values() if one.needs <= build._level()] == ["neon", "neondot"]
 
 
 @needs_kernels
@@ -318,8 +321,10 @@ def test_every_instruction_set_compiles_without_warnings(name: str) -> None:
 @needs_kernels
 def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from paceline.kernels.cpu.build import built_for, library; print(built_for(library()))"
-    env = {**os.environ, "PACELINE_ISA": "portable"}
-    assert "generic" in subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    env = {**os.environ, "PACELINE_ISA": next(iter(SETS))}
+    assert ("NEON" if "neon" in SETS else "generic") in subprocess.check_output(
+        [sys.executable, "-c", code], env=env, text=True
+    )
     assert instruction_set().name == available()[-1]
     monkeypatch.setattr(build, "processor_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     for name, cause in {"avx513": "no such instruction set", list(SETS)[-1]: "processor does not have it"}.items():

@@ -16,17 +16,16 @@ from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
-from tests.kernels.sets import using
+from tests.kernels.sets import FUSED, using
 from tests.kernels.test_cpu import KINDS, make, random
 from tests.kernels.test_cpu_formats import HALVES, stored
 from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-HERE = [SETS[name] for name in available()]
-EMULATED = []
+HERE, EMULATED = FUSED, []
 if "avx2" in available():
-    # The portable set of x86-64 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
-    HERE[0] = InstructionSet("portable-fma", ("-mfma",))
+    # SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
+    HERE = [InstructionSet("sse4-fma", ("-mfma",)), *FUSED]
     # What this processor lacks, in plain C++.
     header = str(Path(__file__).with_name("emulated.h"))
     for level, name in enumerate(("avxvnni", "avx512", "avx512vnni", "avx512bf16")):

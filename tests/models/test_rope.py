@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +93,15 @@ def test_dimensions_beyond_the_share_stay_as_they_are() -> None:
     assert torch.equal(out[..., HEAD // 2 :], x[..., HEAD // 2 :])
     whole = Rotary(RopeConfig(), HEAD // 2, torch.float64, CPU)(torch.tensor([[7]]), 8, [0])
     assert torch.equal(out[..., : HEAD // 2], rotate(x[..., : HEAD // 2].contiguous(), *whole))
+
+
+def test_factors_are_rounded_once_so_that_no_library_decides_their_last_bit() -> None:
+    c = RopeConfig(theta=10000.0)
+    inverse = inverse_frequencies(c, HEAD)
+    exact = [1 / float(np.float32(10000.0 ** float(np.float32(i) / np.float32(HEAD)))) for i in range(0, HEAD, 2)]
+    assert inverse.tolist() == [float(np.float32(x)) for x in exact]
+    cos, sin = Rotary(c, HEAD, torch.float32, CPU).table(0, 2000)[:, :, : HEAD // 2]
+    for position in range(0, 2000, 7):
+        angles = (torch.tensor(float(position)) * inverse).tolist()
+        assert cos[position].tolist() == [float(np.float32(math.cos(x))) for x in angles]
+        assert (-sin[position]).tolist() == [float(np.float32(math.sin(x))) for x in angles]

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from paceline.drafters.suffix import Suffix
-from paceline.errors import ModelNotFound, OutOfMemory
+from paceline.errors import InvalidOption, ModelNotFound, OutOfMemory
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import models as served_models
@@ -213,6 +213,16 @@ def test_an_error_at_loading_is_told_to_all_who_wait_and_the_next_tries_again() 
 
     run(models, work)
     assert len(tries) == 2
+
+
+def test_an_option_of_the_server_is_not_the_clients_mistake() -> None:
+    def load() -> Worker:
+        raise InvalidOption("no drafter is called 'x'", "Choose another")
+
+    with serving_models([ModelSource(("a",), load)]) as it:
+        answer = it.post("/v1/completions", {"prompt": "abc"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "a cannot be loaded: no drafter is called 'x'. Choose another"
 
 
 def test_who_stops_waiting_does_not_stop_the_others() -> None:

@@ -10,10 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.drafters.ngram import NGram
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
 from paceline.recording.file import Recording
 from paceline.server.limits import Settings
 from paceline.server.models import Models
-from tests.toys import toy_llm
+from tests.toys import toy_llm, toy_model
 
 NAME = "--served-model-name"
 
@@ -64,3 +67,56 @@ def test_record_begins_a_recording_that_its_owner_alone_can_read(
     assert done.exit_code == 0, done.output
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(Recording(path)) == 1
+
+
+def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path: Path) -> None:
+    for name in ("one.gguf", "two.gguf", "my-model.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF" * 100)
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (head / "model.safetensors").write_bytes(b"x")
+    more = ["--models", str(tmp_path), "--max-memory", "2", "--keep-alive", "-1", "--quiet", "--drafter", "none"]
+    done = CliRunner().invoke(app, ["serve", "/srv/my-model", *more])
+    assert done.exit_code == 0, done.output
+    names = [source.names for source in started[0].sources]
+    assert names == [("my-model",), ("one",), ("two",)], "MODEL goes before another of its name; heads are no models"
+    assert [started[0].get(name) is not None for (name,) in names] == [True, False, False]
+    assert [source.size for source in started[0].sources] == [0, 500, 500]
+    done = CliRunner().invoke(app, ["serve", *more])
+    assert done.exit_code == 0, done.output
+    assert [source.names for source in started[1].sources] == [("my-model",), ("one",), ("two",)]
+    assert started[1].get(None) is None, "without MODEL nothing is loaded before the first request"
+
+
+@pytest.mark.usefixtures("started")
+def test_a_recording_is_of_one_model(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
+    assert "--record is for one model" in done.output
+
+
+@pytest.mark.parametrize(
+    ("drafter", "asked", "default"),
+    [
+        ("auto", ["found", "suffix", "ngram"], "suffix"),
+        ("none", ["suffix", "ngram"], None),
+        ("ngram", ["ngram"], "ngram"),
+    ],
+)
+def test_the_drafter_of_replies(
+    started: list[Models], monkeypatch: Any, drafter: str, asked: Any, default: Any
+) -> None:
+    seen: list[Any] = []
+
+    def load(*_: Any, drafter: Any, **__: Any) -> LLM:
+        seen.append(drafter)
+        made = {"suffix": Suffix(), "ngram": NGram()}
+        return LLM(toy_model(), {name: made[name] for name in drafter if name in made})
+
+    monkeypatch.setattr(import_module("paceline.cli.serve").LoadOptions, "load", load)
+    done = CliRunner().invoke(app, ["serve", "--quiet", "--drafter", drafter])
+    assert done.exit_code == 0, done.output
+    model = started[0].get(None)
+    assert model
+    assert seen[0][: len(asked)] == asked
+    assert model.worker.default.drafter == default

@@ -92,8 +92,6 @@ def _architecture(file: GGUFFile) -> str:
     """Return the architecture's name. Raises `UnsupportedModel` that says what an unsupported file is instead."""
     name: str = file.fields.get("general.architecture", "?")
     title = file.path.name
-    if file.fields.get("split.count", 1) > 1:
-        raise UnsupportedModel(f"{title} is one part of a split GGUF", "Join the parts with `llama-gguf-split --merge`")
     if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
         raise UnsupportedModel(f"{title} is a GGUF of type {kind!r}, not a model", "Name the model's own file")
     if name in ARCHITECTURES:

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.checkpoints.gguf_codes import BITS, gguf_codes
 from paceline.checkpoints.gguf_header import Entry, read_header
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.gguf_names import parts_of
 from paceline.files.reading import Mapped, map_file
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import packs
@@ -162,6 +163,12 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _read(path: Path, mapped: Mapped) -> GGUFFile:
+    file = _read_part(path, mapped)
+    count = file.fields.get("split.count", 1)
+    return _joined(file, count) if isinstance(count, int) and count > 1 else file
+
+
+def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
     _check_start(path, mapped.buffer[:24])
     try:
         header = read_header(mapped.buffer)
@@ -169,6 +176,29 @@ def _read(path: Path, mapped: Mapped) -> GGUFFile:
     except (ValueError, struct.error) as error:
         raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
     return GGUFFile(path, header.fields, tensors)
+
+
+def _joined(first: GGUFFile, count: int) -> GGUFFile:
+    """Return a split file as one: the metadata of its first part (llama.cpp's gguf-split), the tensors of all parts."""
+    path = first.path
+    names = parts_of(path.name)
+    if names is None or len(names) != count:
+        raise UnsupportedModel(
+            f"{path.name} is one part of a split GGUF, and its name does not say which",
+            "Join the parts with `llama-gguf-split --merge`, or give them the names that it wrote",
+        )
+    if path.name != names[0] or first.fields.get("split.no", 0) != 0:
+        raise UnsupportedModel(f"{path.name} is a later part of a split GGUF", f"Name the first, {names[0]}")
+    tensors = dict(first.tensors)
+    for number, name in enumerate(names[1:], 1):
+        part = _read_part(path.with_name(name), map_file(path.with_name(name)))
+        twice = part.tensors.keys() & tensors.keys()
+        if twice or part.fields.get("split.no") != number or part.fields.get("split.count") != count:
+            raise CorruptModel(f"{part.path} is not part {number + 1} of {path.name}", _AGAIN)
+        tensors |= part.tensors
+    if len(tensors) != first.fields.get("split.tensors.count", len(tensors)):
+        raise CorruptModel(f"the parts of {path.name} hold {len(tensors)} tensors, not as many as it says", _AGAIN)
+    return GGUFFile(path, first.fields, tensors)
 
 
 def _tensor(name: str, entry: Entry, mapped: Mapped) -> GGUFTensor:

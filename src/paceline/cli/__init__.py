@@ -1,4 +1,4 @@
-"""The `paceline` command: `generate`, `chat`, `serve`, `demo`, `info`, `doctor`, `bench` and others."""
+"""The `paceline` command: `generate`, `chat`, `serve`, `pull`, `list`, `info`, `doctor`, `bench` and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +16,12 @@ from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.commands import PacelineGroup, add_command
+from paceline.cli.config import read_config
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.info import info
+from paceline.cli.models import list_models, pull, rm
 from paceline.cli.options import AsJson
 from paceline.cli.perplexity import perplexity
 from paceline.cli.record import record, replay, tune
@@ -43,6 +46,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="PACELINE_CONFIG",
+            help="File of options (TOML).",
+            show_default="~/.config/paceline/config.toml",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -50,7 +63,8 @@ def _global(
         ),
     ] = False,
 ) -> None:
-    pass
+    group: Any = context.command
+    context.default_map = dict(read_config(config, group.commands))
 
 
 def compile_kernels(*, as_json: AsJson = False) -> None:
@@ -74,9 +88,13 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, serve, demo, info, doctor, bench, record, replay, tune, perplexity, train):
+for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, replay, tune, perplexity, train):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
+add_command(app, list_models, "list")
+# Second names, under which users of ollama know them.
+add_command(app, chat, "run")
+add_command(app, info, "show")
 
 
 def main() -> None:

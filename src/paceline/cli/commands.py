@@ -21,7 +21,9 @@ from paceline.errors import PacelineError
 EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
     "chat": "model drafter quantize max-new-tokens temperature seed system quiet",
-    "serve": "model drafter quantize host port api-key served-model-name slots quiet",
+    "serve": "model drafter quantize models host port api-key served-model-name slots quiet",
+    "pull": "revision token quiet",
+    "rm": "",
     "demo": "model drafter quantize max-new-tokens temperature seed",
     "info": "model json",
     "doctor": "model drafter quantize threads details json quiet",
@@ -32,6 +34,9 @@ EVERYDAY = {
     "perplexity": "model quantize tokens json quiet",
     "train": "out target kind prompts answers from taps vocabulary epochs quiet",
     "compile": "json",
+    "list": "all json",
+    "run": "model drafter quantize max-new-tokens temperature seed system quiet",
+    "show": "model json",
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
 
@@ -66,6 +71,13 @@ def options_of(panel: str) -> Callable[..., Any]:
 
 class Command(TyperCommand):
     """Command whose --help shows its everyday options, and whose --help-all shows them all."""
+
+    def invoke(self, ctx: Any) -> Any:
+        source = ctx.get_parameter_source("model")
+        if ctx.params.get("argument") is not None and source is not None and source.name != "COMMANDLINE":
+            # MODEL goes before what the environment and the configuration file say.
+            ctx.params["model"] = ctx.params["argument"]
+        return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = self

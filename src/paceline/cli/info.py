@@ -86,13 +86,15 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
     from paceline.checkpoints.gguf_file import read_gguf
     from paceline.checkpoints.loader import native
+    from paceline.files.gguf_names import parts_of
 
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
     config = native(checkpoint)
     header = read_gguf(path) if path.is_file() else None
     family, tokenizer = checkpoint.config["model_type"], checkpoint.tokenizer
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, tokenizer)
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    parts = [path.with_name(name) for name in parts_of(path.name) or [path.name]]
+    files = parts if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
     form, dtypes = _weights(checkpoint, header)
     return {
         "path": str(path),

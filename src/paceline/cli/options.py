@@ -50,7 +50,14 @@ ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Model; the same as --model.", show_default=False)
 ]
 ModelName = Annotated[
-    str, _model("demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).", "-m", metavar="MODEL")
+    str,
+    _model(
+        "demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).\n\nAlso a short name such as qwen3:0.6b, a "
+        "hub id with the quantisation of a GGUF file (owner/name:Q8_0), or a name that `paceline list --all` shows.",
+        "-m",
+        metavar="MODEL",
+        envvar="PACELINE_MODEL",
+    ),
 ]
 DataType = Annotated[str, _model("Precision: auto, float32, bfloat16 or float16.", metavar="DTYPE")]
 Device = Annotated[str, _model("Device: auto, cpu, cuda or mps.", metavar="DEVICE")]
@@ -148,7 +155,9 @@ class LoadOptions(ModelOptions):
 
     quantize: Quantize = "auto"
     drafter: str = _speculation(
-        "auto (suffix), none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
+        "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
+        "found is a head trained for the model that lies beside it, else the smallest model on this disk with the same "
+        "vocabulary, else suffix; `paceline serve` takes it for auto. "
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
         "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
         "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa "

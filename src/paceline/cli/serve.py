@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,16 +12,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import option, options_of
-from paceline.cli.options import LoadOptions, ModelArgument, Quiet, progress_wanted
-from paceline.errors import InvalidOption, install_line
+from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
+from paceline.cli.show import amount
+from paceline.errors import InvalidOption, PacelineError, install_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.files.stores import StoredModel
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
-    from paceline.server.worker import WorkerLimits
+    from paceline.server.models import Models, ModelSource
+    from paceline.server.worker import Worker, WorkerLimits
 
 _server = options_of("Server")
 _limit = options_of("Limits")
+_several = options_of("Several models")
+_STORES = ("pulled", "all")
+_IN_MEMORY = 1.25
+"""Bytes that a model takes for each of its file (benchmarks/results/2026-11-23-real-models.md)."""
 _WEIGHTLESS = ("suffix", "ngram")
 """Drafters that requests can always name: they have no weights."""
 
@@ -95,12 +104,54 @@ class LimitOptions:
         return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelsOptions:
+    """Further models, loaded on request."""
+
+    models: list[str] | None = _several(
+        "Serve every model in this folder too. Repeatable.\n\nGGUF files and folders in Hugging Face's layout, also in "
+        "subfolders. `pulled`: what `paceline list` shows; `all`: what `paceline list --all` shows. Requests name the "
+        "model, and /v1/models lists the names.",
+        metavar="DIR",
+    )
+    keep_alive: float = _several(
+        "Seconds after its last reply that a model of --models stays in memory; -1: for ever.",
+        metavar="SECONDS",
+        default=300.0,
+    )
+    max_memory: float | None = _several(
+        "GiB that all loaded models may take.\n\nThose that are idle for longest make room for others. Keys and values "
+        "are not counted (--cache-memory).",
+        min=0.001,
+        show_default="what is free",
+    )
+
+    def found(self) -> list[StoredModel]:
+        """Return the models, without learned drafters. Raises `ModelNotFound`."""
+        from paceline.files.stores import models_in, stored_models
+
+        found: list[StoredModel] = []
+        for place in self.models or ():
+            found += stored_models(place == "all") if place in _STORES else models_in(Path(place).expanduser())
+        return [model for model in found if model.path.is_file() or not _is_head(model.path)]
+
+
+def _is_head(folder: Path) -> bool:
+    from paceline.checkpoints.head_files import holds_head
+
+    try:
+        return holds_head(folder)
+    except PacelineError:  # of a kind that does not run, or damaged
+        return True
+
+
 def serve(
     argument: ModelArgument = None,
     *,
     model: LoadOptions,
     server: ServerOptions,
     limits: LimitOptions,
+    several: ModelsOptions,
     also: Annotated[
         list[str] | None,
         option(
@@ -111,33 +162,40 @@ def serve(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model over OpenAI's API to many clients at once."""
+    """Serve models over OpenAI's API to many clients at once.
+
+    MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
+    """
+    only_named = argument is None and model.model == DEMO and several.models
     model = model.with_model(argument)
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
         raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
     _set_up_logging(quiet)
-    from paceline.drafters.factory import spec_name
-    from paceline.engine.draft_policy import Speculation
+    import psutil
+
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
     from paceline.server.listen import check_address, run
     from paceline.server.models import Models, ModelSource
-    from paceline.server.worker import Worker
 
     check_address(server.host, server.port)
-    drafter = None if model.drafter == "none" else spec_name(model.drafter)
-    drafters = list(dict.fromkeys([*([drafter] if drafter else []), *(also or []), *_WEIGHTLESS]))
-
-    def open_worker() -> Worker:
-        llm = model.load(progress=progress_wanted(quiet), drafter=drafters)
-        if server.record:
-            recorders.append(llm.record(server.record))
-        return Worker(llm, limits.worker_limits(llm), Speculation(drafter))
-
+    if server.record and several.models:
+        raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
-    names = tuple(dict.fromkeys(server.served_model_name or [Path(model.model).name]))
-    models = Models([ModelSource(names, open_worker, stays=True)])
+    opened = partial(_open_worker, also=also or [], limits=limits, record=server.record, recorders=recorders)
+    sources = [] if only_named else [_first(model, server, partial(opened, model, progress=progress_wanted(quiet)))]
+    taken = {name for source in sources for name in source.names}
+    for found in several.found():
+        if found.name not in taken:
+            load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
+            sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
+    models = Models(
+        sources,
+        keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
+        max_memory=None if several.max_memory is None else int(several.max_memory * 2**30),
+        free_memory=lambda: int(psutil.virtual_memory().available),
+    )
     settings = Settings(
         api_keys=tuple(server.api_key or ()),
         hosts=server.hosts,
@@ -148,19 +206,64 @@ def serve(
         log_prompts=server.log_prompts,
         trace_endpoint=server.traces,
     )
-    announce = partial(_announce, names[0], drafter or "none", bool(settings.api_keys), quiet)
+    announce = partial(_announce, models, bool(settings.api_keys), quiet)
     run(create_app(models, settings), models, server.host, server.port, server.grace, announce)
     for recorder in recorders:
         recorder.close()
 
 
-def _announce(model: str, drafter: str, has_keys: bool, quiet: bool, address: str) -> None:
-    """Print the address once the server listens, with a warning if it is open to everybody."""
+def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]) -> ModelSource:
+    """Return the model that is named on the command line."""
+    from paceline.server.models import ModelSource
+
+    names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
+    return ModelSource(tuple(names), load, stays=True)
+
+
+def _open_worker(
+    model: LoadOptions,
+    *,
+    progress: bool,
+    also: list[str],
+    limits: LimitOptions,
+    record: Path | None,
+    recorders: list[ReplyRecorder],
+) -> Worker:
+    """Load a model with its drafters, of which the first is the default."""
+    from paceline.drafters.factory import FOUND, spec_name
+    from paceline.engine.draft_policy import OFF
+    from paceline.server.worker import Worker
+
+    off = model.drafter == "none"
+    first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
+    llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
+    if record:
+        recorders.append(llm.record(record))
+    return Worker(llm, limits.worker_limits(llm), OFF if off else None)
+
+
+def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None:
+    """Print address, model, drafter and memory once the server listens, with a warning if it is open to everybody."""
     if quiet:
         return
-    typer.echo(f"{model} (drafter: {drafter}) at {address}/v1 and in a browser at {address}/", err=True)
+    import psutil
+
+    loaded = [model for source in models.sources if (model := models.get(source.names[0]))]
+    about = ", ".join(f"{model.name} (drafter: {_default_drafter(model.worker)})" for model in loaded)
+    others = len(models.sources) - len(loaded)
+    if others:
+        about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"
+    typer.echo(f"{about} at {address}/v1 and in a browser at {address}/", err=True)
+    cache = sum(model.worker.limits.cache_positions * _position_bytes(model.llm) for model in loaded)
+    memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
+    typer.echo(memory + (f", and at most {amount(cache, 'bytes')} for keys and values" if cache else ""), err=True)
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
         typer.echo("warning: anyone who can reach this address can use it; set --api-key", err=True)
+
+
+def _default_drafter(worker: Worker) -> str:
+    policy = worker.llm.engine.policies[worker.default.drafter]
+    return policy.name if policy else "none"
 
 
 def _set_up_logging(quiet: bool) -> None:
@@ -174,14 +277,22 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     import psutil
     import torch
 
+    device, position = llm.model.target.device, _position_bytes(llm)
+    if not position:
+        return 1 << 20
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
+
+
+def _position_bytes(llm: LLM) -> int:
+    """Return the bytes of the keys and values of one position, 0 where they are not known.
+
+    States do not grow with a text, but their checkpoints do: counted as two for each.
+    """
     from paceline.cache.state import CHECKPOINT
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
     if not isinstance(target, Decoder):
-        return 1 << 20
-    # States do not grow with a text, but their checkpoints do: counted as two for each.
-    states = 2 * target.config.state_bytes / CHECKPOINT
-    device, position = target.device, target.config.cache_bytes(1, target.dtype.itemsize) + states
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
+        return 0
+    return target.config.cache_bytes(1, target.dtype.itemsize) + 2 * target.config.state_bytes // CHECKPOINT

@@ -2,6 +2,7 @@
 
 none                          no drafter
 auto                          the default, `AUTO`
+found                         the best of what is on this disk, see `found.py`
 suffix, suffix:remember       repeats of this text, or of earlier replies too
 ngram                         prompt lookup
 model:REF                     a draft model, also with another tokenizer
@@ -59,6 +60,9 @@ _LOOKUPS: dict[str, Callable[[], Drafter]] = {
 AUTO = "suffix"
 """The drafter that "auto" stands for: it has no weights to fetch, and costs nothing while it has nothing to propose.
 Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
+
+FOUND = "found"
+"""The name that `paceline.load` replaces with that of a drafter on this disk."""
 
 _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
@@ -139,7 +143,7 @@ def check_spec(spec: str | Drafter | None) -> None:
             f"drafter={spec!r:.80} is a {type(spec).__name__}",
             "Give a name, a paceline.Drafter (an object, not its class) or None",
         )
-    if isinstance(spec, str) and spec != "none":
+    if isinstance(spec, str) and spec not in ("none", FOUND):
         for part in _split(spec):
             _check_name(part)
 
@@ -147,16 +151,15 @@ def check_spec(spec: str | Drafter | None) -> None:
 def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
     """`check_spec` of one or of several. Raises `InvalidOption` also for an unknown `draft_quantize` mode, and for one
     where no drafter has weights."""
-    if isinstance(spec, list):
-        for one in spec:
-            check_spec(one)
-        spec = "+".join(spec)
-    check_spec(spec)
+    specs = spec if isinstance(spec, list) else [spec]
+    for one in specs:
+        check_spec(one)
     check_precision(mode, "draft_quantize")
-    weights = isinstance(spec, str) and any(part not in (*_LOOKUPS, "auto", "none") for part in _split(spec))
-    if mode in ("int8", "int4") and not weights:
+    named = [part for one in specs if isinstance(one, str) for part in _split(one)]
+    if mode in ("int8", "int4") and all(part in (*_LOOKUPS, "auto", "none") for part in named):
+        shown = "+".join(one if isinstance(one, str) else type(one).__name__ for one in specs)
         raise InvalidOption(
-            f"the drafter {spec if isinstance(spec, str) else type(spec).__name__} has no weights to read as {mode}",
+            f"the drafter {shown} has no weights to read as {mode}",
             "Leave draft_quantize out; `quantize` is the target's",
         )
 
@@ -167,7 +170,7 @@ def _check_name(part: str) -> None:
     named = bool(reference) and (name in _KINDS or name in ("model", "head"))
     if part != "auto" and part not in _LOOKUPS and part not in _KINDS and not named:
         learned = [*_KINDS, *(f"{name}:REF" for name in _KINDS), "early-exit:LAYERS", "head:REF"]
-        known = ", ".join(["none", "auto", *_LOOKUPS, "model:REF", *learned])
+        known = ", ".join(["none", "auto", FOUND, *_LOOKUPS, "model:REF", *learned])
         raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
-from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
 from paceline.models.config import DeltaNetConfig, Experts, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
@@ -145,7 +145,9 @@ class Decoder:
 
     def _cap(self, logits: Tensor) -> Tensor:
         cap = self.config.final_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return logits
+        return softcap_(logits, cap) if isinstance(self._head, NativeLinear) else logits.div_(cap).tanh_().mul_(cap)
 
     def head(self) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""

@@ -24,7 +24,9 @@ class Rotary:
     """Cosines and sines by position; halves are rotated against each other as in Hugging Face models."""
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of the factors. They are computed in float32, as in the training of the published models."""
+        """`dtype`: of the factors. Angles are float32, as in the training of the published models; powers, cosines and
+        sines are computed in float64 and rounded once, so that processors whose libraries differ in the last bit
+        agree."""
         self.config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
         self._tables: dict[int, Tensor] = {}
@@ -53,8 +55,8 @@ class Rotary:
 
     def _make(self, span: int, length: int) -> Tensor:
         inverse = inverse_frequencies(self.config, self._head_dim, span)
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
-        cos, sin = angles.cos(), angles.sin()
+        angles = (torch.arange(length, dtype=torch.float32)[:, None] * inverse).double()
+        cos, sin = angles.cos().float(), angles.sin().float()
         factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
         return (factors * dict(self.config.scaling).get("attention_factor", 1.0)).to(self._empty)
 
@@ -116,7 +118,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Ten
     if config.kind == "dynamic" and span:  # NTK-aware: the base grows with the text
         stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
         theta *= stretch ** (rotated / (rotated - 2))
-    wavelengths = theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    wavelengths = (theta ** exponents.double()).float()
     if factors := (config.long_factors if span else ()) or config.factors:
         return 1.0 / (torch.tensor(factors) * wavelengths)
     if config.kind == "linear":

@@ -63,7 +63,7 @@ def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready:
     )
 
     async def serve() -> None:
-        server = _Server(config, models, grace, ready)
+        server = _ListeningServer(config, models, grace, ready)
         # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
         signal.signal(signal.SIGTERM, lambda *_: None)
         await server.serve()
@@ -72,7 +72,7 @@ def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready:
     asyncio.run(serve())
 
 
-class _Server(uvicorn.Server):
+class _ListeningServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, models: Models, grace: float, ready: Callable[[str], None]) -> None:
         super().__init__(config)
         self._models, self._grace, self._ready = models, grace, ready

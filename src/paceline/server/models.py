@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from paceline.errors import InvalidOption, OutOfMemory
+from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
 from paceline.server.choices import TokenTexts
 from paceline.server.errors import LOG, ApiError
 from paceline.server.metrics import Metrics
@@ -191,7 +191,12 @@ class Models:
                 raise Busy(f"the models in use leave no memory for {source.names[0]}") from None
 
     def _open(self, source: ModelSource) -> LoadedModel:
-        return LoadedModel(source.names[0], source.load(), self.metrics)
+        try:
+            return LoadedModel(source.names[0], source.load(), self.metrics)
+        except InvalidOption as error:  # of the server, not of the request
+            if source.stays:
+                raise
+            raise UnsupportedModel(f"{source.names[0]} cannot be loaded: {error.cause}", error.fix) from error
 
     async def _make_room(self, source: ModelSource) -> bool:
         """Unload idle models, the least recently used first, until `source` fits. False if models in use prevent it.

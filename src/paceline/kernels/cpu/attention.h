@@ -117,7 +117,7 @@ class Attention {
     static constexpr float LOG2_E = 1.44269504f;
     static constexpr int COLUMNS_AHEAD = 32;  // prefetched, beyond the last ones too
     // Queries scored at a time; queries and vectors of values mixed at a time: as many sums as there are registers for.
-    static constexpr int SCORED = PARTS == 1 ? TILE : 4, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
+    static constexpr int SCORED = PARTS == 1 ? TILE : PARTS == 2 ? 4 : 2, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
 
     int count_ = 0;
     // Columns begin at line `line_` and number `columns_`, in blocks of 16, rows of which lie `width_` apart.

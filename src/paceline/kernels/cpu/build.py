@@ -194,7 +194,15 @@ def processor_features() -> frozenset[str]:
 def _level() -> frozenset[str]:
     """At least these, where neither torch nor the system lists them (macOS and Windows with torch 2.9)."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        return frozenset({"dot"})  # every processor of Apple's for computers
-    avx2 = {"avx2", "fma", "f16c"}
+        names = {"dot": b"FEAT_DotProd", "i8mm": b"FEAT_I8MM"}
+        return frozenset(name for name, feature in names.items() if _apple_has(feature))
+    avx2 = {"sse41", "avx2", "fma", "f16c"}
     levels = {"AVX2": avx2, "AVX512": avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
     return frozenset(levels.get(torch.backends.cpu.get_cpu_capability(), ()))
+
+
+def _apple_has(feature: bytes) -> bool:
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    name = b"hw.optional.arm." + feature
+    failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return not failed and value.value != 0

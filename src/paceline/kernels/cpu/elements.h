@@ -1,7 +1,7 @@
 // Number types of the stream, and of keys and values: how they are read, written and multiplied.
 #pragma once
 
-#include "simd.h"
+#include "functions.h"
 
 namespace paceline {
 

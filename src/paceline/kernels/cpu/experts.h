@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "functions.h"
 #include "product.h"
 
 namespace paceline {

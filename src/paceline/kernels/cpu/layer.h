@@ -71,9 +71,7 @@ inline void copy_row(float* to, const float* from, int size) {
 inline Floats activate(int kind, const Floats& x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
-    float y[LANES];
-    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
-    return load<Floats>(y);
+    return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
 }
 
 // activations.py: from gate and up to their product.

@@ -126,7 +126,13 @@ EXPORTED const char* paceline_built_for() {
 #define PACELINE_PROCESSOR "AVX-VNNI"
 #elif defined(__AVX2__)
 #define PACELINE_PROCESSOR "AVX2"
+#elif defined(__SSE4_1__)
+#define PACELINE_PROCESSOR "SSE4.1"
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define PACELINE_PROCESSOR "NEON I8MM"
 #elif defined(__ARM_FEATURE_DOTPROD)
+#define PACELINE_PROCESSOR "NEON dot product"
+#elif defined(__aarch64__)
 #define PACELINE_PROCESSOR "NEON"
 #else
 #define PACELINE_PROCESSOR "generic instructions"
@@ -175,6 +181,17 @@ EXPORTED int paceline_norm(const bf16* x, int size, int64_t rows, const float* w
         narrow_row<BFloat16>(y + first, row.data(), size);
     }
     return 0;
+}
+
+// x [n] = cap * tanh(x / cap), in place.
+EXPORTED void paceline_softcap(float* x, int64_t n, float cap) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        float part[LANES] = {};
+        const int count = int(std::min<int64_t>(LANES, n - i));
+        std::copy_n(x + i, count, part);
+        store(part, hyperbolic_tangent(load<Floats>(part) / cap) * cap);
+        std::copy_n(part, count, x + i);
+    }
 }
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` if given; bfloat16, but float32 for x and y if they are wide.

@@ -286,6 +286,14 @@ class NativeGated:
         return y[..., : self.out]
 
 
+def softcap_(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of float32 on the CPU, in place: with the same bits on every processor, unlike torch's."""
+    if not x.is_contiguous() or x.dtype != torch.float32:
+        raise ValueError(f"scores must be contiguous float32, got {x.dtype}")
+    kernel("paceline_softcap", c_void_p, c_int64, c_float)(x.data_ptr(), x.numel(), cap)
+    return x
+
+
 class NativeNorm:
     """A `models.layers.RMSNorm` for bfloat16 on the CPU, for rows that do not pass through a whole layer."""
 

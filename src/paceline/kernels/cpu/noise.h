@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "functions.h"
 
 namespace paceline {
 

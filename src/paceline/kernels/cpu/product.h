@@ -27,7 +27,7 @@ inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 // Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 //
 // The rows of a product are a span of these, in tiles of up to 8. The rows of a tile alternate: by the numbers that are
-// multiplied at a time (4 codes or 2 floats), and by group. So a loop over a tile reads at fixed distances.
+// multiplied at a time (4 or 8 codes, or 2 floats), and by group. So a loop over a tile reads at fixed distances.
 struct Inputs {
     std::vector<Operand> wide;  // in bfloat16's numbers, for weights of bfloat16
     std::vector<float> full;    // for float16 and float32
@@ -57,7 +57,7 @@ struct Inputs {
             else if (m.kind == HALF || m.kind == FULL)
                 scatter<2>(full, place, k, [&](float* y) { store(y, a), store(y + LANES, b); });
             else
-                scatter<4>(codes, place, k, [&](int8_t* y) { encode(place.group(k), a, b, y); });
+                scatter<4 * FOURS_TOGETHER>(codes, place, k, [&](int8_t* y) { encode(place.group(k), a, b, y); });
         }
     }
 
@@ -82,7 +82,7 @@ struct Inputs {
                 part(std::integral_constant<int, 2>(), full, x.full);
             else {
                 const size_t i = to.group(k), j = from.group(k);
-                part(std::integral_constant<int, 4>(), codes, x.codes);
+                part(std::integral_constant<int, 4 * FOURS_TOGETHER>(), codes, x.codes);
                 scale[i] = x.scale[j], total[i] = x.total[j], steps[i] = x.steps[j], halves[i] = x.halves[j];
             }
         }
@@ -140,6 +140,11 @@ struct Inputs {
     static Ints nearest(const Floats& x) { return convert<Ints>(x + 12582912.0f - 12582912.0f); }
 };
 
+// Where the four codes `q` of a group's row `r` lie, in a tile of `rows`, in fours.
+constexpr int four_at(int rows, int r, int q) {
+    return (q / FOURS_TOGETHER * rows + r) * FOURS_TOGETHER + q % FOURS_TOGETHER;
+}
+
 // What the offset of the values adds to a group's sum, for a part of the outputs.
 template <class F>
 inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
@@ -149,21 +154,19 @@ inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int
 }
 
 // The sums of a group's values times the codes of ROWS rows, for a part of the outputs; spans times their integers.
-template <class F, int ROWS, class Quad>
-inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad quad, IntPart* totals) {
+template <class F, int ROWS>
+inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes, IntPart* totals) {
     constexpr bool SMALL = F::VALUE_BITS < 8;
     constexpr int STEP = fours_at_once(F::VALUE_BITS, F::SPAN);
 #pragma GCC unroll 4
     for (int from = 0; from < GROUP / 4; from += STEP) {
         Dots<SMALL> dots[ROWS];
-        for (int r = 0; r < ROWS; r++) dots[r].start(0);
 #pragma GCC unroll 8
         for (int q = from; q < from + STEP; q++) {
-#if !defined(__AVX512F__)
-            asm volatile("" ::: "memory");  // else compilers read the rows' codes for all of it first, and run out of registers
-#endif
+            read_here<ROWS>();
             const Weights<SMALL> w(F::four(p, q, part));
-            for (int r = 0; r < ROWS; r++) dots[r].add(w, quad(r, q));
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) dots[r].add(w, codes, four_at(ROWS, r, q));
         }
         for (int r = 0; r < ROWS; r++) {
             IntPart sum;
@@ -175,6 +178,35 @@ inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, Quad q
         }
     }
 }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// The same, two rows at a time; a last row without a second one is both.
+template <class F, int ROWS>
+inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes, IntPart* totals) {
+    constexpr int PAIRS = (ROWS + 1) / 2, STEP = F::SPAN / 4;
+    auto values = [&](int q) { return Weights<(F::VALUE_BITS < 8)>(F::four(p, q, part)).codes; };
+#pragma GCC unroll 2
+    for (int from = 0; from < GROUP / 4; from += STEP) {
+        DotsOfTwo dots[PAIRS];
+#pragma GCC unroll 4
+        for (int q = from; q < from + STEP; q += 2) {
+            read_here<ROWS>();
+            const BytePart first = values(q), second = values(q + 1);
+#pragma GCC unroll 4
+            for (int pair = 0; pair < PAIRS; pair++) {
+                const int8_t* own = codes + 4 * four_at(ROWS, 2 * pair, q);
+                const bool both = 2 * pair + 1 < ROWS;
+                dots[pair].add(first, second, both ? vld1q_s8(own) : vcombine_s8(vld1_s8(own), vld1_s8(own)));
+            }
+        }
+        for (int r = 0; r < ROWS; r++) {
+            IntPart sum = r % 2 ? dots[r / 2].second() : dots[r / 2].first();
+            if constexpr (F::SPAN < GROUP) sum *= (from ? scales.second : scales.first).part[part];
+            totals[r] = from ? totals[r] + sum : sum;
+        }
+    }
+}
+#endif
 
 // `at`: groups of the inputs before the tile of these rows.
 template <class F, int ROWS>
@@ -188,11 +220,15 @@ template <class F, int ROWS>
         if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
         for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         const GroupScales<F> scales(header, p + F::CODES);
-        auto quad = [&](int r, int q) { return read<int32_t>(codes + (ROWS * q + r) * 4); };
         // A part of the outputs at a time, so that the sums of 8 rows fit into 16 registers.
         for (int part = 0; part < PARTS; part++) {
             IntPart totals[ROWS];
-            dot<F, ROWS>(p, scales, part, quad, totals);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+            if constexpr (ROWS > 1)
+                dot_of_pairs<F, ROWS>(p, scales, part, codes, totals);
+            else
+#endif
+                dot<F, ROWS>(p, scales, part, codes, totals);
             for (int r = 0; r < ROWS; r++) {
                 FloatPart& sum = sums[r].part[part];
                 const IntPart own = totals[r] - excess(scales, part, steps[r], halves[r]);

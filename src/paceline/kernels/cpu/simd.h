@@ -1,5 +1,5 @@
-// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets but the
-// portable one on x86-64, which has no fused multiply-add, give the same bits; `dot2` says where AVX-512 BF16 may not.
+// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets give the same bits,
+// but those of x86-64 below AVX2, which have no fused multiply-add; `dot2` says where AVX-512 BF16 may not.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ using bf16 = uint16_t;
 using half = uint16_t;
 using Shorts = Lanes<uint16_t>;
 
-// a * b + c, rounded once; twice on processors without such an instruction, where it would be a function call.
+// a * b + c, rounded once; twice on processors without such an instruction, where it would take twenty others.
 inline FloatPart fma(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -71,6 +71,10 @@ inline Floats from_half(const half* from) {
     for (int i = 0; i < PARTS; i++) v.part[i] = _mm256_cvtph_ps(read<__m128i>(from + i * PART_LANES));
 #endif
     return v;
+#elif defined(__aarch64__)
+    Floats v;
+    for (int i = 0; i < PARTS; i++) v.part[i] = (FloatPart)vcvt_f32_f16((float16x4_t)vld1_u16(from + i * PART_LANES));
+    return v;
 #else
     // A product turns exponents of 5 bits into 8 bits, for subnormals too.
     const Ints x = convert<Ints>(load<Shorts>(from)), bits = (x & 0x7fff) << 13;
@@ -100,6 +104,10 @@ inline Ints from_bytes(const uint8_t* from) {
     Ints v;
     for (int i = 0; i < PARTS; i++) v.part[i] = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8 * i)));
     return v;
+#elif defined(__SSE4_1__)
+    Ints v;
+    for (int i = 0; i < PARTS; i++) v.part[i] = (IntPart)_mm_cvtepu8_epi32(_mm_cvtsi32_si128(read<int32_t>(from + 4 * i)));
+    return v;
 #else
     return convert<Ints>(load<Lanes<uint8_t>>(from));
 #endif
@@ -114,6 +122,20 @@ inline void keep([[maybe_unused]] IntPart& x) {
 #elif defined(__aarch64__)
     asm("" : "+w"(x));
 #endif
+}
+
+// Has compilers read the codes of many rows as they are needed. Else they read those of a whole group first, or of a loop
+// around it, and run out of registers.
+template <int ROWS>
+inline void read_here() {
+#if defined(__AVX512F__)
+    constexpr int FIT = 8;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    constexpr int FIT = 2;
+#else
+    constexpr int FIT = 0;
+#endif
+    if (ROWS > FIT) asm volatile("" ::: "memory");
 }
 
 // --- products of codes: exact ---------------------------------------------------------------------------------------
@@ -137,6 +159,8 @@ struct Weights {
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm512_abs_epi8((__m512i)codes);
 #elif defined(__AVX2__)
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm256_abs_epi8((__m256i)codes);
+#elif defined(__SSE4_1__)
+        if (!SMALL) sizes = (BytePart)_mm_abs_epi8((__m128i)codes);
 #endif
     }
 };
@@ -149,6 +173,9 @@ inline IntPart weighted(ShortPart x, ShortPart factor) {
     return (IntPart)_mm256_madd_epi16((__m256i)x, (__m256i)factor);
 #elif defined(__SSE2__)
     return (IntPart)_mm_madd_epi16((__m128i)x, (__m128i)factor);
+#elif defined(__aarch64__)
+    const int16x8_t a = (int16x8_t)x, b = (int16x8_t)factor;
+    return (IntPart)vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
 #else
     const IntPart a = (IntPart)x, b = (IntPart)factor;
     return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
@@ -164,6 +191,8 @@ inline BytePart looked_up(const uint8_t* table, BytePart codes) {
     return (BytePart)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(table)), (__m512i)codes);
 #elif defined(__AVX2__)
     return (BytePart)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(table)), (__m256i)codes);
+#elif defined(__SSE4_1__)
+    return (BytePart)_mm_shuffle_epi8(read<__m128i>(table), (__m128i)codes);
 #elif defined(__aarch64__)
     return (BytePart)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
 #else
@@ -177,49 +206,57 @@ inline BytePart looked_up(const uint8_t* table, BytePart codes) {
 constexpr int fours_at_once([[maybe_unused]] int bits, int span) {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
     return span / 4;
+#elif defined(__aarch64__)
+    const int most = bits <= 5 ? 8 : bits == 6 ? 4 : 2;  // no sums of two: 8 * 31 * 127, 4 * 63 * 127 and 2 * 128 * 127
+    return most < span / 4 ? most : span / 4;
 #else
     const int most = bits == 8 || bits <= 4 ? 8 : bits == 5 ? 4 : 2;
     return most < span / 4 ? most : span / 4;
 #endif
 }
 
+// How many fours of a row's codes lie together: as many as an instruction takes of one row.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int FOURS_TOGETHER = 2;
+#else
+constexpr int FOURS_TOGETHER = 1;
+#endif
+
 // Sums, a lane for each output: of 4 weight codes times 4 signed codes of a row at a time, `fours_at_once` times. SMALL:
-// the weight codes have fewer than 8 bits.
+// the weight codes have fewer than 8 bits. A row's codes are the `i`-th four of `codes`.
+#if defined(__aarch64__) && !defined(__ARM_FEATURE_DOTPROD)
 template <bool SMALL>
 class Dots {
    public:
-    void start(int32_t shift) { sums_ = IntPart{} + shift; }
+    void add(const Weights<SMALL>& w, const int8_t* codes, int i) {
+        const int8x16_t own = (int8x16_t)w.codes, x = (int8x16_t)vdupq_n_s32(read<int32_t>(codes + 4 * i));
+        low_ = vmlal_s8(low_, vget_low_s8(own), vget_low_s8(x));
+        high_ = vmlal_high_s8(high_, own, x);
+    }
 
-#if defined(PACELINE_VNNI) && defined(__AVX512VNNI__)
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        sums_ = (IntPart)_mm512_dpbusd_epi32((__m512i)sums_, (__m512i)w.codes, _mm512_set1_epi32(quad));
-    }
-#elif defined(PACELINE_VNNI)
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        sums_ = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums_, (__m256i)w.codes, _mm256_set1_epi32(quad));
-    }
-#elif defined(__ARM_FEATURE_DOTPROD)
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        sums_ = (IntPart)vdotq_s32((int32x4_t)sums_, (int8x16_t)w.codes, (int8x16_t)vdupq_n_s32(quad));
-    }
-#elif defined(__AVX512BW__)
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        __m512i x = _mm512_set1_epi32(quad);
-        if (!SMALL) x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask((__m512i)w.codes), __m512i{}, x);
-        add(_mm512_maddubs_epi16((__m512i)w.sizes, x));
-    }
-#elif defined(__AVX2__)
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        __m256i x = _mm256_set1_epi32(quad);
-        if (!SMALL) x = _mm256_sign_epi8(x, (__m256i)w.codes);
-        add(_mm256_maddubs_epi16((__m256i)w.sizes, x));
+    IntPart total() const { return (IntPart)vpaddq_s32(vpaddlq_s16(low_), vpaddlq_s16(high_)); }
+    IntPart total(IntPart factor) const { return total() * factor; }
+
+   private:
+    int16x8_t low_{}, high_{};  // of half the outputs each, a lane for each of the four codes
+};
+#else
+template <bool SMALL>
+class Dots {
+   public:
+#if defined(__ARM_FEATURE_DOTPROD)
+    void add(const Weights<SMALL>& w, const int8_t* codes, int i) {
+        const int32x4_t sums = (int32x4_t)sums_;
+        const int8x16_t own = (int8x16_t)w.codes, x = vld1q_s8(codes + i / 4 * 16);
+        switch (i % 4) {
+            case 0: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 0); break;
+            case 1: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 1); break;
+            case 2: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 2); break;
+            default: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 3);
+        }
     }
 #else
-    void add(const Weights<SMALL>& w, int32_t quad) {
-        // Even and odd bytes as numbers of 16 bits.
-        const ShortPart x = (ShortPart)(IntPart{} + quad), y = (ShortPart)w.codes;
-        add((x << 8 >> 8) * (y << 8 >> 8) + (x >> 8) * (y >> 8));
-    }
+    void add(const Weights<SMALL>& w, const int8_t* codes, int i) { add(w, read<int32_t>(codes + 4 * i)); }
 #endif
 
     IntPart total() const {
@@ -240,7 +277,41 @@ class Dots {
     }
 
    private:
-    IntPart sums_;  // where `pairs` come of the instructions and are small, these are twice as many sums of 16 bits
+    IntPart sums_{};  // where `pairs` come of the instructions and are small, these are twice as many sums of 16 bits
+
+#if defined(PACELINE_VNNI) && defined(__AVX512VNNI__)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        sums_ = (IntPart)_mm512_dpbusd_epi32((__m512i)sums_, (__m512i)w.codes, _mm512_set1_epi32(four));
+    }
+#elif defined(PACELINE_VNNI)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        sums_ = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums_, (__m256i)w.codes, _mm256_set1_epi32(four));
+    }
+#elif defined(__AVX512BW__)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        __m512i x = _mm512_set1_epi32(four);
+        if (!SMALL) x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask((__m512i)w.codes), __m512i{}, x);
+        add(_mm512_maddubs_epi16((__m512i)w.sizes, x));
+    }
+#elif defined(__AVX2__)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        __m256i x = _mm256_set1_epi32(four);
+        if (!SMALL) x = _mm256_sign_epi8(x, (__m256i)w.codes);
+        add(_mm256_maddubs_epi16((__m256i)w.sizes, x));
+    }
+#elif defined(__SSE4_1__)
+    void add(const Weights<SMALL>& w, int32_t four) {
+        __m128i x = _mm_set1_epi32(four);
+        if (!SMALL) x = _mm_sign_epi8(x, (__m128i)w.codes);
+        add(_mm_maddubs_epi16((__m128i)w.sizes, x));
+    }
+#else
+    void add(const Weights<SMALL>& w, int32_t four) {
+        // Even and odd bytes as numbers of 16 bits.
+        const ShortPart x = (ShortPart)(IntPart{} + four), y = (ShortPart)w.codes;
+        add((x << 8 >> 8) * (y << 8 >> 8) + (x >> 8) * (y >> 8));
+    }
+#endif
 
     // Adds sums of two products.
     template <class Pairs>
@@ -250,6 +321,26 @@ class Dots {
         keep(sums_);
     }
 };
+#endif
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// Sums of two rows by products of 2 x 8 codes: each register has two outputs of two rows.
+class DotsOfTwo {
+   public:
+    // Neighbouring fours of the weights, and eight codes of each row.
+    void add(BytePart first, BytePart second, int8x16_t rows) {
+        const int32x4_t a = (int32x4_t)first, b = (int32x4_t)second;
+        low_ = vmmlaq_s32(low_, (int8x16_t)vzip1q_s32(a, b), rows);
+        high_ = vmmlaq_s32(high_, (int8x16_t)vzip2q_s32(a, b), rows);
+    }
+
+    IntPart first() const { return (IntPart)vuzp1q_s32(low_, high_); }
+    IntPart second() const { return (IntPart)vuzp2q_s32(low_, high_); }
+
+   private:
+    int32x4_t low_{}, high_{};
+};
+#endif
 
 // --- products of bfloat16 -------------------------------------------------------------------------------------------
 
@@ -324,6 +415,12 @@ inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm256_unpack##half##_epi##bits((__m256i)a, (__m256i)b)
 #elif defined(__SSE2__)
 #define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm_unpack##half##_epi##bits((__m128i)a, (__m128i)b)
+#elif defined(__aarch64__)
+#define PACELINE_ZIP(bits, half, a, b) (IntPart) zip##half##_##bits((int32x4_t)a, (int32x4_t)b)
+    auto ziplo_32 = [](int32x4_t a, int32x4_t b) { return vzip1q_s32(a, b); };
+    auto ziphi_32 = [](int32x4_t a, int32x4_t b) { return vzip2q_s32(a, b); };
+    auto ziplo_64 = [](int32x4_t a, int32x4_t b) { return vzip1q_s64((int64x2_t)a, (int64x2_t)b); };
+    auto ziphi_64 = [](int32x4_t a, int32x4_t b) { return vzip2q_s64((int64x2_t)a, (int64x2_t)b); };
 #else
     constexpr int lo = 0, hi = 1;
     auto zip = [](int bits, int half, IntPart a, IntPart b) {
@@ -379,37 +476,5 @@ template <int N>
     for (int i = 0; i < N; i++) pairs[i] = {widen(even + i * LANES), widen(odd + i * LANES)};
 #endif
 }
-
-// --- functions ------------------------------------------------------------------------------------------------------
-
-// e^x to about one unit in the last place; 0 below -87, -inf included.
-inline Floats exponential(Floats x) {
-    const Ints vanishes = x < -87.0f;
-    x = select(vanishes, all(-87.0f), select(x > 88.0f, all(88.0f), x));
-    Floats turns = x * 1.44269504f + 12582912.0f;  // rounds: 1.5 * 2^23 leaves no bits behind the point
-    const Ints power = as<Ints>(turns) << 23;
-    turns -= 12582912.0f;
-    Floats r = fma(turns, all(-0.693359375f), x);
-    r = fma(turns, all(2.12194440e-4f), r);
-    Floats y = all(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        y = fma(y, r, all(c));
-    y = fma(y, r * r, r) + 1.0f;
-    y = as<Floats>(as<Ints>(y) + power);
-    return select(vanishes, Floats{}, y);
-}
-
-// 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
-inline Floats power_of_two(Floats x) {
-    x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
-    const Floats turns = x + 12582912.0f;
-    const Ints power = as<Ints>(turns) << 23;
-    const Floats r = x - (turns - 12582912.0f);
-    Floats y = all(9.58287326e-3f);
-    for (float c : {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f}) y = fma(y, r, all(c));
-    return as<Floats>(as<Ints>(y) + power);
-}
-
-inline Floats hyperbolic_tangent(const Floats& x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
 
 }  // namespace paceline

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (
-    *("vectors.h", "simd.h", "elements.h", "pool.h", "formats.h", "product.h", "pack.h", "floats.h"),
+    *("vectors.h", "simd.h", "functions.h", "elements.h", "pool.h", "formats.h", "product.h", "pack.h", "floats.h"),
     *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "layers.cpp"),
 )
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
@@ -42,19 +42,21 @@ def sets_of(machine: str) -> dict[str, InstructionSet]:
     """Instruction sets by name, the best last, of an architecture as `platform.machine` names it."""
     sets = [portable := InstructionSet("portable")]
     if machine.lower() in ("x86_64", "amd64"):
+        sse4 = InstructionSet("sse4", ("-msse4.1",), frozenset({"sse41"}))
         avx2 = portable.plus("avx2", "avx2", "fma", "f16c")
         avx512 = avx2.plus("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl")
         vnni = avx512.plus("avx512vnni", "avx512vnni")
-        sets += [avx2, avx2.plus("avxvnni", "avxvnni"), avx512, vnni, vnni.plus("avx512bf16", "avx512bf16")]
+        sets += [sse4, avx2, avx2.plus("avxvnni", "avxvnni"), avx512, vnni, vnni.plus("avx512bf16", "avx512bf16")]
     elif machine.lower() in ("aarch64", "arm64"):
-        sets += [InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))]
+        dot = InstructionSet("neondot", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))
+        i8mm = InstructionSet("neoni8mm", ("-march=armv8.2-a+dotprod+i8mm",), dot.needs | {"i8mm"})
+        sets = [InstructionSet("neon"), dot, i8mm]  # NEON itself is a part of the architecture
     return {one.name: one for one in sets}
 
 
 def flags_of(instructions: InstructionSet, system: str | None = None) -> tuple[str, ...]:
     """Flags of the compiler, for this or another system as `platform.system` names it."""
-    # Windows finds no library of the compiler's beside ours, and all of its code can be moved.
-    own = ("-static",) if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
+    own = () if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
     return (*_FLAGS, *own, *instructions.flags)
 
 

@@ -125,6 +125,52 @@ inline To convert(const Lanes<T>& v) {
     return y;
 }
 
+#if defined(__aarch64__)
+// Compilers take these lane by lane.
+template <>
+inline Ints convert<Ints>(const Lanes<uint16_t>& v) {
+    Ints y;
+    for (int i = 0; i < PARTS; i++) y.part[i] = (IntPart)vmovl_u16((uint16x4_t)v.part[i]);
+    return y;
+}
+
+template <>
+inline Ints convert<Ints>(const Lanes<uint8_t>& v) {
+    const uint8x16_t bytes = read<uint8x16_t>(&v);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    Ints y;
+    y.part[0] = (IntPart)vmovl_u16(vget_low_u16(low)), y.part[1] = (IntPart)vmovl_high_u16(low);
+    y.part[2] = (IntPart)vmovl_u16(vget_low_u16(high)), y.part[3] = (IntPart)vmovl_high_u16(high);
+    return y;
+}
+
+template <class To, class T>
+inline To narrowed_lanes(const Lanes<T>& v) {
+    To y;
+    for (int i = 0; i < PARTS; i++) y.part[i] = (typename To::Part)vmovn_u32((uint32x4_t)v.part[i]);
+    return y;
+}
+
+template <>
+inline Lanes<uint16_t> convert<Lanes<uint16_t>>(const Ints& v) {
+    return narrowed_lanes<Lanes<uint16_t>>(v);
+}
+
+template <>
+inline Lanes<uint16_t> convert<Lanes<uint16_t>>(const Unsigned& v) {
+    return narrowed_lanes<Lanes<uint16_t>>(v);
+}
+
+template <>
+inline Lanes<int8_t> convert<Lanes<int8_t>>(const Ints& v) {
+    auto halves = [&](int i) {
+        return vmovn_u16(vcombine_u16(vmovn_u32((uint32x4_t)v.part[i]), vmovn_u32((uint32x4_t)v.part[i + 1])));
+    };
+    const uint8x16_t bytes = vcombine_u8(halves(0), halves(2));
+    return read<Lanes<int8_t>>(&bytes);
+}
+#endif
+
 template <class T>
 inline Lanes<T> select(const Ints& mask, const Lanes<T>& yes, const Lanes<T>& no) {
     Lanes<T> y;
@@ -141,6 +187,8 @@ inline bool any(const Ints& mask) {
 #elif defined(__AVX2__)
     const __m256i some = (__m256i)(mask.part[0] | mask.part[1]);
     return !_mm256_testz_si256(some, some);
+#elif defined(__aarch64__)
+    return vmaxvq_u32((uint32x4_t)(mask.part[0] | mask.part[1] | mask.part[2] | mask.part[3])) != 0;
 #else
     const IntPart some = mask.part[0] | mask.part[1] | mask.part[2] | mask.part[3];
     return some[0] | some[1] | some[2] | some[3];

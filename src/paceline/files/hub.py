@@ -1,0 +1,254 @@
+"""Models of the Hugging Face hub: folders of safetensors through its client, GGUF files with a download of our own.
+
+The client keeps nothing of an interrupted file, and checks no hashes; a GGUF has gigabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.files.gguf_names import choose, complete
+from paceline.files.progress import progress_bar
+from paceline.files.wheels import cache_folder
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
+"""Every repository has the last: where nothing matches, the client warns."""
+_PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
+_UNWANTED = ["*/*", "consolidated*"]
+"""Subfolders and consolidated files of a hub model repeat its weights in other layouts."""
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
+"""Modules of the hub client's transports, whose errors may be no OSError."""
+_PIECE = 1 << 20
+_SPARE = 1 << 28
+"""Bytes that a download leaves free on the disk."""
+
+
+def store_folder() -> Path:
+    """Return the folder of downloaded GGUF files, as OWNER/NAME/FILE."""
+    return cache_folder() / "models"
+
+
+def hub_model(
+    name: str,
+    quantization: str | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = False,
+    allow_pickle: bool = False,
+    newest: bool = False,
+) -> Path:
+    """Return the folder or the GGUF file of a hub model, downloaded if necessary.
+
+    `quantization`: choose this GGUF file (`gguf_names.choose`); None: the safetensors, or a GGUF file where there are
+    none. `newest`: ask the hub even if a GGUF file is here. Raises `ModelNotFound`, `UnsupportedModel`, `CorruptModel`.
+    """
+    if not newest and (path := _stored(name, quantization, revision)):
+        return path
+    if quantization is None:
+        folder = _snapshot(name, revision, token, quiet, _WANTED)
+        if any(folder.glob("*.safetensors")):
+            return folder
+        if allow_pickle:
+            return _snapshot(name, revision, token, quiet, _WANTED + _PICKLES)
+    with _hub_errors(name, revision):
+        files = _listing(name, revision, token)
+    if not any(file.name.endswith(".gguf") for file in files):
+        raise UnsupportedModel(
+            f"the hub model {name} holds neither safetensors nor GGUF files",
+            "Use another model, or set allow_pickle=True",
+        )
+    chosen = choose([file.name for file in files], quantization, name)
+    folder = _folder(name, revision)
+    with _hub_errors(name, revision):
+        for file in files:
+            if file.name in chosen:
+                _download(name, file, folder, token, quiet)
+    return folder / chosen[0]
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    return store_folder() / (name if revision is None else f"{name}@{revision.replace('/', '-')}")
+
+
+def _stored(name: str, quantization: str | None, revision: str | None) -> Path | None:
+    """Return the GGUF file that is here already: downloaded by us, or by the hub's client."""
+    for folder in (_folder(name, revision), snapshot_of(name, revision)):
+        if folder and (files := complete(folder)):
+            try:
+                return folder / choose(files, quantization, name)[0]
+            except ModelNotFound:
+                continue
+    return None
+
+
+def client_cache() -> Path:
+    """Return the folder of the hub's own client."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def snapshot_of(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a revision of a model in the cache of the hub's client, or None."""
+    folder = client_cache() / f"models--{name.replace('/', '--')}"
+    commit = revision or "main"
+    with suppress(OSError, ValueError):
+        commit = (folder / "refs" / commit).read_text().strip()
+    found = folder / "snapshots" / commit
+    return found if found.parent == folder / "snapshots" and found.is_dir() else None
+
+
+class _HubFile(NamedTuple):
+    """A file of a repository; `sha256` of its content; `commit` of the repository."""
+
+    name: str
+    size: int
+    sha256: str
+    commit: str
+
+
+def _listing(name: str, revision: str | None, token: str | None) -> list[_HubFile]:
+    """Return the repository's large files."""
+    from huggingface_hub import HfApi
+
+    found = HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
+    return [
+        _HubFile(one.rfilename, one.lfs.size, one.lfs.sha256, found.sha or "main")
+        for one in found.siblings or ()
+        if one.lfs and _is_safe(one.rfilename)
+    ]
+
+
+def _is_safe(name: str) -> bool:
+    """Whether a file's name stays in its folder, wherever it is used."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not any(part in ("..", "/") or set(part) & set("\\:\0") for part in parts)
+
+
+def _download(name: str, file: _HubFile, folder: Path, token: str | None, quiet: bool) -> None:
+    """Download a file, going on where an earlier download ended, and check its SHA-256."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils._fixes import WeakFileLock
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    target = folder / file.name
+    if target.exists() and target.stat().st_size == file.size:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The hash is in the name: the rest of another version is never appended.
+    part = target.with_name(f".{target.name}.{file.sha256[:16]}.incomplete")
+    with WeakFileLock(part.with_suffix(".lock")), part.open("ab") as out:
+        begun = out.tell()
+        missing = file.size - begun
+        if shutil.disk_usage(target.parent).free < missing + _SPARE:
+            raise ModelNotFound(
+                f"the disk of {folder} has no room for the {missing / 1e9:.1f} GB of {target.name}",
+                "Free space, or set PACELINE_CACHE to a folder on another disk",
+            )
+        url = hf_hub_url(name, file.name, revision=file.commit)
+        with _progress_bars(quiet):
+            http_get(
+                url,
+                out,
+                resume_size=begun,
+                headers=build_hf_headers(token=token),
+                expected_size=file.size,
+                displayed_filename=target.name,
+            )
+        out.flush()
+        if (digest := _sha256(part, quiet)) != file.sha256:
+            part.unlink()
+            raise CorruptModel(
+                f"the SHA-256 of {target.name} is {digest}, and the hub says {file.sha256}",
+                "Try again without a proxy or mirror in between; the download was discarded",
+            )
+        os.replace(part, target)
+    part.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _sha256(path: Path, quiet: bool) -> str:
+    digest, size, done = hashlib.sha256(), path.stat().st_size, 0
+    with path.open("rb") as file, progress_bar(f"checking {path.name}", not quiet) as advance:
+        while data := file.read(_PIECE):
+            digest.update(data)
+            done += len(data)
+            advance(done, size)
+    return digest.hexdigest()
+
+
+def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, revision), _progress_bars(quiet):
+        folder = snapshot_download(
+            name, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_UNWANTED
+        )
+    return Path(folder)
+
+
+@contextmanager
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn the errors of the hub's client and its transports into `ModelNotFound`."""
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        known = isinstance(error, (OSError, HFValidationError))
+        if not known and type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+            raise
+        raise _download_error(name, revision, error) from error
+
+
+@contextmanager
+def _progress_bars(quiet: bool) -> Iterator[None]:
+    """Turn the hub client's progress bars off where `quiet`, and restore them afterwards."""
+    # The functions are public by documentation, but not in the module's __all__.
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    silence = quiet and not utils.are_progress_bars_disabled()
+    if silence:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silence:
+            utils.enable_progress_bars()
+
+
+def _download_error(name: str, revision: str | None, error: Exception) -> ModelNotFound:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        error = errors.OfflineModeIsEnabled(str(error))
+
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    cause = f"the hub model {name} is not on this machine and cannot be downloaded ({reason})"
+    fix = "Check the network and free disk space, or download it elsewhere and name the folder"
+    if isinstance(error, errors.GatedRepoError):
+        cause = f"the hub model {name} is gated"
+        fix = "Accept its terms on huggingface.co, then give token=... or run `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        cause = f"there is no hub model {name}, or it is private, and no such folder here"
+        fix = "Check the name; a private model needs token=... or `hf auth login`"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        cause, fix = f"the hub model {name} has no revision {revision!r}", "Name a branch, tag or commit of it"
+    elif isinstance(error, errors.HFValidationError):
+        cause, fix = f"{name!r} is not a hub id ({reason})", "Write it as 'owner/name'"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        cause = f"the hub model {name} is not on this machine and offline mode is on"
+        fix = "Unset HF_HUB_OFFLINE, or download it on a machine with a network and name the folder"
+    elif isinstance(error, errors.HfHubHTTPError):
+        cause, fix = f"the hub refused {name} ({reason})", "Check the token and the name, or try again later"
+    return ModelNotFound(cause, fix)

@@ -1,0 +1,185 @@
+"""Models on this disk: those that Paceline downloaded, and those of the hub's client, Ollama and LM Studio."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.errors import InvalidOption, ModelNotFound
+from paceline.files.gguf_names import complete, parts_of, quantization_of, whole
+from paceline.files.hub import client_cache, snapshot_of, store_folder
+from paceline.files.names import short_name
+from paceline.files.wheels import PACKAGED, cache_folder
+
+OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
+"""Prefixes of names in other programs' stores."""
+_OLLAMA_WEIGHTS = "application/vnd.ollama.image.model"
+_OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_LONGEST_MANIFEST = 1 << 20
+_MOST = 10_000
+"""Files of a store that are looked at."""
+
+
+_OTHERS = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
+"""Stores of other programs, and how these delete a model."""
+
+
+class StoredModel(NamedTuple):
+    """A model on the disk: the name that finds it, its file or folder, its bytes, and the store that holds it."""
+
+    name: str
+    path: Path
+    size: int
+    store: str
+
+
+def stored_models(everything: bool = False) -> list[StoredModel]:
+    """Return the models that have been downloaded; `everything`: also those of Ollama and LM Studio."""
+    found = [*_packaged(), *_pulled(), *_hub_cache()]
+    if everything:
+        found += [*_ollama(), *_lm_studio()]
+    return sorted(found, key=lambda model: (model.store != "paceline", model.store, model.name))
+
+
+def find(name: str) -> StoredModel:
+    """Return the model that `stored_models` lists under this name. Raises `ModelNotFound`."""
+    for model in stored_models(name.startswith((OLLAMA, LM_STUDIO))):
+        if model.name == name:
+            return model
+    raise ModelNotFound(f"there is no model {name!r} on this disk", "`paceline list --all` shows what there is")
+
+
+def remove(model: StoredModel) -> None:
+    """Delete a model's files. Raises `InvalidOption` for one that another program looks after."""
+    if model.store in _OTHERS:
+        raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
+    names = parts_of(model.path.name) or [model.path.name]
+    is_folder = model.path.is_dir()
+    for path in model.path.rglob("*") if is_folder else [model.path.with_name(name) for name in names]:
+        blob = path.resolve()  # what the hub's client links to
+        if blob.is_file():
+            path.unlink()
+            blob.unlink(missing_ok=True)
+    if is_folder:
+        shutil.rmtree(model.path)
+
+
+def models_in(folder: Path) -> list[StoredModel]:
+    """Return the models in a folder and its subfolders: GGUF files under their names without the ending, and folders
+    in Hugging Face's layout. Raises `ModelNotFound` for what is no folder."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"there is no folder {folder}", "Name a folder of GGUF files")
+    found = [
+        StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in _ggufs(folder)
+    ]
+    for config in islice(folder.glob("**/config.json"), _MOST):
+        weights = [path.name for path in config.parent.glob("*.safetensors")]
+        if weights:
+            size = _size(config.parent, weights)
+            found.append(StoredModel(config.parent.relative_to(folder).as_posix(), config.parent, size, "folder"))
+    # A file's own name is enough where no other has it.
+    last = [model.name.rpartition("/")[2] for model in found]
+    return [
+        model._replace(name=short) if last.count(short) == 1 else model
+        for model, short in zip(found, last, strict=True)
+    ]
+
+
+def _ggufs(folder: Path) -> list[list[str]]:
+    return whole(islice(complete(folder), _MOST))
+
+
+def _stem(file: str) -> str:
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file, flags=re.IGNORECASE)
+
+
+def _size(folder: Path, files: list[str]) -> int:
+    return sum((folder / file).stat().st_size for file in files)
+
+
+def _packaged() -> Iterator[StoredModel]:
+    for name, model in PACKAGED.items():
+        path = cache_folder() / model.filename
+        if path.is_file() and path.stat().st_size == model.size:
+            yield StoredModel(name, path, model.size, "paceline")
+
+
+def _hub_files(repository: str, folder: Path, store: str) -> Iterator[StoredModel]:
+    for parts in _ggufs(folder):
+        name = short_name(repository, quantization_of(parts[0]) or parts[0])
+        yield StoredModel(name, folder / parts[0], _size(folder, parts), store)
+
+
+def _pulled() -> Iterator[StoredModel]:
+    for folder in islice(store_folder().glob("*/*"), _MOST):
+        yield from _hub_files(folder.relative_to(store_folder()).as_posix(), folder, "paceline")
+
+
+def _hub_cache() -> Iterator[StoredModel]:
+    for folder in islice(client_cache().glob("models--*--*"), _MOST):
+        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+        snapshot = snapshot_of(repository, None)
+        if snapshot is None:
+            continue
+        yield from _hub_files(repository, snapshot, "huggingface")
+        weights = [path.name for path in snapshot.glob("*.safetensors")]
+        if weights and (snapshot / "config.json").exists():
+            yield StoredModel(repository, snapshot, _size(snapshot, weights), "huggingface")
+
+
+def _ollama_folder() -> Path | None:
+    named = os.environ.get("OLLAMA_MODELS")
+    folders = [Path(named).expanduser()] if named else [Path.home() / ".ollama/models"]
+    folders.append(Path("/usr/share/ollama/.ollama/models"))  # where Linux runs it as a service
+    return next((folder for folder in folders if _is_folder(folder / "blobs")), None)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # of another user
+        return False
+
+
+def _ollama() -> Iterator[StoredModel]:
+    """Models by their manifests, HOST/OWNER/NAME/TAG, each a JSON document that names the blob of the weights."""
+    if not (folder := _ollama_folder()):
+        return
+    for path in islice(folder.glob("manifest*/*/*/*/*"), _MOST):
+        blob = _weights_of(path, folder / "blobs")
+        if blob is None:
+            continue
+        host, owner, model, tag = path.parts[-4:]
+        place = "" if host in _OLLAMA_HOSTS else f"{host}/"
+        owner = "" if not place and owner == "library" else f"{owner}/"
+        yield StoredModel(f"{OLLAMA}{place}{owner}{model}:{tag}", blob, blob.stat().st_size, "ollama")
+
+
+def _weights_of(manifest: Path, blobs: Path) -> Path | None:
+    """Return the GGUF file that a manifest of Ollama names, or None where there is none."""
+    try:
+        if manifest.stat().st_size > _LONGEST_MANIFEST:
+            return None
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_WEIGHTS)
+        found = _DIGEST.fullmatch(digest)
+        blob = blobs / f"sha256-{found[1]}" if found else None
+        return blob if blob and blob.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        return None
+
+
+def _lm_studio() -> Iterator[StoredModel]:
+    """GGUF files as PUBLISHER/REPOSITORY/FILE."""
+    for place in (".lmstudio/models", ".cache/lm-studio/models"):
+        folder = Path.home() / place
+        if folder.is_dir():
+            for parts in _ggufs(folder):
+                yield StoredModel(LM_STUDIO + _stem(parts[0]), folder / parts[0], _size(folder, parts), "lmstudio")

@@ -1,0 +1,69 @@
+// Functions of 16 numbers, in operations that round alike on every processor. A C library's may differ in the last bit.
+#pragma once
+
+#include <initializer_list>
+
+#include "simd.h"
+
+namespace paceline {
+
+// A polynomial, the highest power first.
+inline Floats polynomial(const Floats& x, float first, std::initializer_list<float> others) {
+    Floats y = all(first);
+    for (float c : others) y = fma(y, x, all(c));
+    return y;
+}
+
+inline Floats size_of(const Floats& x) { return as<Floats>(as<Ints>(x) & 0x7fffffff); }
+inline Floats with_sign(const Floats& size, const Floats& x) {
+    return as<Floats>(as<Ints>(size) | (as<Ints>(x) & int32_t(0x80000000)));
+}
+
+// e^x to about one unit in the last place; 0 below -87, -inf included.
+inline Floats exponential(Floats x) {
+    const Ints vanishes = x < -87.0f;
+    x = select(vanishes, all(-87.0f), select(x > 88.0f, all(88.0f), x));
+    Floats turns = x * 1.44269504f + 12582912.0f;  // rounds: 1.5 * 2^23 leaves no bits behind the point
+    const Ints power = as<Ints>(turns) << 23;
+    turns -= 12582912.0f;
+    Floats r = fma(turns, all(-0.693359375f), x);
+    r = fma(turns, all(2.12194440e-4f), r);
+    Floats y = polynomial(r, 1.9875691500e-4f, {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                                5.0000001201e-1f});
+    y = fma(y, r * r, r) + 1.0f;
+    y = as<Floats>(as<Ints>(y) + power);
+    return select(vanishes, Floats{}, y);
+}
+
+// 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
+inline Floats power_of_two(Floats x) {
+    x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
+    const Floats turns = x + 12582912.0f;
+    const Ints power = as<Ints>(turns) << 23;
+    const Floats r = x - (turns - 12582912.0f);
+    const Floats y = polynomial(r, 9.58287326e-3f, {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f});
+    return as<Floats>(as<Ints>(y) + power);
+}
+
+// The polynomials of these two are minimax fits of our own (Remez), to 3e-9 and 1e-9.
+
+// To about two units in the last place.
+inline Floats hyperbolic_tangent(const Floats& x) {
+    const Floats square = x * x, size = size_of(x);
+    const Floats p = polynomial(square, -5.895625861e-3f, {2.079640952e-2f, -5.378397475e-2f, 1.333192608e-1f, -3.333329809e-1f});
+    const Floats large = 1.0f - 2.0f / (exponential(2.0f * size) + 1.0f);
+    return select(size < 0.6f, fma(p * square, x, x), with_sign(large, x));
+}
+
+// The error function, to about two units in the last place. From 1 on 1 - e^-q, where q fits -log(1 - erf).
+inline Floats error_function(const Floats& x) {
+    const Floats square = x * x, size = size_of(x);
+    const Floats p = polynomial(square, 7.85386118e-5f, {-8.010193569e-4f, 5.188327679e-3f, -2.685381193e-2f, 1.128358515e-1f,
+                                                         -3.761262582e-1f, 1.128379166f});
+    const Floats t = select(size > 4.0f, all(4.0f), size);  // 1 - erf(4) is below half a unit
+    const Floats q = polynomial(t, -1.855739066e-4f, {2.939606335e-3f, -2.180531464e-2f, 1.030373615e-1f, 6.382256852e-1f,
+                                                      1.127040032f, 3.537205307e-4f});
+    return select(size < 1.0f, p * x, with_sign(1.0f - exponential(-q), x));
+}
+
+}  // namespace paceline

@@ -1,0 +1,76 @@
+"""The drafter that is found for a target: a head made for it, a smaller model of the same vocabulary, else suffix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoints.head_fit import fingerprint
+from paceline.checkpoints.loader import Loaded, load_model
+from paceline.drafters import found
+from paceline.drafters.found import found_drafter
+from paceline.errors import InvalidOption
+from paceline.files.stores import StoredModel
+from paceline.llm import load
+from tests.checkpoints.test_gguf import Q, write
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """A GGUF in float32, alone in its folder: beside it, one in float16 has more than half its size."""
+    monkeypatch.setattr(found, "stored_models", lambda everything: [])
+    folder = tmp_path / "models"
+    folder.mkdir()
+    write(folder / "large.gguf")
+    return load_model(folder / "large.gguf")
+
+
+def head(folder: Path, of: str) -> None:
+    folder.mkdir()
+    about = {"architectures": ["LlamaForCausalLMEagle3"], "paceline": {"kind": "eagle3", "fingerprint": of}}
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def test_nothing_is_found(target: Loaded) -> None:
+    folder = target.path.parent
+    (folder / "damaged.gguf").write_bytes(b"GGUF")
+    write(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
+    write(folder / "too-large.gguf", kind=Q.F16)
+    head(folder / "head", of="0" * 32 + ":" + "f" * 256)
+    assert found_drafter(target) == "suffix"
+
+
+def test_the_smallest_model_with_the_same_vocabulary(target: Loaded) -> None:
+    folder = target.path.parent
+    write(folder / "small.gguf", kind=Q.Q8_0)
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    assert found_drafter(target) == f"suffix+model:{folder / 'smallest.gguf'}"
+
+
+def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "blob"
+    write(path, kind=Q.Q4_0)
+    stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
+    monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
+    assert found_drafter(target) == f"suffix+model:{path}"
+
+
+def test_a_head_goes_before_a_model(target: Loaded) -> None:
+    folder = target.path.parent
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    head(folder / "my-head", of=fingerprint(target))
+    assert found_drafter(target) == f"suffix+head:{folder / 'my-head'}"
+
+
+def test_found_is_a_drafter_of_load(target: Loaded) -> None:
+    folder = target.path.parent
+    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    llm = load(target.path, drafter=["found", "suffix"], draft=2)
+    assert [policy.name for policy in llm.engine.policies] == ["suffix+model:smallest.gguf", "suffix"]
+    plain = load(target.path, drafter=None)
+    assert llm.generate("abab", max_new_tokens=8).token_ids == plain.generate("abab", max_new_tokens=8).token_ids
+    with pytest.raises(InvalidOption, match="found"):
+        load(target.path, drafter="suffix+found")

@@ -1,0 +1,344 @@
+// Runs the kernels on fixed numbers and prints a name and a hash per result: `test_bits.py` compares them between instruction
+// sets, emulated ones too. Linked with the library, which is compiled as users have it.
+#include <cstdio>
+#include <string>
+
+#include "layer.h"
+
+using namespace paceline;
+
+extern "C" {
+int paceline_layers(const Layer*, int, const Pass*, int, void*, const void*, int, const int32_t*, int, void*);
+int paceline_candidates(const float*, const int64_t*, int, uint64_t, float, float, int64_t*);
+int paceline_norm(const bf16*, int, int64_t, const float*, float, bf16*);
+int paceline_linear(const Matrix*, const void*, int, int, const int64_t*, int, void*, int, const bf16*, int);
+int64_t paceline_bytes(int, int, int);
+int paceline_pack(int, int, int, const uint8_t* const*, const int32_t*, uint8_t*, int);
+int paceline_kind(int);
+void paceline_rows(const Matrix*, const int64_t*, int64_t, float*);
+void paceline_read_rows(const uint8_t* const*, const int32_t*, int64_t, int, float*);
+void paceline_softcap(float*, int64_t, float);
+}
+
+namespace {
+
+// --- fixed numbers, and hashes --------------------------------------------------------------------------------------
+
+struct Random {
+    uint64_t state;
+
+    explicit Random(uint64_t seed) : state(seed * 2 + 1) {}
+    uint32_t bits() {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        const uint64_t x = (state >> 33 ^ state) * 0xff51afd7ed558ccdu;
+        return uint32_t(x >> 32);
+    }
+    // From -1 to 1: exact in any arithmetic.
+    float number() { return (int32_t(bits() >> 7) - (1 << 24)) * 0x1p-24f; }
+};
+
+std::vector<float> numbers(size_t count, uint64_t seed, float size = 1) {
+    Random random(seed);
+    std::vector<float> x(count);
+    for (float& one : x) one = random.number() * size;
+    return x;
+}
+
+std::vector<bf16> rounded_numbers(const std::vector<float>& x) {
+    std::vector<bf16> y;
+    for (float one : x) y.push_back(narrowed(one));
+    return y;
+}
+
+template <class T>
+void report(const std::string& name, const std::vector<T>& result) {
+    // Two processors' NaN may differ, and would prove nothing.
+    for (T x : result)
+        if (x != x) return void(std::printf("%s\tNaN\n", name.c_str()));
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < result.size() * sizeof(T); i++)
+        hash = (hash ^ reinterpret_cast<const uint8_t*>(result.data())[i]) * 0x100000001b3u;
+    std::printf("%s\t%016llx\n", name.c_str(), static_cast<unsigned long long>(hash));
+}
+
+// --- matrices -------------------------------------------------------------------------------------------------------
+
+// A ggml type, and where its blocks have halves.
+struct Source {
+    const char* name;
+    int type, bytes, elements;
+    std::vector<int> halves;
+};
+
+const Source SOURCES[] = {
+    {"F32", 0, 4, 1, {}},
+    {"F16", 1, 2, 1, {0}},
+    {"BF16", 30, 2, 1, {}},
+    {"Q4_0", 2, 18, 32, {0}},
+    {"Q4_1", 3, 20, 32, {0, 2}},
+    {"Q5_0", 6, 22, 32, {0}},
+    {"Q5_1", 7, 24, 32, {0, 2}},
+    {"Q8_0", 8, 34, 32, {0}},
+    {"Q2_K", 10, 84, 256, {80, 82}},
+    {"Q3_K", 11, 110, 256, {108}},
+    {"Q4_K", 12, 144, 256, {0, 2}},
+    {"Q5_K", 13, 176, 256, {0, 2}},
+    {"Q6_K", 14, 210, 256, {208}},
+    {"IQ4_NL", 20, 18, 32, {0}},
+    {"IQ4_XS", 23, 136, 256, {0}},
+    {"MXFP4", 39, 17, 32, {}},
+};
+const Source &F32_SOURCE = SOURCES[0], &Q8_SOURCE = SOURCES[7], &Q4_K_SOURCE = SOURCES[10], &Q6_K_SOURCE = SOURCES[12];
+
+// A matrix, packed from rows of its own.
+struct Packed {
+    std::vector<uint8_t> source, packed;
+    std::vector<const uint8_t*> rows;
+    std::vector<int32_t> types;
+    std::vector<float> bias;
+    Matrix matrix;
+
+    // `kind`: 0 for the type's own.
+    Packed(const Source& from, int kind, int out, int in, uint64_t seed, float size = 0.05f)
+        : types(out, from.type), bias(numbers(whole(out), seed + 1)) {
+        const size_t blocks = size_t(out) * in / from.elements;
+        Random random(seed);
+        for (size_t block = 0; block < blocks; block++) {
+            const size_t at = source.size();
+            for (int i = 0; i < from.bytes; i++) source.push_back(uint8_t(random.bits() >> 24));
+            auto put = [&](int offset, auto x) { std::memcpy(&source[at + offset], &x, sizeof x); };
+            for (int offset : from.halves) put(offset, half_of(random.number() * size));
+            if (from.type == 0) put(0, random.number() * size);
+            if (from.type == 30) put(0, narrowed(random.number() * size));
+            if (from.type == 39) put(0, uint8_t(120 + random.bits() % 8));
+        }
+        for (int row = 0; row < out; row++) rows.push_back(&source[size_t(row) * in / from.elements * from.bytes]);
+        if (!kind) kind = from.type == 0 ? FULL : from.type == 1 ? HALF : from.type == 30 ? WIDE : paceline_kind(from.type);
+        const int width = (in + GROUP - 1) / GROUP * GROUP;
+        packed.resize(paceline_bytes(kind, out, width));
+        if (paceline_pack(kind, out, in, rows.data(), types.data(), packed.data(), 1)) std::puts("pack\tfailed");
+        matrix = {kind, out, width, packed.data(), bias.data()};
+    }
+
+    static half half_of(float x) {
+        half y[LANES];
+        to_half(y, all(x));
+        return y[0];
+    }
+};
+
+void products_of(const std::string& name, const Packed& w, int in, std::initializer_list<float> sizes) {
+    std::vector<float> y;
+    for (int i = 0; i < 10 * int(sizes.size()); i++) {
+        const int rows = i % 10 < 9 ? i % 10 + 1 : 29;
+        const float size = sizes.begin()[i / 10];
+        const auto x = numbers(size_t(rows) * in, rows, size);
+        const auto narrow = rounded_numbers(x);
+        std::vector<float> own(size_t(rows) * w.matrix.out);
+        std::vector<bf16> residual(own.size(), narrowed(0.37f)), last(own.size());
+        Matrix matrix = w.matrix;
+        if (i % 2) matrix.bias = nullptr;  // beside which small sums would not show
+        paceline_linear(&matrix, x.data(), 1, in, nullptr, rows, own.data(), 1, nullptr, 2);
+        paceline_linear(&matrix, narrow.data(), 0, in, nullptr, rows, last.data(), 0, residual.data(), 1);
+        y.insert(y.end(), own.begin(), own.end());
+        for (bf16 one : last) y.push_back(widened(one));
+    }
+    report("product " + name, y);
+}
+
+void matrices() {
+    for (const Source& source : SOURCES) {
+        const int in = source.elements == 256 ? 512 : source.elements == 32 ? 96 : 75, out = 37;
+        const Packed w(source, 0, out, in, 5);
+        report(std::string("packed ") + source.name, w.packed);
+        std::vector<float> back(size_t(out) * w.matrix.in), read(size_t(out) * in);
+        std::vector<int64_t> all_rows;
+        for (int row = 0; row < out; row++) all_rows.push_back(row);
+        paceline_rows(&w.matrix, all_rows.data(), out, back.data());
+        paceline_read_rows(w.rows.data(), w.types.data(), out, in, read.data());
+        report(std::string("rows ") + source.name, back);
+        report(std::string("read ") + source.name, read);
+        products_of(source.name, w, in, {1.0f, 1e-3f, 1e4f});
+    }
+    for (const Source* source : {&F32_SOURCE, &Q6_K_SOURCE})
+        for (int kind : {int(EIGHT), int(FOUR_AND_FLOOR), int(WIDE), int(HALF), int(FULL)}) {
+            const Packed w(*source, kind, 37, 256, 6);
+            const std::string name = std::string(source->name) + " to " + std::to_string(kind);
+            report("packed " + name, w.packed);
+            products_of(name, w, 256, {1});
+        }
+    // Sums below 2^-126, where AVX-512 BF16 has 0.
+    products_of("BF16 vanishing", Packed(SOURCES[2], 0, 37, 64, 7, 1e-20f), 64, {1e-20f});
+}
+
+// --- functions ------------------------------------------------------------------------------------------------------
+
+template <class F>
+void function(const char* name, F f) {
+    std::vector<float> y(1 << 17);
+    Random random(3);
+    for (size_t i = 0; i < y.size(); i += LANES) {
+        float x[LANES];
+        for (float& one : x) one = random.number() * (1 << i % 8);
+        if (i == 0) x[0] = 0, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 1e-40f, x[4] = 1e30f, x[5] = -1e30f, x[6] = 4;
+        store(&y[i], f(load<Floats>(x)));
+    }
+    report(std::string("function ") + name, y);
+}
+
+void functions() {
+    function("exponential", exponential);
+    function("power_of_two", [](const Floats& x) { return power_of_two(select(x > 127.0f, all(127.0f), x)); });
+    function("hyperbolic_tangent", hyperbolic_tangent);
+    function("error_function", error_function);
+    // Not for infinity, which is times 0 here.
+    auto bounded = [](const Floats& x) { return select(x > -1e9f, select(x < 1e9f, x, all(1e9f)), all(-1e9f)); };
+    for (int kind : {SILU, GELU, GELU_TANH})
+        function(("activation " + std::to_string(kind)).c_str(), [&](const Floats& x) { return activate(kind, bounded(x)); });
+    function("to float16 and back", [](const Floats& x) {
+        half y[LANES];
+        to_half(y, x);
+        return from_half(y);
+    });
+    function("to bfloat16 and back", [](const Floats& x) {
+        bf16 y[LANES];
+        paceline::narrow(y, x);
+        return widen(y);
+    });
+    auto x = numbers(1000, 8, 30);
+    paceline_softcap(x.data(), 1000, 20);
+    report("softcap", x);
+    for (float size : {1.0f, 1e-18f, 1e15f}) {
+        const auto rows = rounded_numbers(numbers(5 * 77, 9, size));
+        auto weight = numbers(whole(77), 10);
+        std::vector<bf16> y(rows.size());
+        paceline_norm(rows.data(), 77, 5, weight.data(), 1e-5f, y.data());
+        report("norm of " + std::to_string(size), y);
+    }
+    const auto scores = numbers(5000, 11, 8);
+    std::vector<int64_t> found(scores.size());
+    found.resize(paceline_candidates(scores.data(), nullptr, 5000, 0x1234567890abcdef, 6, 22.87f, found.data()));
+    report("candidates", found);
+    for (int used : {1, 2, 4}) {
+        std::vector<int32_t> chosen(used);
+        std::vector<float> parts(used), ties(48);
+        for (int i = 0; i < 40; i++) ties[i] = float(i * 7 % 11);
+        choose(ties.data(), 40, used, used > 1, chosen.data(), parts.data());
+        report("experts " + std::to_string(used), chosen);
+        report("parts of experts " + std::to_string(used), parts);
+    }
+}
+
+// --- layers, with attention -----------------------------------------------------------------------------------------
+
+// What differs between models.
+struct Model {
+    const char* name;
+    Activation activation;
+    int head_dim, window, experts;
+    float softcap;
+    bool norms;
+};
+
+const Model MODELS[] = {
+    {"llama", SILU, 64, 0, 1, 0, false},
+    {"gemma", GELU_TANH, 64, 24, 1, 20, true},
+    {"odd heads", GELU, 40, 0, 1, 0, false},
+    {"mixture", SILU, 64, 0, 4, 0, true},
+    {"gpt-oss", CLAMPED, 64, 24, 1, 0, false},  // with sinks
+};
+
+constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 256;
+
+template <class Element>
+class Text {
+    using Number = typename Element::Number;
+
+   public:
+    Text(const Model& model, const Source& codes, int kind, const Source& head)
+        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), qkv_(codes, kind, (QUERY + 2 * KV) * model.head_dim, HIDDEN, 20),
+          out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts, HIDDEN, 22, 1),
+          norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
+          keys_(KV * CAPACITY * size_), values_(keys_.size()) {
+        for (float& w : norm_) w += 1;
+        for (int i = 0; i < model.experts; i++) {
+            gate_up_.emplace_back(codes, kind, 2 * FFN, HIDDEN, 30 + i), down_.emplace_back(head, kind, HIDDEN, FFN, 40 + i);
+            experts_.push_back({gate_up_.back().matrix, down_.back().matrix});
+        }
+        const float* inner = model.norms ? norm_.data() : nullptr;
+        layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), model.experts, model.experts > 1 ? 2 : 1, 1,
+                  norm_.data(), inner, norm_.data(), inner, inner, inner,
+                  1e-6f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
+                  {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
+        view_.keys = keys_.data(), view_.values = values_.data();
+        view_.layer_stride = int64_t(keys_.size()), view_.capacity = CAPACITY, view_.place_rows = KV * CAPACITY;
+        view_.window = model.window;
+    }
+
+    // Some passes over a text: a prompt, single rows, and trees of which nothing is kept.
+    std::vector<float> run(int threads) {
+        std::vector<float> y;
+        for (int rows : {70, 1, 1, 2, 5, 9, 40, 3}) pass(rows, rows > 4 && rows < 10, threads, y);
+        return y;
+    }
+
+   private:
+    int size_, mix_, length_ = 0;
+    Packed qkv_, out_, router_;
+    std::vector<Packed> gate_up_, down_;
+    std::vector<Expert> experts_;
+    std::vector<float> norm_, rotation_;
+    std::vector<Number> keys_, values_;
+    Layer layer_;
+    View view_{};
+
+    void pass(int rows, bool tree, int threads, std::vector<float>& y) {
+        std::vector<uint8_t> visible(size_t(rows) * rows);
+        std::vector<int32_t> depth(rows);
+        std::vector<int64_t> indices(rows), targets(rows);
+        for (int row = 0; row < rows; row++) {
+            const int parent = tree ? (row - 1) / 2 : row - 1;
+            if (row) std::copy_n(&visible[size_t(parent) * rows], rows, &visible[size_t(row) * rows]), depth[row] = depth[parent] + 1;
+            visible[size_t(row) * rows + row] = 1, indices[row] = row, targets[row] = length_ + row;
+        }
+        const Slot slot{0, length_, 0, rows, rows, visible.data(), depth.data(), depth.data()};
+        view_.slots = &slot, view_.store_count = rows, view_.targets = targets.data(), view_.sources = indices.data();
+        const Rotation rotation{rotation_.data(), rotation_.data() + rotation_.size() / 2, layer_.head_dim};
+        const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation};
+        const auto input = numbers(size_t(rows) * HIDDEN, 50 + length_);
+        std::vector<Number> x(input.size());
+        for (size_t i = 0; i < x.size(); i += LANES) Element::narrow(&x[i], load<Floats>(&input[i]));
+        if (paceline_layers(&layer_, 1, &pass, kind(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
+        const size_t at = y.size();
+        y.resize(at + x.size());
+        for (size_t i = 0; i < x.size(); i += LANES) store(&y[at + i], Element::widen(&x[i]));
+        if (!tree) length_ += rows;
+    }
+
+    static int kind() { return std::is_same<Element, BFloat16>() ? WIDE : std::is_same<Element, Float16>() ? HALF : FULL; }
+};
+
+template <class Element>
+void layers_in(const std::string& dtype, const Source& own) {
+    for (const Model& model : MODELS) {
+        const std::string name = std::string(model.name) + " " + dtype;
+        report("layer " + name, Text<Element>(model, own, 0, own).run(1));
+        if (model.experts > 1) continue;  // experts are all of one kind
+        report("layer in codes " + name, Text<Element>(model, Q4_K_SOURCE, 0, Q6_K_SOURCE).run(2));
+        report("layer in codes of 8 bits " + name, Text<Element>(model, F32_SOURCE, EIGHT, F32_SOURCE).run(1));
+    }
+}
+
+void layers() {
+    layers_in<BFloat16>("bfloat16", SOURCES[2]);
+    layers_in<Float16>("float16", SOURCES[1]);
+    layers_in<Float32>("float32", F32_SOURCE);
+}
+
+}  // namespace
+
+int main() {
+    matrices();
+    functions();
+    layers();
+}
