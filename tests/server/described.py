@@ -94,6 +94,8 @@ class Document:
 
     def _object(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         known = {name: self.values(value) for name, value in schema.get("properties", {}).items()}
+        if "model" in known:
+            known["model"] = st.sampled_from(["toy", "toy", "other/name", "toy:latest", "none"])
         if not known:
             pattern, value = next(iter(schema.get("patternProperties", {}).items()), (None, _SMALL))
             keys = st.sampled_from(["type", "a"]) if pattern is None else st.sampled_from(["1", "36"])

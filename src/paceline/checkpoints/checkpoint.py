@@ -61,7 +61,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if config.get("model_type") == "gpt_oss":
         weights = ExpertTensors(weights)
-    if config["model_type"] in TEXT_PARTS.values():
+    if config.get("model_type") in TEXT_PARTS.values():
         weights = LanguageTensors(weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.

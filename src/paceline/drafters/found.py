@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,7 @@ def found_drafter(target: Loaded) -> str:
     """
     beside = _beside(target.path)
     reference = next(_heads(target, beside), None) or next(_siblings(target, beside), None)
+    logging.getLogger("paceline").debug("%s: found %s", target.path, reference or "no drafter with weights")
     return f"{AUTO}+{reference}" if reference else AUTO
 
 

@@ -49,10 +49,16 @@ def stored_models(everything: bool = False) -> list[StoredModel]:
 
 
 def find(name: str) -> StoredModel:
-    """Return the model that `stored_models` lists under this name. Raises `ModelNotFound`."""
-    for model in stored_models(name.startswith((OLLAMA, LM_STUDIO))):
-        if model.name == name:
-            return model
+    """Return the model that `stored_models` lists under this name, of which the quantisation may be left out where
+    there is one. Raises `ModelNotFound`."""
+    models = stored_models(name.startswith((OLLAMA, LM_STUDIO)))
+    found = [model for model in models if model.name == name] or [
+        model for model in models if model.name.rpartition(":")[0] == name
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelNotFound(f"there are {len(found)} models {name!r}", f"Name {' or '.join(one.name for one in found)}")
     raise ModelNotFound(f"there is no model {name!r} on this disk", "`paceline list --all` shows what there is")
 
 
