@@ -21,6 +21,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -154,14 +155,16 @@ def run(case: Case, llms: dict[str, LLM], repeats: int) -> dict[str, Any]:
 
 def summary(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a part of the result for all categories together."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for figure in (f for r in results if r["kind"] == "category" for f in r["drafters"]):
-        found.setdefault(figure["drafter"], []).extend(figure["ratios"])
+        found.setdefault(figure["drafter"], []).append(figure)
     figures = []
-    for name, values in found.items():
+    for name, parts in found.items():
+        values = [ratio for part in parts for ratio in part["ratios"]]
         low, high = bootstrap(values)
         figures.append({"drafter": name, "median": median(values), "low": low, "high": high, "ratios": values})
-        figures[-1] |= {"held": median(values) >= DEFEATED, "drafted_per_round": float("nan")}
+        figures[-1] |= {"held": median(values) >= DEFEATED}
+        figures[-1] |= {"drafted_per_round": fmean(part["drafted_per_round"] for part in parts)}
     return [{"case": "all categories", "kind": "summary", "least": DEFEATED, "drafters": figures}] if figures else []
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
 from paceline.drafters.base import Drafter
-from paceline.drafters.factory import FOUND, check_specs, open_drafter, spec_name, to_tree
-from paceline.drafters.found import found_drafter
+from paceline.drafters.factory import FOUND, check_specs, found_drafter, open_drafter, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name

@@ -57,6 +57,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama with its rope": ("llama", "LlamaConfig", {"rope_parameters": LLAMA3, "head_dim": 8}),
     "mistral": ("llama", "MistralConfig", {"sliding_window": 8, "head_dim": 8}),
     "mixtral": ("llama", "MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
+    "granite": (
+        "granite",
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "gemma": ("gemma", "GemmaConfig", {"head_dim": 16}),
+    "seed_oss": ("seed_oss", "SeedOssConfig", {"head_dim": 16, "attention_bias": True}),
     "smollm3": ("smollm3", "SmolLM3Config", {"num_hidden_layers": 5}),
     "qwen2": ("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "Qwen3Config", {"head_dim": 128}),
@@ -147,6 +154,11 @@ def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> No
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if arch in ("llama", "smollm3"):
         writer.add_rope_dimension_count(head_dim or config.hidden_size // config.num_attention_heads)
     if arch == "phi3":
@@ -154,7 +166,7 @@ def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> No
         share = rope["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
         writer.add_sliding_window(config.sliding_window or 0)
-    elif "gemma" in arch or config.model_type == "mistral":
+    elif arch in ("gemma2", "gemma3") or config.model_type == "mistral":
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -176,7 +188,7 @@ def gguf_tensors(arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]
             stacks.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if arch in ("llama", "smollm3") and heads:
+        if arch in ("llama", "smollm3", "granite") and heads:
             halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         if "gemma" in arch and name.endswith("norm.weight"):

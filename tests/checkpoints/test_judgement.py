@@ -21,7 +21,7 @@ from paceline.checkpoints.lora import open_model
 from paceline.cli import app
 from paceline.errors import CorruptModel, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import refuse_other_heads
+from paceline.models.refusals import refuse_other_heads
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from tests.models.test_families import SIZES

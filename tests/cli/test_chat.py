@@ -7,14 +7,17 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import Result
 
+from paceline.cli.chat import read_conversation
 from paceline.cli.show import Display
 from paceline.cli.writing import _ProgressLine
 from paceline.engine.detokenizer import Chunk
+from paceline.errors import InvalidData
 from paceline.llm import LLM
 from tests.cli.toy_cli import (
     Letters,
@@ -152,5 +155,67 @@ def failure_lines(result: Result) -> int:
 
 
 def test_chat_needs_a_template(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "chat_template", None)
+    assert "no chat template" in failure(chat("hi\n", "-q"))
+
+
+def said(conversation: list[dict[str, str]]) -> list[str]:
+    return [m["content"] for m in conversation if m["role"] != "assistant"]
+
+
+def test_the_system_message_can_change(asked: list[list[dict[str, str]]]) -> None:
+    result = chat("/system be brief\none\n/system be long\ntwo\n/system\nthree\n")
+    assert [said(one) for one in asked] == [["be brief", "one"], ["be long", "one", "two"], ["one", "two", "three"]]
+    assert "There is no system message." in result.stdout
+
+
+def test_sampling_can_change(asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = chat(
+        "/set temperature 0.7\n/set max-new-tokens 3\none\n/stats\n/set temprature 1\n/set top_p 7\n/set\n", "-s", "1"
+    )
+    assert result.exit_code == 0
+    assert "3 tokens" in result.stdout
+    assert "Did you mean temperature?" in result.stderr
+    assert "top_p=7 is out of range" in result.stderr
+    assert result.stdout.rstrip().endswith("temperature 0.7"), "a mistake changes nothing"
+
+
+def test_a_reply_is_written_again(asked: list[list[dict[str, str]]]) -> None:
+    result = chat("/retry\none\ntwo\n/set temperature 1\n/retry\nthree\n")
+    assert "There is no reply yet." in result.stdout
+    assert [said(one) for one in asked] == [["one"], ["one", "two"], ["one", "two"], ["one", "two", "three"]]
+    assert len(asked[3]) == 5, "the reply that was written again is in the conversation, the first is not"
+
+
+def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], tmp_path: Path) -> None:
+    path, other = tmp_path / "c.json", tmp_path / "notes.txt"
+    other.write_text("dear diary")
+    result = chat(
+        f"one\n/save {path}\n/save {other}\n/save\n/reset\n/load {path}\ntwo\n/save {path}\n", "--system", "be brief"
+    )
+    assert result.exit_code == 0
+    assert said(asked[1]) == ["be brief", "one", "two"]
+    assert other.read_text() == "dear diary"
+    assert f"{other} holds no conversation" in result.stderr
+    assert "/save needs the name" in result.stderr
+    assert [m["role"] for m in read_conversation(path)] == ["system", *["user", "assistant"] * 2]
+    assert "No such file" in chat(f"/load {tmp_path / 'none'}\n").stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"messages": [{"role": "tool", "content": "x"}]}', '{"messages": [7]}', "[" * 9999]
+)
+def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c").write_text(text)
+    with pytest.raises(InvalidData, match="holds no conversation"):
+        read_conversation(tmp_path / "c")
+
+
+def test_the_model_can_change(asked: list[list[dict[str, str]]], shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = chat("one\n/model other\ntwo\n/model\n", "--model", "first")
+    assert [call["model"] for call in shop.calls] == ["first", "other"]
+    assert said(asked[1]) == ["one", "two"]
+    assert "other (drafter: suffix)" in result.stdout
+    assert "first (drafter: suffix)" in result.stderr
     monkeypatch.setattr(Letters, "chat_template", None)
     assert "no chat template" in failure(chat("hi\n", "-q"))

@@ -252,3 +252,11 @@ def test_errors_stay_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parse_draft_names_the_fix() -> None:
     with pytest.raises(InvalidOption, match="NODESxDEPTHxBRANCH"):
         parse_draft("1.5")
+
+
+def test_verbose_says_what_is_loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for more, logged in ((["--verbose"], True), ([], False)):
+        caplog.clear()
+        done = run("generate", "--raw", "-n", "2", "-m", str(folder), "w1 w2", *more)
+        assert done.exit_code == 0, done.output
+        assert any(line.startswith(f"{folder}: loaded as ") for line in caplog.messages) is logged

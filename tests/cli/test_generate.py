@@ -174,11 +174,6 @@ def test_the_drafter_is_named(shop: Shop) -> None:
     assert json.loads(generate("hello", "--json", "-d", "none").stdout)["stats"]["drafter"] is None
 
 
-def test_the_server_names_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    sys.modules["paceline.cli.serve"]._announce("m", "suffix", True, False, "http://127.0.0.1:1")
-    assert capsys.readouterr().err.startswith("m (drafter: suffix) at http://127.0.0.1:1/v1 ")
-
-
 def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
     assert "cut at 24 tokens; raise -n" in generate("hello").stderr
     text = generate("hello", "-q").stdout

@@ -29,7 +29,7 @@ from tests.cli.toy_cli import (
         (["x", "--rule", "best"], "rule='best' is unknown"),
         (["x", "--stop", ""], "stop="),
         (["x", "--stop-token-id", "-1"], "stop_token_ids=-1"),
-        (["x", "-n", "0"], "max_new_tokens=0"),
+        (["x", "-n", "-1"], "max_new_tokens=-1"),
         (["x", "--repetition-penalty", "0"], "repetition_penalty=0.0 is out of range"),
         (["x", "--frequency-penalty", "3"], "frequency_penalty=3.0"),
         (["x", "--presence-penalty", "-3"], "presence_penalty=-3.0"),

@@ -10,7 +10,8 @@ import pytest
 from paceline.checkpoints.head_fit import fingerprint
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters import found
-from paceline.drafters.found import found_drafter
+from paceline.drafters.factory import found_drafter, open_drafter
+from paceline.drafters.stack import DrafterStack
 from paceline.errors import InvalidOption
 from paceline.files.stores import StoredModel
 from paceline.llm import load
@@ -70,6 +71,7 @@ def test_found_is_a_drafter_of_load(target: Loaded) -> None:
     write(folder / "smallest.gguf", kind=Q.Q4_0)
     llm = load(target.path, drafter=["found", "suffix"], draft=2)
     assert [policy.name for policy in llm.engine.policies] == ["suffix+model:smallest.gguf", "suffix"]
+    assert isinstance(open_drafter("found", target), DrafterStack)
     plain = load(target.path, drafter=None)
     assert llm.generate("abab", max_new_tokens=8).token_ids == plain.generate("abab", max_new_tokens=8).token_ids
     with pytest.raises(InvalidOption, match="found"):

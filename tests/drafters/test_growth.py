@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -194,8 +195,12 @@ def test_a_request_too_unlikely_for_its_row_leaves_the_batch() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft", [None, _CHAIN], ids=["controller", "fixed"])
-def test_an_early_stop_changes_no_text(temperature: float, draft: DraftBudget | None) -> None:
-    """Stopping at random moments, as a machine's whims might have it."""
+def test_an_early_stop_changes_no_text(
+    temperature: float, draft: DraftBudget | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes and stops at random, as a machine's whims might have it."""
+    turns = itertools.count()
+    monkeypatch.setattr(Controller, "choose", lambda self, *args: self.sizes[next(turns) % len(self.sizes)])
 
     class Whim(DraftModel):
         stops = 0

@@ -82,6 +82,26 @@ def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
     assert world.speed(600) > 0.97
 
 
+class Mixture(World):
+    """Every row reads its own few of many experts, which are most of a pass: each row costs less than the one before
+    it, and the first ones nearly as much as a pass."""
+
+    count, used, share = 128, 8, 0.8
+
+    def seconds(self, size: DraftBudget) -> tuple[float, float]:
+        rows, one = self.together * (size.nodes + 1), self.used / self.count
+        return self.per_level * size.depth, 1 - self.share + self.share * (1 - (1 - one) ** rows) / one
+
+
+@pytest.mark.parametrize("most", [DraftBudget.chain(5), DraftBudget.chain(12), DraftBudget(24, 6, 4)])
+@pytest.mark.parametrize("right", [0.0, 0.6, 0.9])
+def test_more_rows_are_known_to_read_more_experts(most: DraftBudget, right: float) -> None:
+    world = Mixture(most, 0.0, 0.01, right)
+    assert world.speed(100) > 0.85
+    assert world.speed(600) > 0.96
+    assert world.speed(600) > 0.95 * world.best()
+
+
 def test_it_gives_up_and_comes_back() -> None:
     world = World(DraftBudget.chain(5), per_row=0.02, per_level=0.3, right=0.9)
     world.speed(50)

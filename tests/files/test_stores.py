@@ -58,6 +58,11 @@ def test_what_paceline_downloaded(home: Path) -> None:
     assert found["owner/big:Q8_0"][1:] == (parts[0], 200, "paceline")
     assert resolve("owner/big:Q8_0") == resolve("owner/big") == parts[0]
     assert resolve("qwen3:0.6b:Q4_K_M").name == resolve("qwen3:0.6b").name == "Qwen3-0.6B-Q4_K_M.gguf"
+    assert find("qwen3:0.6b") == found["qwen3:0.6b:Q4_K_M"]
+    write(models / ALIASES["qwen3:0.6b"] / "Qwen3-0.6B-Q8_0.gguf")
+    with pytest.raises(ModelNotFound, match=r"Name qwen3:0.6b:Q4_K_M or qwen3:0.6b:Q8_0"):
+        find("qwen3:0.6b")
+    remove(find("qwen3:0.6b:Q8_0"))
     remove(find("owner/big:Q8_0"))
     assert not any(part.exists() for part in parts)
     assert [model.name for model in stored_models()] == ["qwen3:0.6b:Q4_K_M"]
@@ -142,5 +147,6 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
         "big": "deep/er/big-00001-of-00002.gguf",
         "folder": "folder",
     }
+    assert [model.name for model in models_in(tmp_path, subfolders=False)] == ["a", "folder"]
     with pytest.raises(ModelNotFound, match="no folder"):
         models_in(tmp_path / "a.gguf")

@@ -66,6 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"hidden": 72, "head_dim": 20, "experts": Experts(6, 2, 36, True, router="router")},
         "special": (LayerConfig(FULL, 9, sparse=True), LayerConfig(FULL, sparse=True)),
     },
+    "granite: factors": {"residual_scale": 0.3, "logits_divisor": 4.0, "embed_scale": 12.0, "query_scale": 0.1},
     "no size in whole lanes": {"hidden": 50, "ffn": 70, "head_dim": 36, "qk_norm": True, "tied": False},
     "gemma of odd sizes": {**GEMMA, **plan(9, None), "hidden": 100, "ffn": 37, "head_dim": 22, "softcap": 3.0},
     "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},

@@ -45,6 +45,8 @@ OLDER: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "gemma": {"head_dim": 16, "hidden_act": "gelu"},
+    "granite": {"embedding_multiplier": 12, "logits_scaling": 8.0},
     "smollm3": {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 64},
     "mixtral": {"num_local_experts": 3},
     "mistral": {"rope_theta": 1e6},

@@ -98,6 +98,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "sliding_window": 21, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
     ),
+    "ministral, sliding": (
+        "Ministral",
+        {
+            **{"head_dim": 8, "sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
+            **{"logits_scaling": 2.5, "attention_bias": True},
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",

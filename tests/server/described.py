@@ -16,6 +16,9 @@ from tests.server.fuzz import MESSAGE, ODD, check_response
 from tests.server.running import Serving
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
+_LIMITS = dict.fromkeys(("ChatRequest", "CompletionRequest", "MessagesRequest"), "max_tokens")
+_LIMITS["ResponsesRequest"] = "max_output_tokens"
+"""Body -> its limit of the reply."""
 _SMALL: Any = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
@@ -68,7 +71,8 @@ class Document:
         body: Any = st.none()
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            body = self.values(schema).flatmap(with_odd_value).map(bounded)
+            name = schema["$ref"].rpartition("/")[2]
+            body = self.values(schema).flatmap(with_odd_value).map(partial(bounded, name))
         return st.builds(partial(FuzzRequest, method.upper(), documented=documented), path=paths, body=body)
 
     def values(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -94,6 +98,8 @@ class Document:
 
     def _object(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         known = {name: self.values(value) for name, value in schema.get("properties", {}).items()}
+        if "model" in known:
+            known["model"] = st.sampled_from(["toy", "toy", "other/name", "toy:latest", "none"])
         if not known:
             pattern, value = next(iter(schema.get("patternProperties", {}).items()), (None, _SMALL))
             keys = st.sampled_from(["type", "a"]) if pattern is None else st.sampled_from(["1", "36"])
@@ -131,9 +137,11 @@ def with_odd_value(body: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(st.just(body), st.just(body), st.just(body), one)
 
 
-def bounded(body: dict[str, Any]) -> dict[str, Any]:
-    """Limit a body to a short reply without a timeout."""
-    if not {"messages", "prompt"} & body.keys():
+def bounded(schema: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Limit a body of this schema to a short reply without a timeout."""
+    body = {k: v for k, v in body.items() if k != "timeout"}
+    name = _LIMITS.get(schema)
+    if name is None:
         return body
-    given = next((body[name] for name in _LENGTHS if isinstance(body.get(name), int)), 4)
-    return {k: v for k, v in body.items() if k not in (*_LENGTHS, "timeout")} | {"max_tokens": min(given, 4)}
+    given = next((body[length] for length in (name, *_LENGTHS) if isinstance(body.get(length), int)), 4)
+    return {k: v for k, v in body.items() if k not in _LENGTHS} | {name: min(given, 4)}

@@ -153,15 +153,25 @@ BODIES = {path: _body(path) for path in PATHS}
 
 
 def check_response(answer: Any) -> None:
-    """Check that a response is a reply or a client's error in OpenAI's shape; a stream may end with one."""
-    assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
-    if answer.status_code != 200:
+    """Check that a response is a reply or a client's error in the shape of its API; a stream may end with one."""
+    path = answer.request.url.path
+    assert answer.status_code in (200, 400, 403, 404), (answer.status_code, answer.text)
+    if answer.status_code != 200 and path.startswith("/api/"):
+        assert list(answer.json()) == ["error"]
+        assert answer.json()["error"]
+    elif answer.status_code != 200:
         error = answer.json()["error"]
+        if path.startswith("/v1/messages"):
+            assert error["type"] in ("invalid_request_error", "not_found_error"), error
+            return
         assert set(error) == {"message", "type", "param", "code"}, error
         assert error["type"] == "invalid_request_error", error
         assert isinstance(error["message"], str)
         assert error["message"]
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        assert '"type":"server_error"' not in answer.text, answer.text
+        failed = ('"type":"server_error"', '"type":"api_error"', '"type":"response.failed"')
+        assert not any(sign in answer.text for sign in failed), answer.text
+    elif answer.headers["content-type"] == "application/x-ndjson":
+        assert '{"error":' not in answer.text, answer.text
     else:
         answer.json()

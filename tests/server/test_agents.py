@@ -91,8 +91,18 @@ def test_instructions_of_claude_code_leave_its_prefix_alone(talker: Serving) -> 
     assert len(texts) == 1
 
 
-def test_copilots_chats() -> None:
+def test_copilot() -> None:
+    """Copilot checks the version, takes what `/api/show` says of each model, and then speaks OpenAI's API."""
     with serving(scripted("It is src.")) as it:
+        version = it.get("/api/version").json()["version"]
+        assert tuple(map(int, version.split("."))) >= (0, 6, 4)
+        (listed,) = it.get("/api/tags").json()["models"]
+        shown = it.post("/api/show", {"model": listed["model"]}).json()
+        info = shown["model_info"]
+        assert info[f"{info['general.architecture']}.context_length"] == 2048
+        assert info["general.basename"] == "toy"
+        assert "tools" in shown["capabilities"]
+        assert "vision" not in shown["capabilities"]
         found = streamed(it, "/v1/chat/completions", COPILOT)
         assert "".join(e["choices"][0]["delta"].get("content") or "" for e in found[:-1]) == "It is src."
         assert found[-1]["usage"]["completion_tokens"] > 0

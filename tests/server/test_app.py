@@ -74,9 +74,9 @@ def test_names_of_drafters(given: str, shown: str) -> None:
 def test_tokens_there_and_back(served: Serving) -> None:
     made = served.post("/tokenize", {"prompt": "hello", "model": "toy"}).json()
     assert made == {"tokens": [7, 4, 11, 11, 14], "count": 5, "max_model_len": 256}
-    assert served.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "hello"}
+    assert served.post("/detokenize", {"tokens": made["tokens"]}).json()["prompt"] == "hello"
     chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert served.post("/detokenize", {"tokens": chat["tokens"]}).json() == {"prompt": "<user:hi><a:"}
+    assert served.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<user:hi><a:"
     bare = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
     assert served.post("/tokenize", bare).json()["count"] == chat["count"] - 3
     assert served.post("/tokenize", {"prompt": ""}).json()["tokens"] == []

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
-from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.server.schema import ChatRequest
+from paceline.server.schema_completions import CompletionRequest
 from tests.server.described import Document, FuzzRequest
 from tests.server.fuzz import BODIES, PATHS, check_response
 from tests.server.running import Serving

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
+from paceline.engine.stats import Stats
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.usage import Usage
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
 
@@ -54,6 +56,26 @@ def test_a_stream_joins_to_the_same_text(served: Serving, plain: LLM) -> None:
     assert last.usage is not None
     assert last.usage.completion_tokens == 24
     assert len({event.id for event in events}) == 1
+
+
+def test_acceptance_is_told_in_vllms_shape_too(served: Serving) -> None:
+    counted = Stats(0, "bits", rounds=43, drafted=129, accepted=10, accepted_at=[4, 3, 3])
+    assert Usage(5, 53, [counted]).vllm()["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 10 / 43,
+        "draft_acceptance_rate": 10 / 129,
+        "acceptance_histogram": [39, 1, 0, 3],
+        "num_spec_steps": 43,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 129,
+    }
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 24}
+    whole = served.post("/v1/chat/completions", body).json()
+    ours, theirs = whole["usage"]["speculation"], whole["metrics"]["speculative_decoding"]
+    assert theirs["num_spec_steps"] == ours["rounds"] == sum(theirs["acceptance_histogram"])
+    assert theirs["num_draft_tokens"] == ours["drafted"]
+    streamed = served.post("/v1/chat/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+    last = streamed.text.strip().split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["metrics"].keys() == {"speculative_decoding"}
 
 
 def test_a_stream_without_usage_has_none(served: Serving) -> None:

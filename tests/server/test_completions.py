@@ -16,7 +16,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.completions import prepare
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource
-from paceline.server.schema import CompletionRequest
+from paceline.server.schema_completions import CompletionRequest
 from paceline.server.worker import Worker
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.server.running import Serving, serving

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.server.schema import ChatRequest
+from paceline.server.schema_completions import CompletionRequest
 from tests.conftest import packaged_model
 from tests.test_docs import DOCS, blocks
 

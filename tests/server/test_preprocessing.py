@@ -19,7 +19,7 @@ from paceline.sampling.grammar import live_bytes
 from paceline.server import bodies, options
 from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
-from paceline.server.schema import CompletionRequest
+from paceline.server.schema_completions import CompletionRequest
 from paceline.server.schema_tokens import TokenizeRequest
 from tests.server.running import Serving, serving
 from tests.server.test_limits import slow_llm

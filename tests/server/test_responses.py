@@ -10,6 +10,7 @@ from openai import BadRequestError, NotFoundError
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.errors import ApiError
 from paceline.server.schema_responses import MessageItem
 from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.server.running import Serving, serving
@@ -108,10 +109,12 @@ def test_the_store_has_a_limit() -> None:
 
     put("a", 40)
     put("b", 40, "a")
-    assert [r.document["id"] for r in store.conversation("b")] == ["a", "b"]
+    assert [r.document["id"] for r in store.conversation("b", 80)] == ["a", "b"]
+    with pytest.raises(ApiError, match="too long"):
+        store.conversation("b", 79)
     put("c", 40)
     assert store.bytes == 80
-    with pytest.raises(Exception, match="'b' is not stored"):  # "a" was read after it
+    with pytest.raises(ApiError, match="'b' is not stored"):  # "a" was read after it
         store.get("b")
     put("large", 101)
     assert store.bytes == 80

@@ -15,7 +15,8 @@ from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.recording.file import Recording
 from paceline.server.limits import Settings
-from paceline.server.models import Models
+from paceline.server.models import Models, ModelSource
+from paceline.server.worker import Worker
 from tests.toys import toy_llm, toy_model
 
 NAME = "--served-model-name"
@@ -90,9 +91,11 @@ def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path
 
 
 @pytest.mark.usefixtures("started")
-def test_a_recording_is_of_one_model(tmp_path: Path) -> None:
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
     assert "--record is for one model" in done.output
+    done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
+    assert "there is no model in" in done.output
 
 
 @pytest.mark.parametrize(
@@ -120,3 +123,21 @@ def test_the_drafter_of_replies(
     assert model
     assert seen[0][: len(asked)] == asked
     assert model.worker.default.drafter == default
+
+
+def test_the_server_says_where_it_is_and_what_it_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    suffix = LLM(toy_model(), {"suffix": Suffix()})
+    one = ModelSource(("m",), lambda: Worker(suffix), stays=True)
+    others = [ModelSource((name,), lambda: Worker(suffix)) for name in "ab"]
+    announce = import_module("paceline.cli.serve")._announce
+    announce(Models([one]), True, False, "http://127.0.0.1:1")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "m (drafter: suffix) at http://127.0.0.1:1/v1 and in a browser at http://127.0.0.1:1/"
+    assert said[1].startswith("memory: ")
+    assert len(said) == 2
+    announce(Models([one, *others]), False, False, "http://0.0.0.0:1")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("m (drafter: suffix) and 2 models on request at http://0.0.0.0:1/v1 ")
+    assert "anyone who can reach" in said[2]
+    announce(Models(others), True, True, "http://127.0.0.1:1")
+    assert capsys.readouterr().err == ""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.train import recipe
-from paceline.train.recipe import Columns, DraftPlaces, GuessTally
+from paceline.train.recipe import Columns, DraftPlaces, GuessTally, draft_loss
 
 K, H, PLACES = 6000, 16, 40
 
@@ -54,6 +54,18 @@ def test_a_part_of_the_vocabulary_gives_the_loss_and_the_gradient_of_all() -> No
     assert mean.item() == pytest.approx(whole.item(), rel=0.01)
     (found,) = torch.autograd.grad(mean, x)
     assert F.cosine_similarity(found.flatten(), direction.flatten(), dim=0) > 0.98
+
+
+def test_the_loss_is_least_where_the_draft_is_the_targets_distribution() -> None:
+    wanted = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.5, 3.0]])
+    entropy = -(wanted.softmax(-1) * wanted.log_softmax(-1)).sum()
+    assert draft_loss(wanted, wanted + 7).item() == pytest.approx(0.5 * entropy.item(), rel=1e-4)
+    uniform = torch.zeros(2, 3)
+    accepted = torch.minimum(wanted.softmax(-1), torch.tensor(1 / 3)).sum(-1)
+    expected = 0.5 * 2 * torch.tensor(3.0).log() - accepted.log().sum()
+    assert draft_loss(wanted, uniform).item() == pytest.approx(expected.item(), rel=1e-4)
+    never = draft_loss(torch.tensor([[50.0, -50.0]]), torch.tensor([[-50.0, 50.0]], requires_grad=True))
+    assert never.isfinite()
 
 
 def test_the_targets_choices_are_always_among_the_columns_and_are_counted() -> None:

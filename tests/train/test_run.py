@@ -12,12 +12,15 @@ from paceline.checkpoints.head_files import open_head
 from paceline.drafters.factory import make_drafter
 from paceline.errors import CannotWrite, InvalidOption, ModelNotFound
 from paceline.llm import LLM
+from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig
+from paceline.models.lazy import Quantised
 from paceline.sampling.parameters import Sampling
+from paceline.testing.tiny import TINY, random_tensors
 from paceline.train import answers, loop, run
 from paceline.train.kinds import TrainJob
 from paceline.train.run import Listener, train
-from tests.toys import toy_llm
+from tests.toys import loaded, toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
 
@@ -76,6 +79,7 @@ def kill(at: TrainJob, stage: str) -> None:
     train(toy_llm(layers=4), at, Listener(writing=writing, training=training))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_path: Path) -> None:
     train(llm, order)
     whole = dict(open_head(order.out).tensors)
@@ -91,6 +95,15 @@ def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_p
     assert seen[0] > 60, "the training was begun anew"
     resumed = open_head(again.out).tensors
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_target_in_codes_of_its_own_is_trained_for(order: TrainJob) -> None:
+    config = replace(TINY, layers=4)
+    target = Decoder(config, Quantised(random_tensors(config, 0), "int8"), torch.float32, torch.device("cpu"))
+    coded = LLM(loaded(target))
+    report = train(coded, replace(order, bits=4, plan=replace(order.plan, epochs=0.2)))
+    assert report.tokens > 100
+    assert text(coded, f"head:{order.out}") == text(coded, None)
 
 
 @pytest.mark.slow

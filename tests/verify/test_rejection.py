@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -56,8 +57,9 @@ def target(row: int, path: Sequence[int]) -> Tensor:
 class Drafter:
     """Draws siblings without replacement, or chooses them, from distributions that depend on the prefix."""
 
-    def __init__(self, shape: Shape, made: str, same: bool = False) -> None:
-        self._shape, self._made, self._name = shape, made, "target" if same else "drafter"
+    def __init__(self, shape: Shape, made: str, same: bool = False, least: float = 0.0) -> None:
+        """`least`: probability of a path, by the drafter, below which it ends."""
+        self._shape, self._made, self._name, self._least = shape, made, "target" if same else "drafter", least
 
     def __call__(self, chance: Script) -> Draft:
         nodes: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {(): (0, ())}
@@ -68,6 +70,8 @@ class Drafter:
             if node not in nodes:
                 continue
             row, path = nodes[node]
+            if prod(float(toy(self._name, path[:i])[token]) for i, token in enumerate(path)) < self._least:
+                continue
             drawn, q_of_row = self._siblings(path, self._shape[node], chance)
             if q_of_row is not None:
                 q[row] = q_of_row
@@ -174,6 +178,23 @@ def kept(walk: Walk, drafter: Callable[[Script], Draft], shaped: Shaped = target
 def test_the_text_has_the_targets_distribution(walk: str, shape: str, made: str) -> None:
     length = 1 + max((len(node) + 1 for node in SHAPES[shape]), default=0)
     assert distance(WALKS[walk], Drafter(SHAPES[shape], made), length) < 1e-12
+
+
+@pytest.mark.parametrize("shape", ["chain of 2", "chain of 3", "siblings below", "siblings everywhere"])
+@pytest.mark.parametrize("walk", WALKS)
+def test_whether_a_node_has_children_may_hang_on_the_path_to_it(walk: str, shape: str) -> None:
+    drafter = Drafter(SHAPES[shape], "drawn", least=0.35)
+    assert distance(WALKS[walk], drafter, 4) < 1e-12
+    assert len({len(draft.tokens) for draft in outcomes(drafter)}) > 1, "some paths end, some do not"
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_node_that_is_left_out_for_what_was_drawn_for_it_is_noticed(walk: str) -> None:
+    def drafter(chance: Script) -> Draft:
+        draft = Drafter(SHAPES["chain of 2"], "drawn")(chance)
+        return draft if draft.tokens[1] else Draft(draft.tokens[:1], (0,), {0: draft.q[0]})
+
+    assert distance(WALKS[walk], drafter, 3) > 0.01
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline import Sampling
+from paceline.drafters import growth
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
@@ -156,8 +158,9 @@ def test_without_a_drafter_the_text_is_matchs(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_model_that_drafts_for_itself_is_always_accepted(rule: str) -> None:
+def test_a_model_that_drafts_for_itself_is_always_accepted(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any slip in q, p, the cuts or the draft's cache shows as a rejection."""
+    monkeypatch.setattr(growth, "_DRAWN", 0.0)
     for cuts in ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}):
         sampling = Sampling(max_new_tokens=40, temperature=0.8, seed=4, rule=rule, **cuts)  # type: ignore[arg-type]
         stats = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(4))[2]
@@ -176,14 +179,15 @@ def test_cut_tokens_are_never_written(rule: str) -> None:
 # What a drafter draws.
 
 
-def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1) -> Draft:
-    sampling = Sampling(temperature=1.0, top_k=20, seed=seed, rule=rule)  # type: ignore[arg-type]
+def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1, warm: float = 1.0) -> Draft:
+    sampling = Sampling(temperature=warm, top_k=20, seed=seed, rule=rule)  # type: ignore[arg-type]
     drafter = DraftModel(TWIN, 37)
     drafter.admit(0, PROMPT)
     return drafter.propose([ask_for(0, budget, sampling, PROMPT)])[0]
 
 
-def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent() -> None:
+def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "_DRAWN", 0.0)
     for seed in range(5):
         draft = drawn(seed=seed)
         ranks: list[tuple[int, ...]] = [()]
@@ -195,6 +199,17 @@ def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent() -> None:
             q.shape == (37,) and abs(float(q.sum()) - 1) < 1e-9 and int((q > 0).sum()) == 20 for q in draft.q.values()
         )
         assert all(float(draft.q[p][t]) > 0 for p, t in zip(draft.parents, draft.tokens, strict=True))
+
+
+def test_nothing_is_drawn_below_a_path_that_is_unlikely() -> None:
+    lengths = set()
+    for seed in range(20):
+        draft = drawn(budget=DraftBudget.chain(4), seed=seed, warm=0.15)
+        odds = [*itertools.accumulate((float(draft.q[i][token]) for i, token in enumerate(draft.tokens)), operator.mul)]
+        assert all(path >= 0.3 for path in odds[:-1])
+        assert len(odds) == 4 or odds[-1] < 0.3
+        lengths.add(len(odds))
+    assert len(lengths) > 1
 
 
 @pytest.mark.parametrize("rule", ["match", "typical"])

@@ -81,7 +81,8 @@ class ExpertTensors(LazyTensors):
             return self._tensors[part]
         stack = self._tensors[part.name][part.expert]
         if part.name.endswith("_blocks"):
-            codes, exponents = self._codes(part)
+            blocks, exponents = self._blocks(part)
+            codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
             values = torch.cat([_VALUES, -_VALUES])[codes.long()]
             return torch.ldexp(values, exponents[..., None].int() - 127).flatten(1)
         return stack[part.rows] if stack.ndim == 1 else stack.T[part.rows]
@@ -91,20 +92,22 @@ class ExpertTensors(LazyTensors):
         if isinstance(part, str):
             return stored_of(self._tensors, part)
         if part.name.endswith("_blocks"):
-            codes, exponents = self._codes(part)
-            halves = codes.unflatten(-1, (2, -1))
-            blocks = torch.cat([exponents[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
-            return Stored.of(blocks.flatten(1), _MXFP4, codes[0].numel())
+            blocks, exponents = self._blocks(part)
+            # ggml's bytes hold a code of the group's first half low, and of its second half high.
+            first, second = blocks[..., :8], blocks[..., 8:]
+            paired = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1).flatten(-2)
+            data = torch.cat([exponents[..., None], paired], -1).flatten(1)
+            return Stored.of(data, _MXFP4, exponents.shape[1] * _GROUP)
         tensor = self[name]
         return Stored.floats(tensor, None) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
-    def _codes(self, part: _Part) -> tuple[Tensor, Tensor]:
-        """Codes of 4 bits [out, groups, 32], and exponents [out, groups]."""
+    def _blocks(self, part: _Part) -> tuple[Tensor, Tensor]:
+        """Codes in pairs [out, groups, 16], and exponents [out, groups]."""
         names = part.name, part.name.removesuffix("blocks") + "scales"
         blocks, exponents = (self._tensors[name][part.expert][part.rows] for name in names)
         if not blocks.dtype == exponents.dtype == torch.uint8:
             raise CorruptModel(f"{part.name} and its scales must be bytes, got {blocks.dtype}", "Fetch the model again")
-        return torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents
+        return blocks, exponents
 
     def kind(self, name: str) -> str:
         part = self._parts[name]

@@ -185,6 +185,12 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _granite(meta: Metadata, config: Config) -> Config:
+    keys = {"embedding_multiplier": "embedding", "residual_multiplier": "residual", "logits_scaling": "logit"}
+    factors = {name: meta.get(f"{key}_scale", 1.0) for name, key in keys.items()}
+    return {"model_type": "granite", "attention_multiplier": meta["attention.scale"], **factors}
+
+
 def _delta_net(meta: Metadata, config: Config) -> Config:
     """Qwen3-Next and Qwen3.5. The latter's heads are stored so that their keys follow each other
     (`DeltaNetConfig.tiled`)."""
@@ -285,8 +291,11 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen3moe": _qwen3moe,
     "lfm2": _lfm2,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _delta_net),
     "phi3": _phi3,
+    "gemma": lambda meta, config: {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+    "seed_oss": _named("seed_oss"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }

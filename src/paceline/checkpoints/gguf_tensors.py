@@ -80,6 +80,7 @@ LAYOUTS = {
         paired=True,
     ),
     "smollm3": TensorLayout(_LAYER, paired=True),
+    "granite": TensorLayout(_LAYER, paired=True),
     "qwen2": TensorLayout(_LAYER),
     "qwen3": TensorLayout({**_LAYER, **_QK_NORMS}),
     "qwen3moe": TensorLayout(
@@ -110,6 +111,8 @@ LAYOUTS = {
     "phi3": TensorLayout(
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
+    "gemma": TensorLayout(_LAYER, shifted=True),
+    "seed_oss": TensorLayout({**_LAYER, "post_attention_norm": "post_attention_layernorm"}),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +25,13 @@ from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.families import FAMILIES, read_config, refuse_other_heads, refuse_other_kinds
+from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
+from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger("paceline")
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -63,6 +68,7 @@ def load_model(
     head_tokens: HeadTokens | None = None,
 ) -> Loaded:
     """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
+    began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
     where = pick_device(device)
@@ -90,6 +96,8 @@ def load_model(
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
+    line = "%s: loaded as %s on %s (%s) in %.1f s"
+    _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept)
 
 

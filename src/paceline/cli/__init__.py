@@ -68,9 +68,9 @@ def _global(
 
 
 def compile_kernels(*, as_json: AsJson = False) -> None:
-    """Compile the CPU kernels now instead of at the first model load, unless the installed wheel brought them.
+    """Compile the CPU kernels now instead of at the first model load.
 
-    If they cannot be compiled, the error says why.
+    Those that the installed wheel brought are not compiled again. If they cannot be compiled, the error says why.
     """
     from paceline.files.wheels import cache_folder
     from paceline.kernels.cpu.build import built_for, find, loaded

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from paceline.cli.commands import option, print_error
 from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
-from paceline.cli.show import Display, has_colour, summary
-from paceline.errors import PacelineError, UnsupportedModel
+from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
+from paceline.errors import InvalidData, InvalidOption, PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.engine.results import Completion
-    from paceline.llm import LLM
     from paceline.sampling.parameters import Sampling
 
 _FENCE = '"""'
+_LARGEST = 1 << 24
+_ROLES = ("system", "user", "assistant")
 
 _HELP = f"""\
-/help    show this text
-/reset   start a new conversation
-/stats   show the time that the last reply took, and the gain from speculation
-/quit    leave; Ctrl-D does too
+/help           show this text
+/reset          start a new conversation
+/system [TEXT]  set the system message; without TEXT, remove it
+/set [NAME VALUE]  change a sampling parameter, as in /set temperature 0.7; without one, show those in effect
+/retry          write the last reply again
+/model [NAME]   continue with another model; without NAME, show this one
+/save FILE      write the conversation to a file
+/load FILE      continue the conversation of a file
+/stats          show the time that the last reply took, and the gain from speculation
+/quit           leave; Ctrl-D does too
 To send several lines, paste them, or put {_FENCE} before and after them.
 Ctrl-C stops a reply; the part that was written stays in the conversation."""
 
@@ -45,55 +57,126 @@ def chat(
     """
     load = load.with_model(argument)
     sampling.check()
-    llm = load.load(progress=progress_wanted(quiet))
-    if llm.tokenizer.chat_template is None:
-        raise UnsupportedModel(f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model")
-    parameters = sampling.resolve(llm)
+    conversation = _Chat(load, sampling, system, quiet)
     if not quiet:
         legend = "Green: drafted tokens that the model accepted. " if has_colour(sys.stdout) else ""
         typer.echo(f"{legend}/help lists the commands, Ctrl-D leaves.", err=True)
-    _Chat(llm, parameters, system, quiet).run()
+    conversation.run()
 
 
 class _Chat:
-    def __init__(self, llm: LLM, sampling: Sampling, system: str | None, quiet: bool) -> None:
-        self._llm, self._sampling, self._quiet = llm, sampling, quiet
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
+    def __init__(self, load: LoadOptions, options: SamplingOptions, system: str | None, quiet: bool) -> None:
+        self._load, self._options, self._quiet = load, options, quiet
+        self._changes: dict[str, Any] = {}
+        self._opening = _system_message(system)
         self._messages = list(self._opening)
         self._last: Completion | None = None
+        self._open(load)
+        self._sampling = options.resolve(self._llm)
+
+    def _open(self, load: LoadOptions) -> None:
+        """Load a model; the one before stays if that fails."""
+        llm = load.load(progress=progress_wanted(self._quiet))
+        if llm.tokenizer.chat_template is None:
+            raise UnsupportedModel(
+                f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model"
+            )
+        self._llm, self._load = llm, load
+        if not self._quiet:
+            typer.echo(loaded_line(load.model, llm), err=True)
 
     def run(self) -> None:
         """Read and answer messages until /quit or the end of the input."""
         _edit_lines()
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: typer.echo(_HELP),
+            "/reset": self._reset,
+            "/system": self._system,
+            "/set": self._set,
+            "/retry": self._retry,
+            "/model": self._model,
+            "/save": self._save,
+            "/load": self._read,
+            "/stats": self._stats,
+        }
         while (message := _read_message()) is not None:
-            if message.text == "/quit" and not message.fenced:
+            name, _, rest = message.text.partition(" ")
+            if message.fenced or not re.fullmatch(r"/\w*", name) or (rest and name not in commands):
+                if message.text:
+                    self._answer(message.text)
+            elif name == "/quit":
                 break
-            if re.fullmatch(r"/\w*", message.text) and not message.fenced:
-                self._command(message.text)
-            elif message.text:
-                self._answer(message.text)
+            elif name not in commands:
+                typer.echo(f"There is no command {name}; /help lists the commands.")
+            else:
+                try:
+                    commands[name](rest.strip())
+                except (PacelineError, OSError) as error:
+                    print_error(error)
 
-    def _command(self, line: str) -> None:
-        if line == "/help":
-            typer.echo(_HELP)
-        elif line == "/reset":
-            self._messages = list(self._opening)
-            typer.echo("This is a new conversation.")
-        elif line == "/stats":
-            typer.echo(_details(self._last, self._sampling) if self._last else "There is no reply yet.")
+    def _reset(self, _: str) -> None:
+        self._messages = list(self._opening)
+        typer.echo("This is a new conversation.")
+
+    def _system(self, text: str) -> None:
+        self._opening = _system_message(text or None)
+        self._messages = [*self._opening, *(one for one in self._messages if one["role"] != "system")]
+        typer.echo("The system message is set." if text else "There is no system message.")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if text:
+            changes = self._changes | {name.replace("-", "_"): _value(value)}
+            self._sampling = self._llm.sampling(**(self._options.given() | changes))
+            self._changes = changes
+        typer.echo(sampling_line(self._sampling, self._options.given() | self._changes) or "greedy")
+
+    def _retry(self, _: str) -> None:
+        asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
+        if not asked:
+            typer.echo("There is no reply yet.")
+            return
+        line, before = self._messages[asked[-1]]["content"], self._messages
+        self._messages = before[: asked[-1]]
+        if not self._answer(line):
+            self._messages = before
+
+    def _model(self, name: str) -> None:
+        if name:
+            self._open(replace(self._load, model=name, adapter=None, revision=None))
+            self._sampling = self._llm.sampling(**(self._options.given() | self._changes))
         else:
-            typer.echo(f"There is no command {line}; /help lists the commands.")
+            typer.echo(loaded_line(self._load.model, self._llm))
 
-    def _answer(self, line: str) -> None:
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
+        if not name:
+            raise InvalidOption("/save needs the name of a file", "Write, for example, /save chat.json")
+        if path.exists():
+            read_conversation(path)  # nothing but another conversation is written over
+        path.write_text(json.dumps({"model": self._load.model, "messages": self._messages}, indent=1) + "\n", "utf-8")
+        typer.echo(f"Saved in {path}.")
+
+    def _read(self, name: str) -> None:
+        self._messages = read_conversation(Path(name).expanduser())
+        self._opening = [message for message in self._messages[:1] if message["role"] == "system"]
+        typer.echo(f"The conversation has {len(self._messages)} messages.")
+
+    def _stats(self, _: str) -> None:
+        typer.echo(_details(self._last, self._sampling) if self._last else "There is no reply yet.")
+
+    def _answer(self, line: str) -> bool:
+        """Answer a message. Returns whether there is an answer."""
         messages = [*self._messages, {"role": "user", "content": line}]
         try:
             text = self._reply(messages)
         except PacelineError as error:
             print_error(f"{error}. The message was dropped; /reset starts a new conversation")
-            return
+            return False
         # A reply stopped before its first word leaves no trace: an empty turn would only confuse the model.
         if text:
             self._messages = [*messages, {"role": "assistant", "content": text}]
+        return bool(text)
 
     def _reply(self, messages: list[dict[str, str]]) -> str:
         display = Display(sys.stdout)
@@ -109,6 +192,32 @@ class _Chat:
         if not self._quiet:
             typer.echo(summary(self._last, self._sampling), err=True)
         return self._last.text
+
+
+def _system_message(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _value(text: str) -> Any:
+    """Return the value of a parameter: a number, true, a list, or text; None for none."""
+    try:
+        return None if text == "none" else json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_conversation(path: Path) -> list[dict[str, str]]:
+    """Return the messages of a file that /save has written. Raises `InvalidData`, and `OSError`."""
+    with path.open("rb") as file:
+        data = file.read(_LARGEST + 1)
+    try:
+        messages = json.loads(data if len(data) <= _LARGEST else "")["messages"]
+        found = [{"role": one["role"], "content": one["content"]} for one in messages]
+        if all(one["role"] in _ROLES and isinstance(one["content"], str) for one in found):
+            return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise InvalidData(f"{path} holds no conversation", "Name a file that /save has written")
 
 
 def _edit_lines() -> None:

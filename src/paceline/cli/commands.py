@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ EVERYDAY = {
     "show": "model json",
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -126,10 +129,16 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters += [
                 _parameter(x.name, of_group[x.name], x.default, x.metadata.get(_OPTION)) for x in fields(group)
             ]
+    if "quiet" in hints:
+        verbose = option("Log on stderr what is loaded and chosen, with the time it takes.", "-v", panel="Logging")
+        parameters.append(_parameter("verbose", Annotated[bool, verbose], False))
     help_all = option("Show every option, by subject, and exit.", is_eager=True, callback=_show_all)
     parameters.append(_parameter("help_all", Annotated[bool, help_all], False))
 
-    def run(help_all: bool, **given: Any) -> None:
+    def run(help_all: bool, verbose: bool = False, **given: Any) -> None:
+        if verbose:
+            logging.basicConfig(format=LOG_FORMAT)
+            logging.getLogger("paceline").setLevel(logging.DEBUG)
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
         function(**given)

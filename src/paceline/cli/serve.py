@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.commands import option, options_of
+from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, PacelineError, install_line
@@ -190,6 +190,10 @@ def serve(
         if found.name not in taken:
             load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
             sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
+    if not sources:
+        raise InvalidOption(
+            f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or another folder"
+        )
     models = Models(
         sources,
         keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
@@ -268,8 +272,10 @@ def _default_drafter(worker: Worker) -> str:
 
 def _set_up_logging(quiet: bool) -> None:
     """Log a line per request, and errors, to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("paceline").setLevel(logging.ERROR if quiet else logging.INFO)
+    logging.basicConfig(format=LOG_FORMAT)
+    log = logging.getLogger("paceline")
+    if log.level != logging.DEBUG:  # --verbose
+        log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def _cache_positions(llm: LLM, memory: float | None) -> int:
@@ -284,15 +290,13 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
 
 
-def _position_bytes(llm: LLM) -> int:
-    """Return the bytes of the keys and values of one position, 0 where they are not known.
-
-    States do not grow with a text, but their checkpoints do: counted as two for each.
-    """
+def _position_bytes(llm: LLM) -> float:
+    """Return the bytes that the cache holds for one position, 0 where they are not known."""
     from paceline.cache.state import CHECKPOINT
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 0
-    return target.config.cache_bytes(1, target.dtype.itemsize) + 2 * target.config.state_bytes // CHECKPOINT
+    # States do not grow with a text, but their checkpoints do: counted as two for each.
+    return target.config.cache_bytes(1, target.dtype.itemsize) + 2 * target.config.state_bytes / CHECKPOINT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ def amount(size: float, unit: str = "") -> str:
     name, step = next(((name, step) for name, step in steps if size >= step), (unit, 1.0))
     number = f"{size / step:.3g}" if size < 100 * step else f"{size / step:,.0f}"
     return f"{number} {name}".rstrip()
+
+
+def loaded_line(name: str, llm: LLM) -> str:
+    """Return what is loaded: a model, its drafter, and the memory of this process where psutil tells it."""
+    about = f"{name} (drafter: {llm.drafter})"
+    if find_spec("psutil") is None:
+        return about
+    import psutil
+
+    return f"{about}, {amount(psutil.Process().memory_info().rss, 'bytes')} of memory"
 
 
 def summary(reply: Completion, sampling: Sampling) -> str:

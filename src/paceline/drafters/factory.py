@@ -33,6 +33,7 @@ from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
 from paceline.drafters.cross import cross
+from paceline.drafters.found import found_reference
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
@@ -62,7 +63,7 @@ AUTO = "suffix"
 Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
 
 FOUND = "found"
-"""The name that `paceline.load` replaces with that of a drafter on this disk."""
+"""The name that stands for `found_drafter`."""
 
 _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
@@ -91,8 +92,17 @@ def make_drafter(
         return None
     if isinstance(spec, Drafter):
         return spec
+    if spec == FOUND:
+        spec = found_drafter(target)
     parts = [_make(part, target, load, read) for part in _split(spec)]
     return parts[0] if len(parts) == 1 else DrafterStack(parts)
+
+
+def found_drafter(target: Loaded) -> str:
+    """Return the name of the drafter that "found" stands for: one on this disk, which drafts where `AUTO` has no
+    proposal, or `AUTO` alone."""
+    reference = found_reference(target)
+    return f"{AUTO}+{reference}" if reference else AUTO
 
 
 def open_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,6 @@ from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.head_files import holds_head
 from paceline.checkpoints.head_fit import fingerprint, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
-from paceline.drafters.factory import AUTO
 from paceline.errors import PacelineError
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD
@@ -21,22 +21,22 @@ _MOST = 8
 """Models whose vocabulary is compared: reading one takes up to half a second."""
 
 
-def found_drafter(target: Loaded) -> str:
-    """Return the name of the best drafter for a target that is on this disk.
+def found_reference(target: Loaded) -> str | None:
+    """Return the name of the best drafter with weights for a target that is on this disk, or None.
 
     A head that was trained for it and lies in the folder of the target; else the smallest model, at most half its size,
     with the same vocabulary, in that folder or in a store (a 0.5B model made a 1.5B model write code 1.2 to 1.35 times
-    as fast: benchmarks/results/2026-11-23-drafts.md). Either drafts where `AUTO` has no proposal, and `AUTO` alone does
-    where there is neither.
+    as fast: benchmarks/results/2026-11-23-drafts.md).
     """
     beside = _beside(target.path)
     reference = next(_heads(target, beside), None) or next(_siblings(target, beside), None)
-    return f"{AUTO}+{reference}" if reference else AUTO
+    logging.getLogger("paceline").debug("%s: found %s", target.path, reference or "no drafter with weights")
+    return reference
 
 
 def _beside(path: Path) -> list[StoredModel]:
     try:
-        return models_in(path.parent)
+        return models_in(path.parent, subfolders=False)  # that may be a whole home
     except (PacelineError, OSError):
         return []
 

@@ -22,6 +22,8 @@ _NEXT = 0.85
 """Probability that a token is accepted after an accepted one, before it is drafted."""
 _OUTLIER, _MEMORY = 2.0, 8.0
 """Bound of a measured time, in means; number of times that the mean remembers."""
+_DRAWN = 0.3
+"""Probability of a path below which nothing more is drawn. A constant: such a draft must not depend on prices."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
 
@@ -105,20 +107,25 @@ class Chosen(Nodes):
 @dataclass(slots=True)
 class Drawn(Nodes):
     """Every candidate that has a place in `tree.shape` is kept, whatever was drawn: choosing by what was drawn would
-    change the distribution."""
+    change the distribution. But nothing is drawn below a path that is unlikely by the drafter's own distributions:
+    whether a node has children may hang on the path to it, as their distribution does.
+    """
 
     ranks: list[tuple[int, ...]] = field(default_factory=list)
+    odds: list[float] = field(default_factory=list)
 
     def grow(self, parent: int, best: Ranked) -> None:
-        above = self.ranks[parent] if parent != ROOT else ()
-        for rank, token in enumerate(best.tokens[: shape(self.budget)[above]]):
+        ranks, odds = (self.ranks[parent], self.odds[parent]) if parent != ROOT else ((), 1.0)
+        for rank, token in enumerate(best.tokens[: shape(self.budget)[ranks]]):
             self.add(token, parent)
-            self.ranks.append((*above, rank))
+            self.ranks.append((*ranks, rank))
+            self.odds.append(odds if best.q is None else odds * float(best.q[token]))
         if best.q is not None:
             self.q[parent] = best.q
 
     def level(self, first: int) -> list[int]:
-        return [n for n in range(first, len(self.tokens)) if self.ranks[n] in shape(self.budget)]
+        nodes = range(first, len(self.tokens))
+        return [n for n in nodes if self.ranks[n] in shape(self.budget) and self.odds[n] >= _DRAWN]
 
     def others(self, first: Sequence[int]) -> list[int]:
         return sorted({*range(len(self.tokens))} - {*first})
@@ -172,7 +179,8 @@ class Growing(Drafter):
 
     Candidates are ranked with the sampler's noise, so that at any temperature the draft aims at what the target will
     draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
-    `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape.
+    `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape, of
+    which what would follow unlikely paths is left out.
 
     Where `Ask.pace` is known, a level is grown only if it promises more tokens than decoding gives in its time. A
     request's draft is otherwise the same in every batch, as far as the bits of its logits are.

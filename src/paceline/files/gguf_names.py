@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from paceline.errors import ModelNotFound
@@ -74,6 +74,8 @@ def choose(names: Iterable[str], quantization: str | None, where: str) -> list[s
     raise ModelNotFound(f"{where} has no {wanted}", have)
 
 
-def complete(folder: Path) -> Sequence[str]:
-    """Return the GGUF files in a folder and its subfolders, relative to it. Unfinished downloads have other names."""
-    return [path.relative_to(folder).as_posix() for path in folder.glob("**/*.gguf") if path.is_file()]
+def complete(folder: Path, subfolders: bool = True) -> list[str]:
+    """Return the GGUF files in a folder, and in its subfolders, relative to it. Unfinished downloads have other
+    names."""
+    found = folder.glob("**/*.gguf" if subfolders else "*.gguf")
+    return [path.relative_to(folder).as_posix() for path in found if path.is_file()]

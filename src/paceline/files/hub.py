@@ -53,7 +53,7 @@ def hub_model(
     """
     if not newest and (path := _stored(name, quantization, revision)):
         return path
-    if quantization is None:
+    if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files say so in their names
         folder = _snapshot(name, revision, token, quiet, _WANTED)
         if any(folder.glob("*.safetensors")):
             return folder

@@ -168,6 +168,7 @@ GEMMA: Mapping[str, FieldKind] = {
     "rope_local_base_freq": _BASE,
     "sliding_window_pattern": whole(1),
 }
+GRANITE = _each(_FACTOR, "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 MIXTURE: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
     **_each(_EXPERTS, "num_experts", "num_local_experts", "num_experts_per_tok"),
@@ -276,6 +277,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
     "pooling_type": whole(),
+    **_each(_FACTOR, "attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),

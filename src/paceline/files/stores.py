@@ -49,10 +49,16 @@ def stored_models(everything: bool = False) -> list[StoredModel]:
 
 
 def find(name: str) -> StoredModel:
-    """Return the model that `stored_models` lists under this name. Raises `ModelNotFound`."""
-    for model in stored_models(name.startswith((OLLAMA, LM_STUDIO))):
-        if model.name == name:
-            return model
+    """Return the model that `stored_models` lists under this name, of which the quantisation may be left out where
+    there is one. Raises `ModelNotFound`."""
+    models = stored_models(name.startswith((OLLAMA, LM_STUDIO)))
+    found = [model for model in models if model.name == name] or [
+        model for model in models if model.name.rpartition(":")[0] == name
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelNotFound(f"there are {len(found)} models {name!r}", f"Name {' or '.join(one.name for one in found)}")
     raise ModelNotFound(f"there is no model {name!r} on this disk", "`paceline list --all` shows what there is")
 
 
@@ -71,15 +77,15 @@ def remove(model: StoredModel) -> None:
         shutil.rmtree(model.path)
 
 
-def models_in(folder: Path) -> list[StoredModel]:
-    """Return the models in a folder and its subfolders: GGUF files under their names without the ending, and folders
-    in Hugging Face's layout. Raises `ModelNotFound` for what is no folder."""
+def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
+    """Return the models in a folder and all its subfolders: GGUF files under their names without the ending, and
+    folders in Hugging Face's layout. Without `subfolders` only files and folders that lie in it directly. Raises
+    `ModelNotFound` for what is no folder."""
     if not folder.is_dir():
         raise ModelNotFound(f"there is no folder {folder}", "Name a folder of GGUF files")
-    found = [
-        StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in _ggufs(folder)
-    ]
-    for config in islice(folder.glob("**/config.json"), _MOST):
+    files = _ggufs(folder, subfolders)
+    found = [StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in files]
+    for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MOST):
         weights = [path.name for path in config.parent.glob("*.safetensors")]
         if weights:
             size = _size(config.parent, weights)
@@ -92,8 +98,8 @@ def models_in(folder: Path) -> list[StoredModel]:
     ]
 
 
-def _ggufs(folder: Path) -> list[list[str]]:
-    return whole(islice(complete(folder), _MOST))
+def _ggufs(folder: Path, subfolders: bool = True) -> list[list[str]]:
+    return whole(islice(complete(folder, subfolders), _MOST))
 
 
 def _stem(file: str) -> str:

@@ -107,6 +107,7 @@ class ModelConfig:
     `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to the weight of every
     norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
     `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
+    `residual_scale`: factor of what attention and feed-forward add to the stream. `logits_divisor`: of the logits.
     """
 
     family: str
@@ -133,6 +134,8 @@ class ModelConfig:
     softcap: float | None = None
     final_softcap: float | None = None
     sinks: bool = False
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:

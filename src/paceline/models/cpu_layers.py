@@ -45,7 +45,7 @@ class _CLayer(Structure):
         (POINTER(_Expert), "experts"),
         (c_int32, "expert_count used normalised"),
         (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
-        (c_float, "eps"),
+        (c_float, "eps residual_scale"),
         (c_int32, "hidden ffn activation head_dim view index rotation"),
         (_Heads, "heads"),
     )
@@ -135,7 +135,14 @@ class NativeLayers:
             *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
             *((_Expert * len(experts))(*experts), len(experts), used, normalised),
             *(self._pointer(norm) for norm in norms),
-            *(layer.mlp_norm.eps, parts.out.matrix.shape[0], gated.out, _ACTIVATIONS[gated.activation], mix.head_dim),
+            *(
+                layer.mlp_norm.eps,
+                layer.residual_scale,
+                parts.out.matrix.shape[0],
+                gated.out,
+                _ACTIVATIONS[gated.activation],
+                mix.head_dim,
+            ),
             *(slab, index, rope),
             _Heads(
                 mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)

@@ -111,9 +111,8 @@ class Decoder:
         """Logits of the real rows alone. (Torch's products need the padding, or a row's bits would depend on how many
         rows there are; the CPU kernels do not.)"""
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
-        if self.config.final_softcap is not None:
-            for slot, count in zip(logits, rows.counts, strict=True):
-                self._cap(slot[:count])
+        for slot, count in zip(logits, rows.counts, strict=True):
+            self._shaped(slot[:count])
         return logits
 
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
@@ -141,9 +140,12 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
-        return self._cap(self._head.precise(x))
+        return self._shaped(self._head.precise(x))
 
-    def _cap(self, logits: Tensor) -> Tensor:
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """In place, with the config's divisor and bound."""
+        if self.config.logits_divisor != 1.0:
+            logits.div_(self.config.logits_divisor)
         cap = self.config.final_softcap
         if cap is None:
             return logits
@@ -182,6 +184,7 @@ def make_layer(
         norm("pre_feedforward" if c.sandwich else "post_attention"),
         _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp."),
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
+        c.residual_scale,
     )
 
 

@@ -16,8 +16,8 @@ from paceline.files.schema import (
     CORRECT,
     DECODER,
     GEMMA,
+    GRANITE,
     HYBRID,
-    IDENTITY,
     MIXTURE,
     MOST_ROWS,
     QWEN,
@@ -29,6 +29,7 @@ from paceline.files.schema import (
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
 from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.hybrids import LFM2, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -50,6 +51,12 @@ class Family:
 def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Mistral, Phi-3: every layer has the sliding window."""
     return _layered(base, [raw.get("sliding_window")] * base.layers)
+
+
+def _windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Ministral: `layer_types` says which layers slide, by default all if there is a window."""
+    window = raw.get("sliding_window")
+    return _layered(base, _windows(raw, base, window, lambda i: window is not None))
 
 
 def _qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -85,6 +92,22 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
     windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
     return _layered(base, windows, sparse=[True] * base.layers)
+
+
+def _granite(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Granite 3: Llama with factors of the embedding, the scores, the layers' outputs and the logits."""
+    return replace(
+        base,
+        embed_scale=raw["embedding_multiplier"],
+        query_scale=raw["attention_multiplier"],
+        residual_scale=raw["residual_multiplier"],
+        logits_divisor=raw["logits_scaling"],
+    )
+
+
+def _gemma1(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Gemma 1, whose config may name its activation "gelu", which was never computed."""
+    return replace(base, norm_shift=1.0, embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh")
 
 
 def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -163,6 +186,7 @@ _GEMMA = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(_windows_everywhere, {"sliding_window": 4096}),
+    "ministral": Family(_windows_by_type, {"sliding_window": None, "layer_types": None}),
     "qwen2": Family(_qwen, _QWEN, QWEN),
     "qwen3": Family(_qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
@@ -187,6 +211,16 @@ FAMILIES: dict[str, Family] = {
         },
         SMOLLM3,
     ),
+    "seed_oss": Family(defaults={"head_dim": 128}),
+    "granite": Family(
+        _granite,
+        {
+            **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), 1.0),
+            "logits_scaling": 1.0,
+        },
+        GRANITE,
+    ),
+    "gemma": Family(_gemma1, {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": Family(
         partial(_gemma, every=2), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA
     ),
@@ -365,29 +399,3 @@ def _idle(value: Any) -> bool:
     if isinstance(value, list):
         return all(value)
     return value is None or value is False or (value == 1 and value is not True)
-
-
-def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores, which `architectures` alone
-    may tell from a language model: with a tied embedding nothing else is missing. See `refuse_other_kinds`."""
-    name, *_ = raw.get("architectures") or ["CausalLM"]
-    if not any(head in name for head in ("CausalLM", "LMHead", "ConditionalGeneration", "GenerationDecoder")):
-        raise UnsupportedModel(f"{where} is of a {name}, which is not a language model", "Use a model that writes text")
-
-
-def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
-    without a model type. `where`: name of the source in error messages."""
-    check(where, raw, IDENTITY)
-    if "model_type" not in raw:
-        raise CorruptModel(f"{where} lacks model_type", CORRECT)
-    name = (raw.get("architectures") or [raw["model_type"]])[0]
-    if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
-        raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
-    if raw.get("is_encoder_decoder"):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
-    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "ssm")
-    if raw["model_type"] not in FAMILIES and any(word in raw["model_type"].lower() for word in recurrent):
-        raise UnsupportedModel(
-            f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
-        )

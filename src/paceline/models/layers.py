@@ -188,17 +188,24 @@ class Layer:
         mlp_norm: RMSNorm,
         mlp: Dense | Mixture | SharedMixture,
         post: tuple[RMSNorm, RMSNorm] | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
-        self.mlp_norm, self.mlp, self.post = mlp_norm, mlp, post
+        self.mlp_norm, self.mlp, self.post, self.residual_scale = mlp_norm, mlp, post, residual_scale
 
     def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
         """`entry`: the input of attention, if not the normed stream."""
         if entry is None:
             entry = x if self.attn_norm is None else self.attn_norm(x)
         mixed = self.attention.mix(entry, layer, rope, attention)
-        if self.post is None:
+        if self.post is None and self.residual_scale == 1.0:
             x = self.out.onto(mixed, x)
             return self.mlp.onto(self.mlp_norm(x), x)
-        x = x + self.post[0](self.out(mixed))
-        return x + self.post[1](self.mlp(self.mlp_norm(x)))
+        first, second = self.post or (None, None)
+        x = x + self._added(self.out(mixed), first)
+        return x + self._added(self.mlp(self.mlp_norm(x)), second)
+
+    def _added(self, y: Tensor, norm: RMSNorm | None) -> Tensor:
+        """What a part adds to the stream."""
+        y = y if norm is None else norm(y)
+        return y if self.residual_scale == 1.0 else y * self.residual_scale

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from paceline.cache.layout import NONE, ancestors, depths
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel, is_out_of_memory
-from paceline.models.families import refuse_other_kinds
+from paceline.models.refusals import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verification_error
 from paceline.protocols import KVCache

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -18,9 +18,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline.server import errors, schema, schema_messages, schema_responses, schema_tokens
+from paceline.server import (
+    errors,
+    schema,
+    schema_completions,
+    schema_messages,
+    schema_ollama,
+    schema_responses,
+    schema_tokens,
+)
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
 from paceline.server.models import Models
+from paceline.server.ollama_models import refuse_change
 from paceline.server.serving import Service
 
 PAGE = Path(__file__).parent / "page"
@@ -30,9 +39,12 @@ POLICY = (
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _BODIES = (
-    *(schema.ChatRequest, schema.CompletionRequest, schema_responses.ResponsesRequest),
+    *(schema.ChatRequest, schema_completions.CompletionRequest, schema_responses.ResponsesRequest),
     *(schema_messages.MessagesRequest, schema_messages.CountTokensRequest),
+    *(schema_ollama.OllamaChatRequest, schema_ollama.OllamaGenerateRequest),
+    *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
     *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
+    *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
 )
 _REF = "#/components/schemas/{model}"
 
@@ -52,6 +64,29 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str
+
+
 _MEANINGS = {
     400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
     401: "The API key is missing or wrong.",
@@ -64,9 +99,12 @@ _MEANINGS = {
     503: "The server is stopping, or out of memory.",
     504: "The request took longer than `timeout`.",
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
-}
+
+
+def _errors(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of the API that `path` belongs to."""
+    shape = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}.get(errors.dialect(path), ErrorBody)
+    return {status: {"model": shape, "description": meaning} for status, meaning in _MEANINGS.items()}
 
 
 def create_app(models: Models, settings: Settings) -> FastAPI:
@@ -115,21 +153,26 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, authorization(request.headers))
 
-    router = APIRouter(dependencies=[Depends(authorise), bearer], responses=_ERRORS)
-    _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream=True)
-    _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream=True)
-    _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream=True)
-    _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream=True)
+    router = APIRouter(dependencies=[Depends(authorise), bearer])
+    _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream="text/event-stream")
+    _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
+    _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
+    _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest")
+    _add_ollama(router, service)
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
+    _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest")
+    _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
     _add_get(router, "/v1/responses/{response_id}", service.response)
-    router.add_api_route("/v1/responses/{response_id}", service.delete_response, methods=["DELETE"])
+    router.add_api_route(
+        "/v1/responses/{response_id}", service.delete_response, methods=["DELETE"], responses=_errors("/v1")
+    )
     _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
     _add_get(router, "/v1/models", service.models)
     _add_get(router, "/v1/models/{name:path}", service.model)
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=Response, responses=_errors("/metrics"))
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format."""
         return Response(service.loader.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -150,25 +193,40 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return JSONResponse(status, 200 if alive else 503)
 
 
+def _add_ollama(router: APIRouter, service: Service) -> None:
+    _add_post(router, "/api/chat", service.ollama_chat, "OllamaChatRequest", stream="application/x-ndjson")
+    _add_post(router, "/api/generate", service.ollama_generate, "OllamaGenerateRequest", stream="application/x-ndjson")
+    _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest")
+    _add_post(router, "/api/pull", service.ollama_pull, "PullRequest", stream="application/x-ndjson")
+    for path, handler in (
+        ("version", service.ollama.version),
+        ("tags", service.ollama.tags),
+        ("ps", service.ollama.ps),
+    ):
+        _add_get(router, f"/api/{path}", handler)
+    for path in ("create", "copy", "push", "delete"):
+        router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
+
+
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
     """Add a route for GET, and for HEAD, by which clients probe."""
-    router.add_api_route(path, handler)
+    router.add_api_route(path, handler, responses=_errors(path))
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_post(
-    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: bool = False
+    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: str = ""
 ) -> None:
-    """Add a route for bodies of a named model. `stream`: the response may be a stream of events."""
+    """Add a route for bodies of a named model. `stream`: media type of a response that is a stream."""
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        answers[stream] = {"schema": {"type": "string"}}
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
     router.add_api_route(
         path,
         handler,
         methods=["POST"],
-        responses={200: {"description": "The answer.", "content": answers}},
+        responses={**_errors(path), 200: {"description": "The answer.", "content": answers}},
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
 

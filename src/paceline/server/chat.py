@@ -18,8 +18,7 @@ from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
-from paceline.server.schema_tokens import TokenizeRequest
-from paceline.server.thinking import ThoughtParser
+from paceline.server.schema_tokens import PromptRequest
 from paceline.server.tools import CallFormat
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.chat_template import check_messages
@@ -82,10 +81,11 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     names = [tool.function.name for tool in calling.callable]
     text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
-    form = thinking.family(llm.tokenizer.chat_template) if body.reasoning_format != "none" else None
-    form = None if form is None or form.over(text) else form
+    form = thinking.family(llm.tokenizer.chat_template)
+    if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
+        form = None
     inside = form is not None and form.begun(text)
-    markers = _special(llm, *([family.start] if names else []), *([form.start, form.end] if form else []))
+    markers = _special(llm, *([family.start] if names else []), *(form.markers if form else ()))
     grammar = options.grammar(
         model.grammar_trials,
         body,
@@ -110,7 +110,7 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     def reply() -> ChatReply:
         return ChatReply(
             parser=parser(),
-            thoughts=ThoughtParser(form, inside) if form else None,
+            thoughts=form.parser(inside) if form else None,
             markers={token: marker for marker, token in markers.items()},
         )
 
@@ -124,7 +124,7 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
 
 
 def chat_text(
-    llm: LLM, body: ChatRequest | TokenizeRequest, offered: Sequence[Tool] | None, orderly: bool = False
+    llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None, orderly: bool = False
 ) -> str:
     """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
     every template expects. Raises `ApiError` 400 naming the messages.
@@ -148,7 +148,7 @@ def chat_text(
 
 
 def _rendered(
-    llm: LLM, body: ChatRequest | TokenizeRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+    llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
     template = llm.tokenizer.chat_template
     if given and not tools.knows_tools(template):
@@ -197,5 +197,7 @@ def _as_template_message(message: Message) -> dict[str, Any]:
     found = message.model_dump(include=_MESSAGE_FIELDS, exclude_none=True)
     if message.calls:
         found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
+    if message.calls and not message.content and message.reasoning_content:
+        found["thinking"] = message.reasoning_content  # its name in gpt-oss's template
     found["content"] = message.refusal if message.content is None else found["content"]
     return {**found, "role": _TEMPLATE_ROLES.get(message.role, message.role)}

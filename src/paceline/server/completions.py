@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -10,14 +10,18 @@ from typing import Any
 
 from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
 from paceline.server import options
 from paceline.server.choices import Choice, ChoicesWriter
+from paceline.server.errors import bad_request
+from paceline.server.infill import infill_prompt, infill_tokens
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.schema import CompletionRequest
+from paceline.server.schema_completions import CompletionRequest
+from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
-from paceline.server.writers import PreparedRequest
+from paceline.server.writers import Event, PreparedRequest
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
@@ -80,15 +84,18 @@ def prepare(model: LoadedModel, settings: Settings, body: CompletionRequest) -> 
     for prompt, param in zip(given, params, strict=True):
         if isinstance(prompt, str):
             options.check_length(llm, settings, prompt, param)
-    prompts = [options.token_ids(llm, prompt, param) for prompt, param in zip(given, params, strict=True)]
+    prompts = [_tokens(llm, body, prompt, param) for prompt, param in zip(given, params, strict=True)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")
     grammar = options.grammar(model.grammar_trials, body)
     length = options.length(llm, body, _DEFAULT_LENGTH)
     # A round generates at least one token; it is not shown if none was requested.
-    sampling = options.sampling(llm, body, max(1, length), body.logprobs, grammar)
+    logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs
+    sampling = options.sampling(llm, body, max(1, length), logprobs, grammar)
+    if body.suffix and not body.ignore_eos:
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *infill_tokens(llm).ends))
     jobs = [replace(job, prompt_only=length == 0) for job in options.jobs(llm, settings, body, prompts, sampling)]
-    n = body.n or 1
+    n = body.samples
     decode = llm.tokenizer.decode
     echoes = ["" if not body.echo else prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
     scored: list[ScoredPrompt | None] = [None] * len(prompts)
@@ -114,9 +121,53 @@ def prepare(model: LoadedModel, settings: Settings, body: CompletionRequest) -> 
     def writer(answer_id: str) -> ChoicesWriter:
         head = {"id": answer_id, "model": model.name}
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChoicesWriter(head, ("text_completion", "text_completion"), [choice(i) for i in range(len(jobs))], usage)
+        kinds, choices = ("text_completion", "text_completion"), [choice(i) for i in range(len(jobs))]
+        if body.ranked:
+            return BestOfWriter(head, kinds, choices, n, body.n or 1)
+        return ChoicesWriter(head, kinds, choices, usage)
 
     return PreparedRequest(jobs, writer)
+
+
+class BestOfWriter(ChoicesWriter):
+    """Completions of which the likeliest are returned, those with the highest mean log-probability per token."""
+
+    def __init__(
+        self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[TextChoice], samples: int, n: int
+    ) -> None:
+        """`samples`: replies to each prompt, of which `n` are returned."""
+        super().__init__(head, kinds, choices, usage=False)
+        self._samples, self._n = samples, n
+        self._sums = [0.0] * len(choices)
+        self._counts_of = [0] * len(choices)
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round to its choice, and to its score."""
+        self._sums[round_.index] += sum(chunk.logprobs.chosen for chunk in round_.chunks if chunk.logprobs)
+        self._counts_of[round_.index] += len(round_.chunks)
+        return super().add(round_)
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the finished object with the best replies to each prompt."""
+        whole = super().document(usage)
+        kept = []
+        for first in range(0, len(self._sums), self._samples):
+            group = range(first, first + self._samples)
+            kept += sorted(group, key=lambda i: -self._sums[i] / max(1, self._counts_of[i]))[: self._n]
+        choices = [{**whole["choices"][i], "index": index} for index, i in enumerate(kept)]
+        return {**whole, "choices": choices}
+
+
+def _tokens(llm: LLM, body: CompletionRequest, prompt: Any, param: str) -> list[int]:
+    """Return a prompt's token ids. Raises `ApiError` 400."""
+    if not body.suffix:
+        return options.token_ids(llm, prompt, param)
+    if not isinstance(prompt, str):
+        raise bad_request(f"{param} must be text, not token ids, beside suffix", param)
+    try:
+        return infill_prompt(llm, prompt, body.suffix)
+    except InvalidPrompt as error:
+        raise bad_request(str(error), "suffix") from error
 
 
 def _scored_chunks(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:

@@ -85,12 +85,15 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """The whole response, in the shape of the API that `path` belongs to."""
-        body = self.body
-        if path.startswith("/v1/messages"):
-            body = self.anthropic
-        elif path.startswith("/api/"):
-            body = {"error": self.message}
-        return JSONResponse(body, self.status, self.headers)
+        others: dict[str, dict[str, Any]] = {"messages": self.anthropic, "api": {"error": self.message}}
+        return JSONResponse(others.get(dialect(path), self.body), self.status, self.headers)
+
+
+def dialect(path: str) -> str:
+    """Return the API that a path belongs to: "messages" (Anthropic's), "api" (Ollama's), or "openai"."""
+    if path.startswith("/v1/messages"):
+        return "messages"
+    return "api" if path.startswith("/api/") else "openai"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from typing import Any
 
-from paceline.llm import LLM
 from paceline.server import chat, options
 from paceline.server.blocks import chat_body
 from paceline.server.bodies import validated
@@ -33,9 +32,9 @@ def prepare(model: LoadedModel, settings: Settings, body: MessagesRequest) -> Pr
     return PreparedRequest(prepared.jobs, writer)
 
 
-def count_tokens(llm: LLM, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:
+def count_tokens(model: LoadedModel, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:
     """Return the tokens of a prompt. Raises `ApiError`."""
-    request = validated(chat_body(body), ChatRequest)
+    llm, request = model.llm, validated(chat_body(body), ChatRequest)
     text = chat.chat_text(llm, request, chat.CallOptions.of(request).shown, orderly=True)
     options.check_length(llm, settings, text, "messages")
     return {"input_tokens": len(options.token_ids(llm, text, "messages", chat=True))}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
@@ -135,6 +136,7 @@ class Models:
     def source(self, name: str | None) -> ModelSource:
         """Return the model of this name; None is the first one. Raises `ApiError` 404 for one that is not served."""
         source = self.sources[0] if name is None and self.sources else self._named.get(name or "")
+        source = source or self._named.get((name or "").removesuffix(":latest"))  # as Ollama's clients write names
         if source is None:
             known = ", ".join(map(repr, list(self._named)[:_LISTED])) + (", ..." if len(self._named) > _LISTED else "")
             raise ApiError(
@@ -144,6 +146,12 @@ class Models:
                 code="model_not_found",
             )
         return source
+
+    def expires(self, source: ModelSource) -> float:
+        """Return the seconds after which a loaded model is unloaded if it stays idle; infinity for never."""
+        if source.stays or self._keep_alive is None:
+            return inf
+        return max(0.0, self._loaded[source].used + self._keep_alive - time.monotonic())
 
     def get(self, name: str | None) -> LoadedModel | None:
         """Return a model if it is loaded. Raises `ApiError` 404."""

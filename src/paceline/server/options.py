@@ -208,7 +208,7 @@ def jobs(
     llm: LLM, settings: Settings, body: RequestBody, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[ReplyJob]:
     """Return `n` jobs for each prompt in turn. Raises `ApiError` 400 for too many, and as `Sampling.sampler` does."""
-    n = body.n or 1
+    n = body.samples
     if n > settings.max_n or n * len(prompts) > settings.max_choices:
         raise bad_request(
             f"n={n} replies to {len(prompts)} prompts are too many: "

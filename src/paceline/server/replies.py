@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.server.calls import Call, CallParser, ForcedCallParser
 from paceline.server.choices import FINISH_REASONS
+from paceline.server.harmony import HarmonyParser
 from paceline.server.thinking import ThoughtParser
 from paceline.server.worker import ReplyRound
 
@@ -45,7 +46,7 @@ class ChatReply:
     """
 
     parser: CallParser | ForcedCallParser | None = None
-    thoughts: ThoughtParser | None = None
+    thoughts: ThoughtParser | HarmonyParser | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
     reasoning: str = ""
     text: str = ""

@@ -26,6 +26,8 @@ from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from paceline.server.writers import Event, PreparedRequest, Writer, dumps
 
+_CONVERSATION = 4
+"""Size of a stored conversation in memory, for each byte that a body may have."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
@@ -33,7 +35,7 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
     new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
     items: list[Item] = []
-    for before in store.conversation(body.previous_response_id):
+    for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
         items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
     prepared = chat.prepare(model, settings, request, orderly=True)

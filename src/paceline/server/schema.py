@@ -117,6 +117,11 @@ class RequestBody(OtherServers, Generating):
     ) = None
 
     @property
+    def samples(self) -> int:
+        """Replies to generate for each prompt."""
+        return self.n or 1
+
+    @property
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
         return any(form is not None for form in (self.guided_json, self.guided_regex, self.guided_grammar))
@@ -381,24 +386,3 @@ class ChatRequest(RequestBody):
                 raise ValueError(f"{param} names {name!r}, which is not in {where}")
         if self.choice == "required" and not offered:
             raise ValueError("tool_choice 'required' requires tools")
-
-
-@accepts("", (((True,), "add_special_tokens"), (("",), "suffix")))
-class CompletionRequest(RequestBody):
-    """Body of /v1/completions."""
-
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
-    )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of must equal n. Request n replies and choose one")
-        return self

@@ -1,4 +1,4 @@
-"""Bodies of the requests about tokens and prompts, which generate nothing."""
+"""Bodies of the requests about tokens and prompts, in the shapes of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import Strict
-from paceline.server.schema import Messages, ModelName, Schema, Text, TokenId, Tools
+from paceline.server.compat import Strict, accepts
+from paceline.server.schema import Messages, ModelName, RequestBody, Schema, Text, TokenId, Tools
 
 
-class TokenizeRequest(Strict):
-    """Body of /tokenize: either text as it is, or messages for the chat template."""
+class PromptRequest(Strict):
+    """Messages for the chat template."""
 
     model: ModelName | None = None
-    prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
@@ -27,11 +25,36 @@ class TokenizeRequest(Strict):
         """Variables of the chat template."""
         return self.chat_template_kwargs or {}
 
+
+@accepts("parse_special", ())
+class TokenizeRequest(PromptRequest):
+    """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special` and
+    `with_pieces` are llama.cpp's, the others vLLM's."""
+
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    content: Text | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+
+    @property
+    def text(self) -> tuple[str, bool]:
+        """The text, and whether BOS and EOS are added to it."""
+        if self.content is not None:
+            return self.content, bool(self.add_special)
+        return self.prompt or "", self.add_special_tokens is not False
+
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
+        if sum(given is not None for given in (self.prompt, self.messages, self.content)) != 1:
             raise ValueError("exactly one of prompt and messages is required")
         return self
+
+
+class ApplyTemplateRequest(PromptRequest):
+    """Body of /apply-template."""
+
+    messages: Messages
 
 
 class DetokenizeRequest(Strict):
@@ -39,3 +62,26 @@ class DetokenizeRequest(Strict):
 
     model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
+
+
+class InfillFile(Strict):
+    """Another file, which the model sees before the text."""
+
+    filename: Annotated[str, Field(max_length=1000)] = ""
+    text: Text
+
+
+@accepts("samplers t_max_prompt_ms t_max_predict_ms n_indent response_fields", ())
+class InfillRequest(RequestBody):
+    """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
+
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Annotated[list[InfillFile], Field(max_length=1000, fail_fast=True)] | None = None
+    prompt: Text | None = None
+
+    def completion(self, prompt: list[int]) -> dict[str, Any]:
+        """Return the request as the body of a completion of these tokens."""
+        mine = {"input_prefix", "input_suffix", "input_extra", "samplers", "t_max_prompt_ms", "t_max_predict_ms"}
+        found = self.model_dump(exclude_none=True, exclude=mine | {"n_indent", "response_fields", "stream"})
+        return {"max_tokens": -1, **found, "prompt": prompt} if self.length is None else {**found, "prompt": prompt}

@@ -17,16 +17,34 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from paceline.errors import TimedOut
-from paceline.llm import LLM
-from paceline.server import chat, chat_completions, completions, messages, options, responses, schema, schema_tokens
+from paceline.server import (
+    chat,
+    chat_completions,
+    completions,
+    infilling,
+    messages,
+    ollama,
+    options,
+    responses,
+    schema,
+    schema_completions,
+    schema_tokens,
+)
 from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
+from paceline.server.ollama_models import OllamaModels
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
+from paceline.server.schema_ollama import (
+    NamedModelRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    PullRequest,
+)
 from paceline.server.schema_responses import ResponsesRequest
 from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
@@ -47,6 +65,7 @@ class Service:
         self.limit = RequestLimit(settings.max_requests)
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
+        self.ollama = OllamaModels(models, settings.pull)
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
     def close(self) -> None:
@@ -60,7 +79,7 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
-        return await self._generate(request, schema.CompletionRequest, completions.prepare, "cmpl-")
+        return await self._generate(request, schema_completions.CompletionRequest, completions.prepare, "cmpl-")
 
     async def create_response(self, request: Request) -> Response:
         """Generate the next items of a conversation."""
@@ -93,32 +112,68 @@ class Service:
             work = partial(messages.count_tokens, settings=self.settings, body=body)
             return await self._compute(request, body.model, work)
 
+    async def ollama_chat(self, request: Request) -> Response:
+        """Generate the next message of a chat (Ollama's API)."""
+        return await self._generate(request, OllamaChatRequest, ollama.prepare_chat, "")
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """Answer or continue one prompt (Ollama's API)."""
+        return await self._generate(request, OllamaGenerateRequest, ollama.prepare_text, "")
+
+    async def ollama_show(self, request: Request) -> Response:
+        """Describe a model (Ollama's API)."""
+        async with self.bodies.read(request, NamedModelRequest) as (body, _):
+            return await self._compute(request, body.named, self.ollama.show)
+
+    async def ollama_pull(self, request: Request) -> Response:
+        """Fetch a model (Ollama's API)."""
+        async with self.bodies.read(request, PullRequest) as (body, _):
+            self.ollama.check_pull(body)
+            return await self.ollama.pull(body)
+
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat."""
         async with self.bodies.read(request, schema_tokens.TokenizeRequest) as (body, _):
 
-            def work(llm: LLM) -> dict[str, Any]:
+            def work(model: LoadedModel) -> dict[str, Any]:
+                llm = model.llm
                 if body.messages is None:
-                    tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+                    text, special = body.text
+                    tokens = llm.tokenizer.encode(text, special=special)
                 else:
-                    text = chat.chat_text(llm, body, body.tools)
-                    tokens = options.token_ids(llm, text, "messages", chat=True)
-                return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.model.target.context_length}
+                    tokens = options.token_ids(llm, chat.chat_text(llm, body, body.tools), "messages", chat=True)
+                pieces = [{"id": token, "piece": model.token_texts.text(token)} for token in tokens]
+                about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
+                return {"tokens": pieces if body.with_pieces else tokens, **about}
 
             return await self._compute(request, body.model, work)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of token ids."""
+        """Return the text of token ids, under vLLM's name and llama.cpp's."""
         async with self.bodies.read(request, schema_tokens.DetokenizeRequest) as (body, _):
 
-            def work(llm: LLM) -> dict[str, Any]:
-                size = llm.model.target.vocab_size
+            def work(model: LoadedModel) -> dict[str, Any]:
+                size = model.llm.model.target.vocab_size
                 for i, token in enumerate(body.tokens):
                     if token >= size:
                         raise bad_request(f"token ids must be < {size}, got {token}", f"tokens.{i}")
-                return {"prompt": llm.tokenizer.decode(body.tokens, False)}
+                text = model.llm.tokenizer.decode(body.tokens, False)
+                return {"prompt": text, "content": text}
 
             return await self._compute(request, body.model, work)
+
+    async def apply_template(self, request: Request) -> Response:
+        """Return a chat's prompt as text."""
+        async with self.bodies.read(request, schema_tokens.ApplyTemplateRequest) as (body, _):
+
+            def work(model: LoadedModel) -> dict[str, Any]:
+                return {"prompt": chat.chat_text(model.llm, body, body.tools)}
+
+            return await self._compute(request, body.model, work)
+
+    async def infill(self, request: Request) -> Response:
+        """Fill the gap between two texts (llama.cpp's API)."""
+        return await self._generate(request, schema_tokens.InfillRequest, infilling.prepare, "")
 
     async def models(self) -> dict[str, Any]:
         """List every model under each of its names. OpenAI's and Anthropic's clients both read the list."""
@@ -155,13 +210,13 @@ class Service:
             await self._unless_ended(request, self.loader.ready(name), timeout)
         return model
 
-    async def _compute(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Response:
+    async def _compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
         """Answer with the JSON of what `work` returns, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                data = await self._preprocess(request, "tokens", lambda: dumps(work(model.llm)), self.settings.timeout)
+                data = await self._preprocess(request, "tokens", lambda: dumps(work(model)), self.settings.timeout)
             finally:
                 model.release()
             return Response(data, media_type="application/json")

@@ -72,9 +72,13 @@ class ResponseStore:
             self.bytes -= self.get(name).size
             del self._kept[name]
 
-    def conversation(self, name: str | None) -> list[StoredResponse]:
-        """Return a response and those before it, the first one first. Raises `ApiError` 400 if one is missing."""
+    def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
+        """Return a response and those before it, the first one first. `limit`: bytes of memory of all together.
+
+        Raises `ApiError` 400 if one is missing, or they are larger.
+        """
         found: list[StoredResponse] = []
+        size = 0
         while name is not None:
             try:
                 found.append(self.get(name))
@@ -85,5 +89,13 @@ class ResponseStore:
                     param="previous_response_id",
                     code="previous_response_not_found",
                 ) from None
+            size += found[-1].size
+            if size > limit:
+                raise ApiError(
+                    400,
+                    "the stored conversation is too long. Send the part that matters as input",
+                    param="previous_response_id",
+                    code="context_length_exceeded",
+                )
             name = found[-1].previous
         return found[::-1]

@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.server import harmony
+from paceline.server.harmony import HarmonyParser
+
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
@@ -13,6 +16,19 @@ class ThoughtFormat:
 
     start: str
     end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What the parser must see, also where it is a special token."""
+        return self.start, self.end
+
+    def known(self, template: str) -> bool:
+        """Return whether a chat template is of a model that writes this format."""
+        return self.end in template
+
+    def parser(self, inside: bool) -> ThoughtParser | HarmonyParser:
+        """Return a parser of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        return ThoughtParser(self, inside)
 
     def begun(self, prompt: str) -> bool:
         """Return whether a prompt ends inside of the reasoning."""
@@ -42,7 +58,30 @@ class ThoughtFormat:
         return f"start: thought{'' if inside else '?'} answer\nthought: {before} {space}\n{body}\n"
 
 
+class _Harmony(ThoughtFormat):
+    """gpt-oss's channels, which are split whatever is asked for: without their markers they could not be told apart."""
+
+    markers = harmony.MARKERS
+
+    def known(self, template: str) -> bool:
+        return self.start in template and harmony.MESSAGE in template
+
+    def parser(self, inside: bool) -> HarmonyParser:
+        return HarmonyParser()
+
+    def over(self, prompt: str) -> bool:
+        return prompt.endswith(harmony.FINAL)
+
+    def skip(self, prompt: str) -> str:
+        return prompt if self.over(prompt) else prompt + harmony.FINAL
+
+    def rules(self, inside: bool, special: Mapping[str, int]) -> str:
+        return harmony.rules(special)
+
+
+HARMONY = _Harmony(harmony.CHANNEL, harmony.END)
 _FORMATS = (
+    HARMONY,
     ThoughtFormat("<think>", "</think>"),  # Qwen3, DeepSeek-R1, SmolLM3, Phi-4, GLM
     ThoughtFormat("[THINK]", "[/THINK]"),  # Magistral
     ThoughtFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
@@ -51,7 +90,7 @@ _FORMATS = (
 
 def family(template: str | None) -> ThoughtFormat | None:
     """Return the format whose end a chat template mentions, None for models that do not reason."""
-    return next((form for form in _FORMATS if form.end in (template or "")), None)
+    return next((form for form in _FORMATS if form.known(template or "")), None)
 
 
 def overlap(text: str, marker: str) -> int:

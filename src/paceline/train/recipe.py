@@ -1,6 +1,6 @@
 """Recipes: what each kind of drafter supplies for its training. `loop.py` does the rest.
 
-The loss is the cross-entropy of every guess against the target's distribution over the tokens that the drafter knows;
+The loss compares every guess with the target's distribution over the tokens that the drafter knows (`draft_loss`);
 later steps of a draft count less, since a draft is accepted up to its first wrong token.
 """
 
@@ -163,6 +163,19 @@ class Columns:
         return Columns(ids, shift)
 
 
+def draft_loss(wanted: Tensor, logits: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Return the summed loss of guesses: -log of the chance that a sampled guess is accepted, and half the
+    cross-entropy, which also teaches where that chance is small (LK losses, arXiv 2602.23881).
+
+    `wanted`, `logits` [N, C]: the target's and the drafter's logits of the columns; `wanted` holds `Columns.shift`
+    already, `logits` do not.
+    """
+    shift = logits.new_zeros(()) if shift is None else shift
+    target, scores = wanted.softmax(-1), (logits + shift).log_softmax(-1)
+    accepted = torch.minimum(target, scores.exp()).sum(-1).clamp(min=1e-6)
+    return -accepted.log().sum() - 0.5 * (target * (scores - shift)).sum()
+
+
 class GuessTally:
     """Collects the guesses of a batch, step by step, into `Guesses`."""
 
@@ -189,16 +202,15 @@ class GuessTally:
         step = len(self._losses)
         real, columns = self._places.real[step], self._places.columns + step
         wanted = self._scores[:, columns][real]
-        shift = self._columns.shift if self._columns else 0.0
-        scores = (logits.float() + shift).log_softmax(-1) - shift
-        self._losses.append(-(wanted.softmax(-1) * scores).sum() * self._decay**step)
+        logits, shift = logits.float(), self._columns.shift if self._columns else None
+        self._losses.append(draft_loss(wanted, logits, shift) * self._decay**step)
         choice = self._choice[:, columns][real]
         self._right.append(torch.zeros_like(real))
-        best = scores.detach().argmax(-1)
+        best = logits.detach().argmax(-1)
         self._right[-1][real] = self._teacher.vocabulary[self._columns.ids[best] if self._columns else best] == choice
         if not torch.is_grad_enabled():
             self._ranks.append(torch.full_like(real, UNKNOWN, dtype=torch.int64))
-            self._ranks[-1][real] = self._teacher.rank(scores, choice)
+            self._ranks[-1][real] = self._teacher.rank(logits, choice)
 
     def add_single_step(self, logits: Tensor) -> None:
         """Add all steps of a drafter that has one: `logits` [N, C] after each pending token, at the real places of the

@@ -58,6 +58,18 @@ def test_windows_and_layers_without_positions_too() -> None:
     check_target(lambda: device_target(None, config=SLIDING), tolerance=1e-9, taps=(1,))
 
 
+def test_sinks_weigh_as_on_a_cpu() -> None:
+    config = replace(SLIDING, softcap=None, sinks=True)
+    check_target(lambda: device_target(None, config=config), tolerance=1e-9, taps=(1,))
+    found = []
+    for target in (device_target(None, config=config), Decoder(config, random_tensors(config), torch.float64, CPU)):
+        cache = target.new_cache()
+        slot = cache.acquire()
+        rows = pack_prefix(PROMPT, slot, 0, CPU)
+        found.append(target.forward(rows, cache, Want()).logits[0, : len(PROMPT)])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
 def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
     """Whatever stood in the tables when it was recorded: other tokens, trees, lengths and slots."""

@@ -25,7 +25,7 @@ struct Layer {
     int32_t expert_count, used, normalised;
     // Weights of norms, or null. `after`: norms of what attention and feed-forward add to the stream.
     const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
-    float eps;
+    float eps, residual_scale;  // of what attention and feed-forward add to the stream
     int32_t hidden, ffn, activation, head_dim;
     int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
     Heads heads;  // of `head_dim` elements, padded to whole lanes
@@ -337,7 +337,7 @@ class LayerTask {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);
         for (int i = 0; i < hidden; i += LANES) {
-            Floats total = load<Floats>(to + i) + load<Floats>(y + i);
+            Floats total = load<Floats>(to + i) + load<Floats>(y + i) * l.residual_scale;
             Number rounded[LANES];
             Element::narrow(rounded, total);
             store(to + i, last ? Element::widen(rounded) : total);

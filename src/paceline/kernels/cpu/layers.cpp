@@ -82,7 +82,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* e
     Groups& groups = state.groups;
     const Run<Element> run{layers, count, static_cast<Number*>(x), static_cast<const Number*>(entry), width, taps, tap_count,
                            static_cast<Number*>(states)};
-    Team team(pass.threads);
+    Team team(pass.threads, layers);
     pass.threads = team.count();
     bool apart = false;
     try {
@@ -107,7 +107,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* e
         run.enter(state.scratch, pass);
         for (int i = 0; i < count; i++) run.layer(state.scratch, pass, i, state.threads.data(), team);
     }
-    team.passed(reinterpret_cast<intptr_t>(layers) + pass.rows);
+    team.passed(pass.rows);
     return 0;
 }
 

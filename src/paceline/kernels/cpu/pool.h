@@ -98,7 +98,8 @@ inline double seconds_now() {
 
 // How many threads pay. Beside other programs fewer can be faster, since the leader waits for pieces that a suspended
 // thread holds. So long waits are the reason to try fewer threads, for a few passes; while there are fewer than there may
-// be, more are tried now and then. An idle machine sees no trials.
+// be, more are tried now and then. An idle machine sees no trials. Each model has its own count: a draft model's small
+// stages wait for longer than its target's, and what is tried for one would slow down the other.
 class ThreadCount {
    public:
     int choose(int most) {
@@ -106,7 +107,7 @@ class ThreadCount {
         return trial_ ? trial_ : count_;
     }
 
-    // Notes a pass: `size` stands for its work, `waited` is the part of its seconds that the leader waited.
+    // Notes a pass: `size` is its rows, `waited` the part of its seconds that the leader waited.
     void passed(int64_t size, double seconds, double waited) {
         const double now = seconds_now();
         if (size != size_) {  // no comparison, but sizes may alternate
@@ -150,8 +151,6 @@ class ThreadCount {
 // The process's threads, started when they are first needed. Never destroyed: they may outlive `main`.
 class Pool {
    public:
-    ThreadCount chosen;  // for the owner
-
     static Pool& instance() {
         static std::atomic<Pool*> current{nullptr};
         Pool* pool = current.load();
@@ -162,6 +161,13 @@ class Pool {
             delete fresh;
         }
         return *pool;
+    }
+
+    // For the owner: the count of this work; without one, that of the last work, which a head follows.
+    ThreadCount& chosen(const void* work) {
+        for (int i = 0; work && works_[last_] != work && i < COUNTS; i++) last_ = (last_ + 1) % COUNTS;
+        if (work && works_[last_] != work) last_ = (last_ + 1) % COUNTS, works_[last_] = work, chosen_[last_] = {};
+        return chosen_[last_];
     }
 
     // One caller at a time owns the threads; false for another.
@@ -198,6 +204,8 @@ class Pool {
     static constexpr int MOST = 256, PIECES = (1 << 16) - 1;  // threads; pieces of a stage
 
    private:
+    static constexpr int COUNTS = 8;  // models whose counts are remembered
+
     static int64_t process() {
 #if defined(_WIN32)
         return 0;
@@ -239,6 +247,9 @@ class Pool {
     uint32_t stage_ = 0;
     int started_ = 1;
     std::atomic_flag owned_ = ATOMIC_FLAG_INIT;
+    const void* works_[COUNTS] = {};
+    ThreadCount chosen_[COUNTS];
+    int last_ = 0;
     const int64_t process_ = process();
 };
 
@@ -247,9 +258,10 @@ class Team {
    public:
     Team() = default;  // alone
 
-    explicit Team(int threads) {
+    // `work`: what the threads are counted for, if `passed` follows.
+    explicit Team(int threads, const void* work = nullptr) : work_(work) {
         if (threads < 2 || !(pool_ = &Pool::instance())->acquire()) pool_ = nullptr;
-        if (pool_) began_ = seconds_now(), count_ = pool_->limit(pool_->chosen.choose(threads));
+        if (pool_) began_ = seconds_now(), count_ = pool_->limit(pool_->chosen(work).choose(threads));
     }
 
     Team(const Team&) = delete;
@@ -260,7 +272,7 @@ class Team {
 
     // Notes a pass for the choice of later counts.
     void passed(int64_t size) {
-        if (pool_) pool_->chosen.passed(size, seconds_now() - began_, waited_);
+        if (pool_) pool_->chosen(work_).passed(size, seconds_now() - began_, waited_);
     }
 
     int count() const { return count_; }
@@ -288,6 +300,7 @@ class Team {
 
    private:
     Pool* pool_ = nullptr;
+    const void* work_ = nullptr;
     int count_ = 1;
     double waited_ = 0, began_ = 0;
 };

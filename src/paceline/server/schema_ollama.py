@@ -1,0 +1,181 @@
+"""Bodies of Ollama's endpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.server.compat import Lenient, Strict, accepts
+from paceline.server.schema import Generating, ModelName, Name, Schema, Stop, Stops, Text, Tools
+
+
+@accepts(
+    "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu mirostat_eta mirostat_tau num_batch num_ctx "
+    "num_gpu num_keep num_thread numa penalize_newline use_mlock use_mmap vocab_only",
+    (((0,), "mirostat"), ((1,), "tfs_z")),
+)
+class OllamaOptions(Strict):
+    """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=2**31, description="-1, -2: as many as fit.")] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=1000)] | None = None
+    repeat_last_n: (
+        Annotated[int, Field(ge=-1, description="-1: the whole text, the only one with a penalty.")] | None
+    ) = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Stops | None = None
+
+
+class OllamaFunction(Lenient):
+    name: Name
+    arguments: Schema
+
+
+class OllamaCall(Lenient):
+    """A function call in an assistant's message."""
+
+    function: OllamaFunction
+    id: Annotated[str, Field(max_length=200)] | None = None
+
+
+@accepts("", ((([],), "images"),))
+class OllamaMessage(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
+    tool_name: Annotated[str, Field(max_length=200)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+
+
+@accepts("keep_alive truncate shift", ())
+class OllamaRequest(Generating):
+    """Parameters of chats and of single prompts."""
+
+    model: ModelName
+    stream: bool | None = True
+    format: Literal["", "json"] | Schema | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        return bool(self.format)
+
+    def chat_body(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return the request as the body of a chat completion."""
+        options = self.options.model_dump(exclude_none=True) if self.options else {}
+        names = {"num_predict": "max_tokens"}
+        found: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
+        if found.get("max_tokens", 1) < 0:
+            found["max_tokens"] = -1
+        schema = None if isinstance(self.format, str) or not self.format else {"name": "format", "schema": self.format}
+        if self.format:
+            found["response_format"] = (
+                {"type": "json_schema", "json_schema": schema} if schema else {"type": "json_object"}
+            )
+        if isinstance(self.think, str):
+            found["reasoning_effort"] = "xhigh" if self.think == "max" else self.think
+        elif self.think is not None:
+            found["reasoning"] = "auto" if self.think else "off"
+        own = self.model_dump(include={"speculation", "timeout", "seed", "logprobs", "top_logprobs"}, exclude_none=True)
+        return {"messages": messages, **found, **own, **more}
+
+
+class OllamaChatRequest(OllamaRequest):
+    """Body of /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=10_000, fail_fast=True)] = Field(default_factory=list)
+    tools: Tools | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the request as the body of a chat completion."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return self.chat_body([_message(message) for message in self.messages], **({"tools": tools} if tools else {}))
+
+
+def _message(message: OllamaMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id or f"call_{i}", "function": {"name": call.function.name, "arguments": json.dumps(args)}}
+            for i, call in enumerate(message.tool_calls)
+            for args in (call.function.arguments,)
+        ]
+    if message.tool_name:
+        found["name"] = message.tool_name
+    return found | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
+
+
+@accepts("", ((("",), "template"), (([],), "context images"), ((), "width height steps")))
+class OllamaGenerateRequest(OllamaRequest):
+    """Body of /api/generate."""
+
+    prompt: Text | None = None
+    suffix: Text | None = None
+    system: Text | None = None
+    raw: Annotated[bool, Field(description="The prompt is used as it is, without the chat template.")] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is a text as it is."""
+        return bool(self.raw or self.suffix)
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the request as the body of a chat completion."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.chat_body([*system, {"role": "user", "content": self.prompt or ""}])
+
+    def as_text(self) -> dict[str, Any]:
+        """Return the request as the body of a completion."""
+        body = self.chat_body([], prompt=self.prompt or "", **({"suffix": self.suffix} if self.suffix else {}))
+        form = body.pop("response_format", None)
+        if form is not None:
+            body["guided_json"] = form["json_schema"]["schema"] if "json_schema" in form else {"type": "object"}
+        for name in ("messages", "reasoning", "reasoning_effort"):
+            body.pop(name, None)
+        if body.pop("logprobs", None):
+            body["logprobs"] = body.pop("top_logprobs", 0)
+        return {"max_tokens": -1, **body}
+
+
+@accepts("verbose options system template", ())
+class NamedModelRequest(Strict):
+    """Body of /api/show and of the endpoints that change what is stored."""
+
+    model: ModelName | None = None
+    name: Annotated[ModelName | None, Field(description="The older name of `model`.")] = None
+
+    @property
+    def named(self) -> str:
+        """The model's name."""
+        return self.model or self.name or ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> NamedModelRequest:
+        if not self.named:
+            raise ValueError("model must not be empty")
+        return self
+
+
+@accepts("insecure username password", ())
+class PullRequest(NamedModelRequest):
+    """Body of /api/pull."""
+
+    stream: bool | None = True

@@ -1,0 +1,274 @@
+"""What each official client can do with this server: the table in docs/reference/clients.md.
+
+`PACELINE_WRITE=1 pytest tests/server/test_clients.py` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
+from tests.server.running import Serving, serving
+from tests.server.scripted import scripted
+from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.toys import toy_model
+from tests.vocabularies import byte_level, speaker
+
+anthropic = pytest.importorskip("anthropic")
+ollama = pytest.importorskip("ollama")
+pytest.importorskip("llguidance")
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
+BEGIN, END = "<!-- clients: made by tests/server/test_clients.py -->\n\n", "\n<!-- end of clients -->"
+CLIENTS = ("openai, chat", "openai, responses", "anthropic", "ollama")
+FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+SKIPPED = "skipped, the reply is one without it"
+IMAGE = "iVBORw0KGgo="
+
+
+@dataclass
+class Clients:
+    """Clients of three servers: of a toy, of a model that thinks and calls, and of one that a grammar constrains."""
+
+    toy: Serving
+    caller: Serving
+    speaker: Serving
+    features: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def chat(self, it: Serving, **asked: Any) -> Any:
+        return it.openai.chat.completions.create(**{"model": "toy", "messages": [user("abc")], **asked})
+
+    def response(self, it: Serving, **asked: Any) -> Any:
+        return it.openai.responses.create(**{"model": "toy", "input": "abc", **asked})
+
+    def message(self, it: Serving, **asked: Any) -> Any:
+        client = anthropic.Anthropic(base_url=it.address, api_key="none", max_retries=0)
+        return client.messages.create(**{"model": "toy", "messages": [user("abc")], "max_tokens": 300, **asked})
+
+    def ollama(self, it: Serving, **asked: Any) -> Any:
+        return ollama.Client(it.address).chat(**{"model": "toy", "messages": [user("abc")], **asked})
+
+    def row(self, feature: str, *probes: Callable[[], Any] | str) -> None:
+        """Add a feature: for each client a probe that returns whether it worked, or what to say without one."""
+        cells = [probe if isinstance(probe, str) else outcome(probe) for probe in probes]
+        self.features[feature] = dict(zip(CLIENTS, cells, strict=True))
+
+
+def outcome(probe: Callable[[], Any]) -> str:
+    try:
+        made = probe()
+        assert made
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:
+        body: Any = error.body
+        return f"refused: {body.get('error', body)['message']}"
+    except ollama.ResponseError as error:
+        return f"refused: {error.error}"
+    return made if made == SKIPPED else "works"
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    with ExitStack() as stack:
+        models = (LLM(toy_model(), Suffix()), scripted(THINKS), LLM(speaker(byte_level(), seed=3), Suffix()))
+        models[2].model.tokenizer.chat_template = "{# tools #}go:"
+        yield Clients(*(stack.enter_context(serving(llm)) for llm in models))
+
+
+def texts(c: Clients) -> None:
+    it = c.toy
+    short: Any = {"max_tokens": 8}
+    c.row(
+        "text",
+        lambda: c.chat(it, **short).choices[0].message.content,
+        lambda: c.response(it, max_output_tokens=8).output_text,
+        lambda: c.message(it, **short).content[0].text,
+        lambda: c.ollama(it, options={"num_predict": 8}).message.content,
+    )
+    c.row(
+        "stream",
+        lambda: any(e.choices[0].delta.content for e in c.chat(it, stream=True, **short)),
+        lambda: "response.output_text.delta" in {e.type for e in c.response(it, stream=True, max_output_tokens=8)},
+        lambda: "content_block_delta" in {e.type for e in c.message(it, stream=True, **short)},
+        lambda: "".join(e.message.content for e in c.ollama(it, stream=True, options={"num_predict": 8})),
+    )
+    sampled = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+    own: Any = {"extra_body": {"seed": 7}}
+    c.row(
+        "temperature, top_p, seed",
+        lambda: c.chat(it, **sampled, **short).choices[0] == c.chat(it, **sampled, **short).choices[0],
+        lambda: (
+            c.response(it, temperature=1.0, max_output_tokens=8, **own).output_text
+            == c.response(it, temperature=1.0, max_output_tokens=8, **own).output_text
+        ),
+        lambda: (
+            c.message(it, extra_body=sampled, **short).content == c.message(it, extra_body=sampled, **short).content
+        ),
+        lambda: (
+            c.ollama(it, options={"num_predict": 8, **sampled}).message
+            == c.ollama(it, options={"num_predict": 8, **sampled}).message
+        ),
+    )
+    text = c.chat(it, max_tokens=16).choices[0].message.content[6:8]
+    c.row(
+        "stop strings",
+        lambda: c.chat(it, stop=[text], max_tokens=16).choices[0].finish_reason == "stop",
+        "not in this API",
+        lambda: c.message(it, stop_sequences=[text], max_tokens=16).stop_sequence == text,
+        lambda: c.ollama(it, options={"stop": [text], "num_predict": 16}).done_reason == "stop",
+    )
+    c.row(
+        "log-probabilities",
+        lambda: len(c.chat(it, logprobs=True, top_logprobs=2, **short).choices[0].logprobs.content) == 8,
+        lambda: c.response(it, top_logprobs=2, max_output_tokens=8).output[0].content[0].logprobs,
+        "not in this API",
+        lambda: c.ollama(it, logprobs=True, options={"num_predict": 8}).logprobs,
+    )
+    c.row(
+        "several replies (n)",
+        lambda: len(c.chat(it, n=2, **short).choices) == 2,
+        *["not in this API"] * 3,
+    )
+    prediction: Any = {"type": "content", "content": "abc abc"}
+    c.row(
+        "predicted outputs",
+        lambda: c.chat(it, prediction=prediction, **short).usage.completion_tokens_details,
+        *["not in this API"] * 3,
+    )
+    c.row(
+        "a conversation kept by the server",
+        "not in this API",
+        lambda: (
+            c.response(it, previous_response_id=c.response(it, max_output_tokens=4).id, max_output_tokens=4).output_text
+        ),
+        *["not in this API"] * 2,
+    )
+    c.row(
+        "count tokens",
+        "not in this API",
+        "not in this API",
+        lambda: (
+            anthropic.Anthropic(base_url=it.address, api_key="none")
+            .messages.count_tokens(model="toy", messages=[user("abc")])
+            .input_tokens
+        ),
+        "not in this API",
+    )
+    c.row(
+        "list of models",
+        lambda: it.openai.models.list().data,
+        lambda: it.openai.models.retrieve("toy").id,
+        lambda: anthropic.Anthropic(base_url=it.address, api_key="none").models.list().data,
+        lambda: ollama.Client(it.address).list().models,
+    )
+
+
+def calls(c: Clients) -> None:
+    it, tool = c.caller, {"type": "function", "function": FUNCTION}
+    flat: Any = {"type": "function", **FUNCTION}
+    named: Any = {"name": "add", "input_schema": SCHEMA}
+    c.row(
+        "function calls",
+        lambda: c.chat(it, tools=[tool]).choices[0].message.tool_calls,
+        lambda: c.response(it, tools=[flat]).output[-1].type == "function_call",
+        lambda: c.message(it, tools=[named]).stop_reason == "tool_use",
+        lambda: c.ollama(it, tools=[tool]).message.tool_calls,
+    )
+    c.row(
+        "reasoning apart from the text",
+        lambda: c.chat(it).choices[0].message.reasoning_content == "I add.",
+        lambda: c.response(it).output[0].content[0].text == "I add.",
+        lambda: c.message(it).content[0].thinking == "I add.",
+        lambda: c.ollama(it).message.thinking == "I add.",
+    )
+    counts = [c.chat(it, max_tokens=1).usage.prompt_tokens, c.ollama(it, options={"num_predict": 1}).prompt_eval_count]
+    assert counts[0] == counts[1]
+    c.row(
+        "reasoning switched off",
+        lambda: c.chat(it, reasoning_effort="none", max_tokens=1).usage.prompt_tokens > counts[0],
+        lambda: c.response(it, reasoning={"effort": "none"}, max_output_tokens=1).usage.input_tokens > counts[0],
+        lambda: c.message(it, thinking={"type": "disabled"}).usage.input_tokens > counts[0],
+        lambda: c.ollama(it, think=False).prompt_eval_count > counts[0],
+    )
+    it = c.speaker
+    c.row(
+        "a forced call",
+        lambda: c.chat(it, tools=[tool], tool_choice="required", max_tokens=90).choices[0].message.tool_calls,
+        lambda: c.response(it, tools=[flat], tool_choice="required", max_output_tokens=90).output,
+        lambda: c.message(it, tools=[named], tool_choice={"type": "any"}).content[0].input,
+        "not in this API",
+    )
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    c.row(
+        "JSON of a schema",
+        lambda: json.loads(c.chat(it, response_format=form, max_tokens=60).choices[0].message.content),
+        lambda: json.loads(
+            c.response(
+                it, text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, max_output_tokens=60
+            ).output_text
+        ),
+        lambda: json.loads(
+            c.message(it, output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).content[0].text
+        ),
+        lambda: json.loads(c.ollama(it, format=SCHEMA, options={"num_predict": 60}).message.content),
+    )
+
+
+def refusals(c: Clients) -> None:
+    it = c.toy
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}}
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{IMAGE}"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE}}
+    c.row(
+        "images",
+        lambda: c.chat(it, messages=[{"role": "user", "content": [url]}]),
+        lambda: c.response(it, input=[{"role": "user", "content": [part]}]),
+        lambda: c.message(it, messages=[{"role": "user", "content": [block]}]),
+        lambda: c.ollama(it, messages=[{**user("a"), "images": [IMAGE]}]),
+    )
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
+    c.row(
+        "tools that the provider runs (web search)",
+        lambda: c.chat(it, extra_body={"web_search_options": {}}),
+        lambda: c.response(it, tools=[{"type": "web_search"}], max_output_tokens=4).output_text and SKIPPED,
+        lambda: c.message(it, tools=[search], max_tokens=4).content and SKIPPED,
+        "not in this API",
+    )
+    c.row(
+        "audio, background, containers",
+        lambda: c.chat(it, modalities=["text", "audio"]),
+        lambda: c.response(it, background=True),
+        lambda: c.message(it, extra_body={"container": "c"}),
+        "not in this API",
+    )
+    c.row(
+        "a misspelt parameter",
+        lambda: c.chat(it, extra_body={"temprature": 1}),
+        lambda: c.response(it, extra_body={"temprature": 1}),
+        lambda: c.message(it, extra_body={"temprature": 1}),
+        lambda: c.ollama(it, options={"temprature": 1}),
+    )
+
+
+def test_the_table_in_the_docs_is_what_the_clients_find(clients: Clients) -> None:
+    for fill in (texts, calls, refusals):
+        fill(clients)
+    rows = [f"| {' | '.join(('', *CLIENTS))} |", "|---" * (1 + len(CLIENTS)) + "|"]
+    rows += [f"| {feature} | {' | '.join(cells.values())} |" for feature, cells in clients.features.items()]
+    table = "\n".join(rows) + "\n"
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if os.environ.get("PACELINE_WRITE"):
+        PAGE.write_text(f"{before}{BEGIN}{table}{END}{after}")
+    else:
+        assert rest.partition(END)[0] == table

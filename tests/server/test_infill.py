@@ -1,0 +1,114 @@
+"""Filling in the middle, the best of several completions, and llama.cpp's endpoints for tokens and prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
+from paceline.text.tokenizer import Tokenizer
+from tests.server.running import Serving, serving
+from tests.server.test_completions import PROMPT
+from tests.vocabularies import byte_level, speaker
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[Serving]:
+    words = byte_level()
+    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
+    backend.add_special_tokens(list(FIM))
+    with serving(LLM(speaker(Tokenizer(backend, words.special_tokens), seed=3), {"suffix": Suffix()})) as it:
+        yield it
+
+
+def filled(coder: Serving, *parts: str, **how: Any) -> Any:
+    words = coder.llm.tokenizer
+    end = words.token_id("<|endoftext|>")
+    sampling = Sampling(**{"max_new_tokens": 12, "stop_token_ids": [end, words.token_id("<|file_sep|>")], **how})
+    return LLM(coder.llm.model).generate(words.encode("".join(parts), special=False), sampling, raw=True)
+
+
+def test_a_suffix_makes_it_fill_the_middle(coder: Serving) -> None:
+    whole = filled(coder, "<|fim_prefix|>def f(", "<|fim_suffix|>):\n", "<|fim_middle|>")
+    made = coder.openai.completions.create(model="toy", prompt="def f(", suffix="):\n", max_tokens=12)
+    assert made.choices[0].text == whole.text
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == whole.prompt_tokens
+    (first, second) = coder.openai.completions.create(
+        model="toy", prompt=["def f(", "a"], suffix="):\n", max_tokens=12
+    ).choices
+    assert first.text == whole.text
+    assert second.text != first.text
+
+
+def test_infill_is_llama_cpps(coder: Serving) -> None:
+    extra = [{"filename": "a.py", "text": "import b"}]
+    whole = filled(
+        coder, "<|file_sep|>a.py\nimport b\n", "<|fim_prefix|>x = 1\ndef f(", "<|fim_suffix|>):\n", "<|fim_middle|>"
+    )
+    body = {"input_prefix": "x = 1\n", "prompt": "def f(", "input_suffix": "):\n", "input_extra": extra}
+    # As llama.vim and llama.vscode send them.
+    body |= {"n_predict": 12, "samplers": ["top_k", "infill"], "cache_prompt": True, "t_max_predict_ms": 1000}
+    made = coder.post("/infill", body).json()
+    assert (made["content"], made["stop"]) == (whole.text, True)
+    assert made["stop_type"] == {"length": "limit", "eos": "eos", "stop": "eos"}[whole.finish_reason]
+    assert (made["tokens_evaluated"], made["tokens_predicted"]) == (whole.prompt_tokens, len(whole.token_ids))
+    lines = coder.post("/infill", {**body, "stream": True}).text.strip().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(event["content"] for event in events) == whole.text
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    warm = coder.post("/infill", {**body, "n_predict": 0}).json()
+    assert (warm["content"], warm["tokens_predicted"], warm["stop_type"]) == ("", 0, "limit")
+
+
+def test_models_without_the_tokens_refuse(served: Serving) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ):
+        answer = served.post(path, body)
+        assert answer.status_code == 400
+        assert "cannot fill in the middle" in answer.json()["error"]["message"]
+    assert served.post("/v1/completions", {"prompt": "hello", "suffix": "", "max_tokens": 1}).status_code == 200
+
+
+def test_a_suffix_needs_text(coder: Serving) -> None:
+    for more, param in (({"prompt": [1, 2]}, "prompt"), ({"echo": True, "logprobs": 1}, "suffix")):
+        answer = coder.post("/v1/completions", {"prompt": "a", "suffix": "b", **more})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = coder.post("/infill", {"input_prefix": "a", "input_suffix": "b", "n": 2})
+    assert answer.json()["error"]["param"] == "n"
+
+
+def test_the_best_are_those_with_the_highest_mean_logprob(served: Serving, plain: LLM) -> None:
+    how: Any = {"temperature": 1.0, "seed": 5}
+    replies = plain.generate(PROMPT, Sampling(max_new_tokens=8, logprobs=0, **how), n=5, raw=True)
+
+    def mean(reply: Any) -> float:
+        return float(sum(each.chosen for each in reply.logprobs)) / len(reply.logprobs)
+
+    best = sorted(replies, key=mean, reverse=True)[:2]
+    made = served.openai.completions.create(model="toy", prompt=PROMPT, max_tokens=8, n=2, best_of=5, **how)
+    assert [choice.text for choice in made.choices] == [reply.text for reply in best]
+    assert [choice.index for choice in made.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in made.choices)
+    assert made.usage is not None
+    assert made.usage.completion_tokens == sum(len(reply.token_ids) for reply in replies)
+
+
+def test_tokens_and_prompts_as_llama_cpp_has_them(served: Serving) -> None:
+    assert served.post("/tokenize", {"content": "hello"}).json()["tokens"] == [7, 4, 11, 11, 14]
+    pieces = served.post("/tokenize", {"content": "he", "add_special": True, "with_pieces": True}).json()["tokens"]
+    assert pieces == [{"id": 7, "piece": "h"}, {"id": 4, "piece": "e"}]
+    assert served.post("/detokenize", {"tokens": [7, 4]}).json()["content"] == "he"
+    messages = [{"role": "user", "content": "hi"}]
+    assert served.post("/apply-template", {"messages": messages}).json() == {"prompt": "<user:hi><a:"}
+    assert served.post("/apply-template", {}).status_code == 400

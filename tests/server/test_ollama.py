@@ -1,0 +1,177 @@
+"""Ollama's endpoints through its own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import ModelNotFound
+from paceline.llm import LLM
+from paceline.sampling.parameters import Sampling
+from tests.server.running import Serving, serving
+from tests.server.scripted import fail_before_the_end, scripted
+from tests.server.test_responses import SCHEMA, THINKS, user
+
+ollama = pytest.importorskip("ollama")
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+
+
+def client_of(it: Serving) -> Any:
+    return ollama.Client(it.address)
+
+
+@pytest.fixture(scope="module")
+def client(served: Serving) -> Any:
+    return client_of(served)
+
+
+def test_a_chat_is_what_the_model_writes_alone(client: Any, plain: LLM) -> None:
+    chat = [{"role": "system", "content": "be"}, user("abc abc")]
+    given: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_k": 5, "seed": 5, "num_ctx": 8192}]
+    for options in given:
+        how = {name: value for name, value in options.items() if name != "num_ctx"}
+        whole = plain.generate(chat, Sampling(max_new_tokens=16, **how))
+        made = client.chat("toy:latest", chat, options={"num_predict": 16, **options})
+        assert (made.message.content, made.message.role, made.done) == (whole.text, "assistant", True)
+        assert made.done_reason == {"length": "length", "eos": "stop"}[whole.finish_reason]
+        assert (made.prompt_eval_count, made.eval_count) == (whole.prompt_tokens, len(whole.token_ids))
+        assert made.total_duration >= made.eval_duration > 0
+        lines = list(client.chat("toy", chat, options={"num_predict": 16, **options}, stream=True))
+        assert "".join(line.message.content for line in lines) == whole.text
+        assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_prompts(client: Any, plain: LLM) -> None:
+    options = {"num_predict": 8}
+    made = client.generate("toy", "abc", system="be", options=options)
+    chat = [{"role": "system", "content": "be"}, user("abc")]
+    assert made.response == plain.generate(chat, Sampling(max_new_tokens=8)).text
+    raw = client.generate("toy", "abc", raw=True, options=options)
+    assert raw.response == plain.generate("abc", Sampling(max_new_tokens=8), raw=True).text
+    lines = list(client.generate("toy", "abc", raw=True, options=options, stream=True))
+    assert "".join(line.response for line in lines) == raw.response
+
+
+def test_without_a_prompt_the_model_is_loaded(client: Any) -> None:
+    assert client.chat("toy").done_reason == client.generate("toy").done_reason == "load"
+    assert [line.done for line in client.chat("toy", stream=True)] == [True]
+
+
+def test_thinking_and_tools() -> None:
+    with serving(scripted(THINKS)) as it:
+        client = client_of(it)
+        asked: Any = {"model": "toy", "messages": [user("go")], "tools": [TOOL]}
+        made = client.chat(**asked)
+        assert (made.message.thinking, made.message.content) == ("I add.", "It is:")
+        (call,) = made.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", {"a": 7})
+        lines = list(client.chat(**asked, stream=True))
+        assert "".join(line.message.thinking or "" for line in lines) == "I add."
+        assert [call.function.name for line in lines for call in line.message.tool_calls or ()] == ["add"]
+        back = [user("go"), made.message, {"role": "tool", "tool_name": "add", "content": "8"}]
+        assert client.chat("toy", back, tools=[TOOL], think="high").eval_count > 0
+        counts = [client.chat("toy", [user("go")], think=think).prompt_eval_count for think in (None, True, False)]
+        assert counts[0] == counts[1] < counts[2]  # the prompt ends with reasoning that is over
+        assert client.generate("toy", "go").thinking == "I add."
+
+
+def test_formats(talker: Serving) -> None:
+    pytest.importorskip("llguidance")
+    client = client_of(talker)
+    made = client.chat("talker", [user("go")], format=SCHEMA, options={"num_predict": 60})
+    assert set(json.loads(made.message.content)) == {"a"}
+    made = client.generate("talker", "go", raw=True, format=SCHEMA, options={"num_predict": 60})
+    assert set(json.loads(made.response)) == {"a"}
+
+
+def test_logprobs(client: Any) -> None:
+    made = client.chat("toy", [user("abc")], logprobs=True, top_logprobs=2, options={"num_predict": 3})
+    assert [len(each.top_logprobs) for each in made.logprobs] == [2, 2, 2]
+    assert "".join(each.token for each in made.logprobs) == made.message.content
+
+
+def test_what_is_served(client: Any, served: Serving) -> None:
+    (model,) = client.list().models
+    assert model.model == "toy"
+    assert len(model.digest) == 64
+    (running,) = client.ps().models
+    assert (running.model, running.context_length) == ("toy", 256)
+    shown = client.show("toy")
+    assert shown.capabilities == ["completion", "tools"]
+    assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == 256
+    version = served.get("/api/version").json()["version"]
+    assert [int(part) for part in version.split(".")] >= [0, 6, 4]  # the oldest that Copilot accepts
+    with serving(scripted("yes")) as it:
+        assert client_of(it).show("toy").capabilities == ["completion", "tools", "thinking"]
+    for path in ("/", "/api/tags", "/api/version"):
+        assert served.request("HEAD", path).status_code == 200
+
+
+def test_models_that_are_not_served(client: Any) -> None:
+    for ask in (lambda: client.chat("none", [user("a")]), lambda: client.show("none"), lambda: client.generate("none")):
+        with pytest.raises(ollama.ResponseError, match="'none' is not served") as caught:
+            ask()
+        assert caught.value.status_code == 404
+
+
+def test_pull(talker: Serving) -> None:
+    assert client_of(talker).pull("talker").status == "success"
+    with pytest.raises(ollama.ResponseError, match="this server fetches none"):
+        client_of(talker).pull("other")
+
+    def pull(name: str, progress: Callable[[str, int, int], None]) -> None:
+        progress("model.gguf", 3, 10)
+        if name == "broken":
+            raise ModelNotFound("the hub has no such model", "Check its name")
+        progress("model.gguf", 10, 10)
+
+    with serving(talker.llm, pull=pull) as it:
+        client = client_of(it)
+        first, *others, last = list(client.pull("new", stream=True))
+        assert (first.status, last.status) == ("pulling manifest", "success")
+        assert (others[-1].status, others[-1].completed, others[-1].total) == ("pulling model.gguf", 10, 10)
+        assert client.pull("new").status == "success"
+        with pytest.raises(ollama.ResponseError, match="no such model"):
+            list(client.pull("broken", stream=True))
+        with pytest.raises(ollama.ResponseError, match="no such model"):
+            client.pull("broken")
+
+
+def test_models_are_not_changed_over_the_network(client: Any) -> None:
+    for ask in (lambda: client.delete("toy"), lambda: client.copy("toy", "new"), lambda: client.create("a", from_="b")):
+        with pytest.raises(ollama.ResponseError, match="not allowed over the network"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("chat", {"nonsense": 1}, "nonsense"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, "images"),
+        ("chat", {"options": {"mirostat": 2}}, "mirostat"),
+        ("chat", {"options": {"nonsense": 2}}, "nonsense"),
+        ("chat", {"options": {"temperature": 3}}, "temperature"),
+        ("chat", {"format": "xml"}, "format"),
+        ("generate", {"template": "x"}, "template"),
+        ("generate", {"context": [1]}, "context"),
+        ("generate", {"suffix": "x"}, "suffix"),
+        ("show", {"model": None}, "model"),
+    ],
+    ids=str,
+)
+def test_refusals(served: Serving, path: str, body: dict[str, Any], named: str) -> None:
+    ask = {"model": "toy", "prompt": "a"} if path == "generate" else {"model": "toy"}
+    answer = served.post(f"/api/{path}", {**ask, **body})
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"error"}
+    assert named in answer.json()["error"]
+
+
+def test_an_error_in_a_stream_is_a_line() -> None:
+    with serving(scripted("Once upon a time")) as it:
+        fail_before_the_end(it.llm, "Once upon a time")
+        with pytest.raises(ollama.ResponseError, match="internal error"):
+            list(client_of(it).chat("toy", [user("go")], stream=True))
