@@ -56,6 +56,9 @@ def test_a_head_is_stored_in_four_bits(prompts: Path) -> None:
     file = prompts.parent / "head/model.safetensors"
     assert load_file(file)["fc.weight"].dtype == torch.uint8
     assert open_head(prompts.parent / "head").tensors["fc.weight"].dtype == torch.float32
+    told = json.loads(run("info", str(file.parent), "--json").stdout)
+    assert next(iter(told["dtypes"])) == "Q4_1"
+    assert told["bytes"] == file.stat().st_size
     assert "--bits must be 4 or 16, got 8" in failure(train(prompts, "--bits", "8"))
 
 

@@ -56,6 +56,9 @@ class CodedTensors(LazyTensors):
             return None
         return Stored.of(self._tensors[name].contiguous(), _NUMBER, self.shape(name)[1])
 
+    def kind(self, name: str) -> str:
+        return FORMAT if self._is_coded(name) else str(self._tensors[name].dtype)
+
     def mostly_codes(self) -> bool:
         return any(map(self._is_coded, self._tensors))
 

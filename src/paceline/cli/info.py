@@ -228,9 +228,11 @@ def _quantize_text(codes: dict[str, float]) -> str:
 def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.checkpoints.head_files import open_head
     from paceline.models.heads import kind_of, taps_of
+    from paceline.models.lazy import kind_of as kind_of_tensor
+    from paceline.models.lazy import shape_of
 
     head = open_head(path, allow_pickle=allow_pickle)
-    tensors = head.tensors.values()
+    sizes = [(kind_of_tensor(head.tensors, name), math.prod(shape_of(head.tensors, name))) for name in head.tensors]
     return {
         "path": str(head.path),
         "head": kind_of(head.config),
@@ -239,9 +241,11 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "target_layers": head.target_layers,
         "taps": list(taps_of(head.config)) or None,
         **_head_sizes(head),
-        "parameters": sum(x.numel() for x in tensors if x.is_floating_point()),
-        "bytes": sum(x.numel() * x.element_size() for x in tensors),
-        "dtypes": _dtypes((str(x.dtype), x.numel()) for x in tensors),
+        "parameters": sum(count for kind, count in sizes if not kind.endswith(("int64", "bool"))),
+        "bytes": sum(
+            file.stat().st_size for end in ("safetensors", "bin", "pt") for file in head.path.glob(f"*.{end}")
+        ),
+        "dtypes": _dtypes(sizes),
         "extra": dict(head.extra),
     }
 
