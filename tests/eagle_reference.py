@@ -83,11 +83,12 @@ class Reference:
         return mixed.transpose(0, 1).reshape(n, -1) @ self.t["layers.0.self_attn.o_proj.weight"].T
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotary embedding by complex numbers: row t turns t times. Angles are float32, as in training."""
+        """Rotary embedding by complex numbers: row t turns t times. Angles are float32, as in training, and their
+        cosines and sines exact but for one rounding."""
         half = x.shape[-1] // 2
-        speeds = 1 / self.config.layer.rope.theta ** (torch.arange(half) / half)
-        angles = torch.arange(x.shape[1])[:, None] * speeds
-        turns = torch.complex(angles.cos().double(), angles.sin().double())
+        speeds = 1 / (self.config.layer.rope.theta ** (torch.arange(half) / half).double()).float()
+        angles = (torch.arange(x.shape[1])[:, None] * speeds).double()
+        turns = torch.complex(angles.cos().float().double(), angles.sin().float().double())
         turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turns
         return torch.cat([turned.real, turned.imag], -1)
 
