@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from paceline.text.tokenizer import Tokenizer
 
-_ONE = (str, Drafter, type(None))
-"""What names one drafter, or none."""
+_ONE = (str, Drafter, type(None))  # what names one drafter, or none
 
 
 class LLM:
@@ -231,15 +230,15 @@ class LLM:
     ) -> Request:
         """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects the prompt's
         log-probabilities."""
-        sampler = sampling.sampler(sample, self.vocabulary)
-        room = self.model.target.context_length - len(tokens)
+        sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
+        room = target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         drafter = (speculation or self.engine.policies.default).drafter
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, speculation)
         request.prompt_logprobs = scores
         if sampling.prediction:
-            request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room))
+            request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size))
         if self.recorder:
             self.recorder.watch(request, sampling, sample)
         return request
@@ -272,8 +271,8 @@ class LLM:
         Both are read again from where they came, so that nothing is rounded twice; until then the old ones stay, and
         replies that have begun end with them. Raises `PacelineError`, and nothing has changed then.
         """
-        if self.source is None or isinstance(self.source["drafter"], Drafter):
-            raise InvalidOption("a model or drafter object keeps its weights as they are", "Give load names or paths")
+        if self.source is None or self.recorder or isinstance(self.source["drafter"], Drafter):
+            raise InvalidOption("objects keep their weights, and a recording its precision", "Load by name, unrecorded")
         made = load(**{**self.source, "quantize": mode, "draft_quantize": draft or self.source["draft_quantize"]})
         self.model, self.engine, self.source = made.model, made.engine, made.source
 

@@ -186,6 +186,11 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     with pytest.raises(CacheError, match="once"):
         cache.commit(rows, [[1, 2]])
     assert cache.lengths[slot] == 5
+    later = pack([5], [Draft()], [slot], [5], CPU)
+    TOY.forward(later, cache, Want())
+    cache.commit(later, [()])
+    with pytest.raises(CacheError, match="once"):
+        cache.commit(rows, [[1]])
     cache.release(slot)
     cache.release(slot)
     for misuse in (

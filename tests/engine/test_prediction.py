@@ -175,9 +175,10 @@ def test_of_a_long_text_only_what_a_reply_can_hold_is_encoded() -> None:
         seen.append(text)
         return [1] * len(text)
 
-    assert predicted_ids("x" * 10_000_000, encode, 100) == (1,) * 100
+    assert predicted_ids("x" * 10_000_000, encode, 100, 8) == (1,) * 100
     assert len(seen[0]) <= 100 * 64
-    assert predicted_ids([3] * 500, encode, 100) == (3,) * 100
+    assert predicted_ids([3] * 500, encode, 100, 8) == (3,) * 100
+    assert predicted_ids([3, 7, 8, 1], encode, 100, 8) == (3, 7), "up to a token that the model lacks"
 
 
 @pytest.mark.parametrize("wrong", [[37], [-1], [True], 5, {"a": 1}])

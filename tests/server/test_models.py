@@ -143,6 +143,40 @@ def test_the_model_that_was_idle_for_longest_makes_room() -> None:
     run(models, work)
 
 
+def test_a_model_that_made_room_is_not_held_by_its_timer() -> None:
+    shelf = Shelf({"a": 2, "b": 2})
+    models = Models(shelf.sources, keep_alive=300.0, max_memory=3 << 30)
+
+    async def work() -> None:
+        (await use(models, "a")).release()
+        first = [weakref.ref(llm) for llm in shelf.made]
+        (await use(models, "b")).release()
+        await until(lambda: not any(llm() for llm in first))
+
+    gc.disable()
+    try:
+        run(models, work)
+    finally:
+        gc.enable()
+
+
+def test_who_asked_for_a_model_gets_it_however_soon_it_expires() -> None:
+    shelf = Shelf({"a": 1})
+    models = Models(shelf.sources, keep_alive=0.0)
+
+    async def work() -> None:
+        await models.ready("a")
+        await asyncio.sleep(0.1)
+        model = models.take("a")
+        assert model
+        model.release()
+        del model
+        await until(lambda: not loaded(models))
+
+    run(models, work)
+    assert shelf.loads == ["a"]
+
+
 def test_free_memory_counts_too() -> None:
     shelf = Shelf({"a": 2, "b": 2, "small": 0.5})
     models = Models(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from paceline.errors import CacheError
 from paceline.types import Rows
@@ -20,8 +21,8 @@ class SlotTable(ABC):
         self.prompts: list[int] = []
         """Prompt length of each slot's request."""
         self._free: list[int] = []
-        self._kept: dict[int, Rows] = {}
-        """Slot -> the rows of its latest commit."""
+        self._kept: dict[int, tuple[Tensor, int]] = {}
+        """Slot -> the tokens of the pass that it committed last, and its length before."""
 
     def acquire(self, prompt: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
@@ -38,6 +39,7 @@ class SlotTable(ABC):
         if slot not in self._free:
             self.check_taken(slot)
             self.lengths[slot] = 0
+            self._kept.pop(slot, None)
             self._free.append(slot)
 
     @torch.inference_mode()
@@ -52,7 +54,7 @@ class SlotTable(ABC):
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
                 self._move(slot, *map(list, zip(*moves, strict=True)))
-            self.lengths[slot], self._kept[slot] = length + 1 + len(path), rows
+            self.lengths[slot], self._kept[slot] = length + 1 + len(path), (rows.tokens, length)
 
     def check_taken(self, slot: int) -> None:
         """Raise `CacheError` for a slot that is free or does not exist."""
@@ -73,8 +75,9 @@ class SlotTable(ABC):
     def check_commit(self, slot: int, rows: Rows, index: int) -> None:
         """Raise `CacheError` unless `rows` may be those of the slot's latest pass, not committed yet."""
         self.check_taken(slot)
+        tokens, before = self._kept.get(slot, (None, None))
         # A slot may be ahead of its rows: a round that failed half-way through its commits is repeated.
-        if self._kept.get(slot) is rows or rows.lengths[index] > self.lengths[slot]:
+        if tokens is rows.tokens or rows.lengths[index] not in (self.lengths[slot], before):
             raise CacheError(
                 f"slot {slot} holds {self.lengths[slot]} tokens, and this pass was over {rows.lengths[index]}",
                 "Commit the slot's latest pass, once",

@@ -77,9 +77,11 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         source = ctx.get_parameter_source("model")
-        if ctx.params.get("argument") is not None and source is not None and source.name != "COMMANDLINE":
+        # Of two arguments of `generate` the first is the model.
+        named = ctx.params.get("argument" if ctx.params.get("second") is None else "first")
+        if named is not None and source is not None and source.name != "COMMANDLINE":
             # MODEL goes before what the environment and the configuration file say.
-            ctx.params["model"] = ctx.params["argument"]
+            ctx.params["model"] = named
         return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -120,8 +120,8 @@ class ModelsOptions:
         default=300.0,
     )
     max_memory: float | None = _several(
-        "GiB that all loaded models may take.\n\nThose that are idle for longest make room for others. Keys and values "
-        "are not counted (--cache-memory).",
+        "GiB that the models of --models may take together.\n\nThose that are idle for longest make room for others. "
+        "MODEL, draft models, keys and values (--cache-memory) are not counted.",
         min=0.001,
         show_default="what is free",
     )
@@ -188,6 +188,7 @@ def serve(
     taken = {name for source in sources for name in source.names}
     for found in several.found():
         if found.name not in taken:
+            taken.add(found.name)
             load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
             sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
     if not sources:

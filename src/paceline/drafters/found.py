@@ -71,4 +71,4 @@ def _siblings(target: Loaded, beside: list[StoredModel]) -> Iterator[str]:
 
 def _bytes_of(path: Path) -> int:
     files = [path] if path.is_file() else path.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in files if file.is_file())

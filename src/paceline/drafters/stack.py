@@ -43,6 +43,7 @@ class DrafterStack(Drafter):
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         self.replayable = all(d.replayable for d in drafters)
+        self.free = all(d.free for d in drafters)
         sizes = [d.draft for d in drafters]
         self.draft: DraftBudget = DraftBudget(
             max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes)

@@ -61,7 +61,7 @@ class _AcceptanceRates:
         """Return the expected tokens of a round by depth (0, 1, ...), the target's own token included."""
         paused = (round - self._round) // _STEP
         if not self._expected or paused != self._paused:
-            self._expected, self._paused = self._expect(_PAUSED ** (_STEP * paused)), paused
+            self._expected, self._paused = self._expect(max(1e-9, _PAUSED ** (_STEP * paused))), paused
         return self._expected
 
     def add(self, accepted: int, depth: int, weight: float, round: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from paceline.types import Draft
 
@@ -21,11 +21,14 @@ _CHARACTERS = 64
 """Most characters of common tokens: of a longer text only as many are encoded as a reply may have tokens."""
 
 
-def predicted_ids(prediction: str | Sequence[int], encode: Callable[..., list[int]], most: int) -> tuple[int, ...]:
-    """Return the first `most` token ids of a prediction; a reply has no room for more."""
+def predicted_ids(
+    prediction: str | Sequence[int], encode: Callable[..., list[int]], most: int, vocab_size: int
+) -> tuple[int, ...]:
+    """Return the first `most` token ids of a prediction, since a reply has no room for more, up to one that the model
+    does not have (a tokenizer may know more)."""
     if isinstance(prediction, str):
         prediction = encode(prediction[: most * _CHARACTERS], special=False)
-    return tuple(prediction[:most])
+    return tuple(takewhile(lambda token: token < vocab_size, prediction[:most]))
 
 
 class PredictedReply:

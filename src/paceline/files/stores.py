@@ -68,13 +68,22 @@ def remove(model: StoredModel) -> None:
         raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
     names = parts_of(model.path.name) or [model.path.name]
     is_folder = model.path.is_dir()
-    for path in model.path.rglob("*") if is_folder else [model.path.with_name(name) for name in names]:
-        blob = path.resolve()  # what the hub's client links to
-        if blob.is_file():
-            path.unlink()
-            blob.unlink(missing_ok=True)
+    for path in [*model.path.rglob("*")] if is_folder else [model.path.with_name(name) for name in names]:
+        if path.is_file():
+            _delete(path)
     if is_folder:
         shutil.rmtree(model.path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file; of a link into the `blobs` of the hub's client also the blob, unless another snapshot links to
+    it."""
+    blob = path.resolve()
+    path.unlink()
+    if blob != path and blob.parent.name == "blobs":
+        others = blob.parent.parent.glob("snapshots/**/*")
+        if not any(other.is_symlink() and other.resolve() == blob for other in others):
+            blob.unlink(missing_ok=True)
 
 
 def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
@@ -86,7 +95,7 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
     files = _ggufs(folder, subfolders)
     found = [StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in files]
     for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MOST):
-        weights = [path.name for path in config.parent.glob("*.safetensors")]
+        weights = [path.name for path in config.parent.glob("*.safetensors") if path.is_file()]
         if weights:
             size = _size(config.parent, weights)
             found.append(StoredModel(config.parent.relative_to(folder).as_posix(), config.parent, size, "folder"))
@@ -135,7 +144,7 @@ def _hub_cache() -> Iterator[StoredModel]:
         if snapshot is None:
             continue
         yield from _hub_files(repository, snapshot, "huggingface")
-        weights = [path.name for path in snapshot.glob("*.safetensors")]
+        weights = [path.name for path in snapshot.glob("*.safetensors") if path.is_file()]
         if weights and (snapshot / "config.json").exists():
             yield StoredModel(repository, snapshot, _size(snapshot, weights), "huggingface")
 

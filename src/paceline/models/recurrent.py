@@ -47,7 +47,7 @@ class Convolution:
 
     def advance(self, before: Tensor, entries: Tensor) -> Tensor:
         """The last entries once these [n, channels] have come."""
-        return torch.cat([before, entries])[len(entries) :]
+        return torch.cat([before, entries])[len(entries) :].clone()  # a view would hold the memory of all of them
 
 
 class ConvolutionState(Recurrence):
@@ -96,7 +96,7 @@ class DeltaRule(Recurrence):
         every = torch.cat([earlier[0], entries]) if earlier else entries
         mixed = self._convolution.run(before, every, tree)
         q, k, v = self._split(mixed * sigmoid(mixed))
-        last, native = self._convolution.advance(before, entries), runs_delta(matrix)
+        last, native = self._convolution.advance(before, every), runs_delta(matrix)
         if prompt and not native:
             out, matrix = _in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
             return out, (), (last, matrix)

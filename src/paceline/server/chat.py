@@ -98,7 +98,9 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
     if body.prediction:
         # Here, and not where the reply begins, which holds up all others.
-        predicted = predicted_ids(body.prediction.text, llm.tokenizer.encode, sampling.max_new_tokens)
+        predicted = predicted_ids(
+            body.prediction.text, llm.tokenizer.encode, sampling.max_new_tokens, llm.model.target.vocab_size
+        )
         sampling = replace(sampling, prediction=predicted)
 
     def parser() -> CallParser | ForcedCallParser | None:

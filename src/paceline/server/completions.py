@@ -83,7 +83,7 @@ def prepare(model: LoadedModel, settings: Settings, body: CompletionRequest) -> 
     params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]
     for prompt, param in zip(given, params, strict=True):
         if isinstance(prompt, str):
-            options.check_length(llm, settings, prompt, param)
+            options.check_length(llm, settings, prompt + (body.suffix or ""), param)
     prompts = [_tokens(llm, body, prompt, param) for prompt, param in zip(given, params, strict=True)]
     for tokens in prompts:
         options.check_length(llm, settings, tokens, "prompt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.server import completions
+from paceline.server import completions, options
 from paceline.server.bodies import validated
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.infill import infill_prompt, infill_tokens
@@ -22,6 +22,8 @@ def prepare(model: LoadedModel, settings: Settings, body: InfillRequest) -> Prep
     if body.n not in (None, 1):
         raise bad_request(f"n must be 1, got {body.n}", "n")
     files = [(file.filename, file.text) for file in body.input_extra or ()]
+    texts = (body.input_prefix, body.prompt or "", body.input_suffix, *(part for file in files for part in file))
+    options.check_length(model.llm, settings, "".join(texts), "input_prefix")
     prompt = infill_prompt(model.llm, body.input_prefix + (body.prompt or ""), body.input_suffix, files)
     request = body.completion(prompt)
     request["stop_token_ids"] = [*request.get("stop_token_ids", ()), *infill_tokens(model.llm).ends]

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _PATIENCE = 60.0
 """Seconds that a model waits for memory that others use."""
+_FIRST = 1.0
+"""Seconds for which a model stays loaded until it is used first, at least."""
 _LISTED = 20
 """Names in an error message."""
 
@@ -91,6 +93,7 @@ class Models:
         self._loaded: dict[ModelSource, LoadedModel] = {}
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
+        self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
         self._turn = asyncio.Lock()  # what fits is known only while no other model comes or goes
         self._freed = asyncio.Event()
         self._stopping = False
@@ -114,6 +117,8 @@ class Models:
         self.drain(grace)
         for task in (*self._loading.values(), *self._unloading):
             task.cancel()
+        for source in [*self._timers]:
+            self._cancel_timer(source)
         for model in self._loaded.values():
             await model.worker.stop(grace)
 
@@ -223,8 +228,10 @@ class Models:
         for one in idle:
             if self._fits(source):
                 break
-            await self._unload(one)
-        return True  # what is free is an estimate: with nothing more to unload, try it
+            if not self._loaded[one].users:  # it may have been taken while another was unloaded
+                await self._unload(one)
+        # What is free is an estimate: with nothing more to unload, try it.
+        return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
     def _beyond(self, source: ModelSource, gone: Sequence[ModelSource]) -> int:
         """Bytes beyond `max_memory` that all models would need with `source` and without those that are `gone`."""
@@ -239,33 +246,41 @@ class Models:
     async def _unload(self, source: ModelSource) -> None:
         model = self._loaded.pop(source)
         LOG.info("unloading %s", model.name)
+        self._cancel_timer(source)
         model.on_idle = lambda: None
         await model.worker.stop(0.0)
         del model
         trim_memory()
 
     def _watch(self, source: ModelSource, model: LoadedModel) -> None:
-        """Unload the model once it has been idle for `keep_alive` seconds."""
-        loop = asyncio.get_running_loop()
+        """Unload the model once it has been idle for `keep_alive` seconds; who asked for it has a moment to take it."""
+        model.on_idle = partial(self._idle, source, self._keep_alive)
+        self._idle(source, None if self._keep_alive is None else max(_FIRST, self._keep_alive))
 
-        async def expire() -> None:
-            async with self._turn:
-                unused = self._loaded.get(source) is model and not model.users
-                if unused and time.monotonic() - model.used >= (self._keep_alive or 0.0):
-                    await self._unload(source)
+    def _idle(self, source: ModelSource, seconds: float | None) -> None:
+        """Look again in so many seconds. Neither this nor the timer refers to the model: that would keep its memory."""
+        self._freed.set()
+        if seconds is not None:
+            self._cancel_timer(source)
+            self._timers[source] = asyncio.get_running_loop().call_later(seconds, self._begin_to_expire, source)
 
-        def begin() -> None:
-            task = loop.create_task(expire())
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+    def _cancel_timer(self, source: ModelSource) -> None:
+        if timer := self._timers.pop(source, None):
+            timer.cancel()
 
-        def on_idle() -> None:
-            self._freed.set()
-            if self._keep_alive is not None:
-                loop.call_later(self._keep_alive, begin)
+    def _begin_to_expire(self, source: ModelSource) -> None:
+        task = asyncio.get_running_loop().create_task(self._expire(source))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
 
-        model.on_idle = on_idle
-        on_idle()
+    async def _expire(self, source: ModelSource) -> None:
+        async with self._turn:
+            if self._is_due(source):
+                await self._unload(source)
+
+    def _is_due(self, source: ModelSource) -> bool:
+        model = self._loaded.get(source)
+        return bool(model and not model.users and time.monotonic() - model.used >= (self._keep_alive or 0.0))
 
 
 def in_own_thread(work: Callable[[], T]) -> Future[T]:

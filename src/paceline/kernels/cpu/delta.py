@@ -51,12 +51,12 @@ def scan_delta(
     matrix [heads, K, V]; `parents` of all rows; `known`: decay, k and changes of the rows before the T. q, k [T,
     key_heads, K], v [T, heads, V], decay and beta [T, heads].
     """
-    out, changes = torch.empty(v.shape), torch.empty(v.shape)
+    out, changes = torch.empty(v.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32)
     start = len(parents) - len(v)
     if known:
         decay, k, changes = (torch.cat(pair) for pair in zip(known, (decay, k, changes), strict=True))
     chain = tuple(parents) == tuple(range(-1, len(parents) - 1))
-    after = torch.empty(matrix.shape) if chain else None
+    after = torch.empty(matrix.shape, dtype=torch.float32) if chain else None
     _call(matrix, parents, start, (q, k, v, decay, beta), changes, out, after, tiled)
     return out, changes[start:], after
 
@@ -64,7 +64,7 @@ def scan_delta(
 def apply_delta(matrix: Tensor, decay: Tensor, k: Tensor, changes: Tensor, tiled: bool) -> Tensor:
     """The matrix [heads, K, V] after a chain of rows whose changes are known: decay [n, heads], k [n, key_heads, K],
     changes [n, heads, V]."""
-    after, count = torch.empty(matrix.shape), len(decay)
+    after, count = torch.empty(matrix.shape, dtype=torch.float32), len(decay)
     _call(matrix, range(-1, count - 1), count, (k, k, changes, decay, decay), changes, changes, after, tiled)
     return after
 

@@ -84,7 +84,7 @@ class Matrix:
         flat = indices.flatten().long().contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
             raise IndexError(f"rows must be from 0 to {self.shape[0] - 1}")
-        y = torch.empty(len(flat), self.c.width)
+        y = torch.empty(len(flat), self.c.width, dtype=torch.float32)
         kernel("paceline_rows", POINTER(CMatrix), c_void_p, c_int64, c_void_p)(
             byref(self.c), flat.data_ptr(), len(flat), y.data_ptr()
         )
@@ -189,7 +189,7 @@ def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
 
 def read_rows(weight: Stored) -> Tensor:
     """Rows of floats or codes, in float32."""
-    y = torch.empty(weight.shape)
+    y = torch.empty(weight.shape, dtype=torch.float32)
     run = kernel("paceline_read_rows", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
     run(weight.rows.ctypes.data, weight.types.ctypes.data, *weight.shape, y.data_ptr())
     return y

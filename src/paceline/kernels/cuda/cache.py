@@ -47,6 +47,7 @@ class DeviceCache(SlabCache):
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
+        self.check_taken(slot)
         return budget.within(budget.depth, BLOCK - 1)
 
     def begin(self, rows: Rows) -> DevicePass:  # type: ignore[override]
@@ -60,6 +61,8 @@ class DeviceCache(SlabCache):
 
     def places(self, rows: Rows, count: int) -> list[int]:
         """Places of the slots of a pass, with room for `count` rows each. Raises `OutOfMemory`."""
+        for slot in rows.slots:
+            self.check_taken(slot)
         ends = [length + start + count for length, start in zip(rows.lengths, rows.starts, strict=True)]
         self._reserve(rows.slots, ends)
         addresses = [(x.data_ptr(), x.shape) for slab in self.slabs for x in slab.tensors]
