@@ -267,6 +267,7 @@ def test_adapters_and_their_bases_from_the_hub(pair: tuple[Path, Path], monkeypa
         return str(homes[name])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("paceline.files.hub._listing", lambda *_: [])
     named = read_all(open_model("owner/lora", revision="v1"))
     assert asked == [("owner/lora", "v1", False), ("owner/base", "v2", False)]
     explicit = read_all(open_model(base, "owner/lora"))

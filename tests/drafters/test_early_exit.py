@@ -186,9 +186,10 @@ def test_an_exit_after_all_layers_is_always_right(temperature: float, rule: str)
     for length in (1, 2, 4):
         for prompt in (PROMPT, PROMPT[:1], PROMPT[:2]):
             text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
-            assert stats.tokens_per_round == 1 + length
+            # A drawn draft ends below an unlikely path.
+            assert stats.tokens_per_round == 1 + length if rule == "match" else stats.accepted == stats.drafted > 0
             assert rule != "match" or text == run(TOY, prompt, sampling)[0], "the last row went astray"
-    assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > 3
+    assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
 
 
 def test_an_exit_before_layers_that_do_little_is_nearly_always_right() -> None:

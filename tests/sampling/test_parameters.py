@@ -20,7 +20,7 @@ def support(logits: torch.Tensor, **cuts: float) -> list[int]:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
         {"max_new_tokens": 1.5},
         {"max_new_tokens": True},
         {"temperature": -0.1},

@@ -107,10 +107,11 @@ class Chosen(Nodes):
 @dataclass(slots=True)
 class Drawn(Nodes):
     """Every candidate that has a place in `tree.shape` is kept, whatever was drawn: choosing by what was drawn would
-    change the distribution. But nothing is drawn below a path that is unlikely by the drafter's own distributions:
-    whether a node has children may hang on the path to it, as their distribution does.
+    change the distribution. But nothing is drawn below a path that is less likely than `least` by the drafter's own
+    distributions: whether a node has children may hang on the path to it, as their distribution does.
     """
 
+    least: float = 0.0
     ranks: list[tuple[int, ...]] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
 
@@ -125,7 +126,7 @@ class Drawn(Nodes):
 
     def level(self, first: int) -> list[int]:
         nodes = range(first, len(self.tokens))
-        return [n for n in nodes if self.ranks[n] in shape(self.budget) and self.odds[n] >= _DRAWN]
+        return [n for n in nodes if self.ranks[n] in shape(self.budget) and self.odds[n] >= self.least]
 
     def others(self, first: Sequence[int]) -> list[int]:
         return sorted({*range(len(self.tokens))} - {*first})
@@ -147,8 +148,9 @@ class Growth:
     _level: int = 0
 
     @staticmethod
-    def begin(ask: Ask, budget: DraftBudget) -> Growth:
-        return Growth(ask, Drawn(budget) if ask.draws else Chosen(budget))
+    def begin(ask: Ask, budget: DraftBudget, least: float = _DRAWN) -> Growth:
+        """Return the root of a tree. `least`: see `Drawn`."""
+        return Growth(ask, Drawn(budget, least=least) if ask.draws else Chosen(budget))
 
     @property
     def fed(self) -> list[int]:

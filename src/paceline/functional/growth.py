@@ -138,7 +138,7 @@ class _LevelGrowth:
         self._step, self._head, self._config = step, head, config
         self._floors = config.floors(len(root))
         asks = [Ask(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
-        self._growths = [Growth.begin(ask, ask.budget) for ask in asks]
+        self._growths = [Growth.begin(ask, ask.budget, least=0.0) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0
         # The last level: the drafter's answer [B, W, ...], what its nodes see [B, W, F], and each node's place in W.

@@ -48,6 +48,8 @@ class AnswerPlan:
             raise InvalidOption(
                 f"temperatures must be one or more different numbers, got {list(self.temperatures)}", "Give each once"
             )
+        if self.answer_tokens < 1:
+            raise InvalidOption(f"answer_tokens must be >= 1, got {self.answer_tokens}", "Give 192, for example")
         for temperature in self.temperatures:
             self.sampling(0, temperature)
 
