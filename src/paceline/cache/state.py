@@ -91,7 +91,7 @@ class Recurrence(ABC):
 
 @dataclass(slots=True)
 class _Fed:
-    """What a slot has fed since its last commit: by layer the updates of its rows, and the states after the first n
+    """Rows that a slot fed since its last commit: by layer the updates of its rows, and the states after the first n
     rows of a chain."""
 
     updates: dict[int, Tensors] = field(default_factory=dict)
@@ -260,7 +260,7 @@ def _chain(count: int) -> Tree:
 
 
 def _ends(length: int, count: int) -> list[int]:
-    """Which of the next `count` tokens of a text end at a checkpoint, counted from 1, and the last one."""
+    """Return the numbers, from 1, of those of the next `count` tokens that end at a checkpoint, and of the last one."""
     return [*range(CHECKPOINT - length % CHECKPOINT, count, CHECKPOINT), count]
 
 

@@ -27,7 +27,7 @@ _MXFP4, _GROUP = 39, 32
 
 
 class _Part(NamedTuple):
-    """Where an expert's tensor lies: `rows` of entry `expert` of the stack `name`."""
+    """Location of an expert's tensor: `rows` of entry `expert` of the stack `name`."""
 
     name: str
     expert: int

@@ -35,7 +35,7 @@ class CodedTensors(LazyTensors):
     """Tensors of which some are what `encode` made of matrices; these are dequantised (to float32) at each access."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `CorruptModel` for bytes that are no blocks."""
+        """Raises `CorruptModel` if the bytes are not whole blocks."""
         self._names = self._tensors = tensors
         for name in tensors:
             if self._is_coded(name) and (tensors[name].ndim != 2 or tensors[name].shape[1] % _BYTES):

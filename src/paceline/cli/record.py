@@ -90,7 +90,7 @@ def recording(llm: LLM, path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, with which drafters."""
+    """Replies to replay, and the drafters to replay them with."""
 
     drafters: str | None = _replay(
         "Drafters, separated by commas.\n\nreplay takes a draft size after each, as bench does: @LENGTH or "

@@ -135,7 +135,7 @@ class Predictor:
 
     @property
     def costs(self) -> Costs:
-        """What a round costs here."""
+        """Return the cost of a round on this machine."""
         return self.prices.costs
 
     def make(self, drafter: str) -> Drafter | None:

@@ -80,7 +80,7 @@ def fit_of(target: Target) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class SavedLength(Saved):
-    """What a cache would save, without its tensors."""
+    """Saved length of a text, without a cache's tensors."""
 
     size: int = 0
 
