@@ -148,9 +148,9 @@ class Growth:
     _level: int = 0
 
     @staticmethod
-    def begin(ask: Ask, budget: DraftBudget, least: float = _DRAWN) -> Growth:
+    def begin(ask: Ask, budget: DraftBudget, least: float | None = None) -> Growth:
         """Return the root of a tree. `least`: see `Drawn`."""
-        return Growth(ask, Drawn(budget, least=least) if ask.draws else Chosen(budget))
+        return Growth(ask, Drawn(budget, least=_DRAWN if least is None else least) if ask.draws else Chosen(budget))
 
     @property
     def fed(self) -> list[int]:
