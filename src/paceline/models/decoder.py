@@ -190,7 +190,7 @@ class TokenInputs:
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """[B, T, layers, P], from tokens [B, T] and their embedding x [B, T, H]."""
         of_table, of_product = self._scales
-        own = (_rows(self._table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
+        own: Tensor = (_rows(self._table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
         normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
         return (normed + own) * math.sqrt(0.5)
 
