@@ -166,7 +166,7 @@ def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
         return _read_medusa_reference
     if "dflash" in names or "dflash_config" in raw:
         return _read_dflash
-    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer; those of more say what they are.
+    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer; larger ones say "eagle".
     single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
     return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
 
