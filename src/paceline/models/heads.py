@@ -5,7 +5,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
              layers.0.mlp.{gate,up,down}_proj.weight, layers.{1, ...}.* as in Llama, norm.weight,
-             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab] (token = row + d2t[row], rising; t2d marks the same tokens; neither is needed where
+             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab] (token = row + d2t[row], rising; t2d
+             marks the same tokens; neither is needed where
              draft_vocab is the whole vocabulary); a missing lm_head is the
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
