@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
+from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
 from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
@@ -73,7 +74,7 @@ def open_head(
     allow_pickle: bool = False,
 ) -> HeadFile:
     """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`), or the
-    MTP layer of a model there or in a GGUF file.
+    MTP layer of a model there or in a GGUF file, or llama.cpp's GGUF of an EAGLE-3 or DFlash drafter.
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
@@ -83,6 +84,8 @@ def open_head(
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
     reader = None if path.is_file() else _reader(path, raw)
     if reader is None:
+        if path.is_file() and (stored := open_head_gguf(path)):
+            return stored
         if built_in := open_mtp(path, allow_pickle=allow_pickle):
             return built_in
         raise UnsupportedModel(
@@ -125,8 +128,10 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def holds_head(path: Path) -> bool:
-    """Whether the config.json in this folder is a learned drafter's. Raises `UnsupportedModel` for a kind that Paceline
-    does not run."""
+    """Whether the config.json in this folder is a learned drafter's, or this GGUF file holds one. Raises
+    `UnsupportedModel` for a kind that Paceline does not run."""
+    if path.is_file():
+        return is_head_gguf(path)
     file = path / "config.json"
     return file.exists() and _reader(path, read_json(file, HEAD_IDENTITY)) is not None
 
