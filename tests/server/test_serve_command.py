@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Models]:
 
     monkeypatch.setattr("paceline.server.app.create_app", made)
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
-    monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: None)
+    monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: ["127.0.0.1"])
     command = import_module("paceline.cli.serve")
     monkeypatch.setattr(command.LoadOptions, "load", lambda *_, **__: toy_llm())
     monkeypatch.setattr(command, "_set_up_logging", lambda _quiet: None)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ from paceline.cli.show import amount
 from paceline.errors import InvalidOption, PacelineError, install_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from paceline.files.stores import StoredModel
     from paceline.llm import LLM
@@ -66,13 +67,13 @@ class ServerOptions:
     )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
-    @property
-    def hosts(self) -> list[str]:
-        """Host names that requests may be addressed to; empty: any. See `Settings.hosts`."""
-        local = self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
-        if self.api_key or not local:
+    def hosts(self, addresses: Collection[str]) -> list[str]:
+        """Return the host names that requests may be addressed to, given the IP addresses that --host stands for;
+        empty: any. See `Settings.hosts`."""
+        if self.api_key or not all(map(_is_loopback, addresses)):
             return []
-        return ["localhost", "127.0.0.1", "::1", self.host, *(name.lower() for name in self.allowed_host or ())]
+        named = (self.host, *(self.allowed_host or ()))
+        return ["localhost", "127.0.0.1", "::1", *addresses, *(name.lower() for name in named)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,11 @@ class ModelsOptions:
         return [model for model in found if model.path.is_file() or not _is_head(model.path)]
 
 
+def _is_loopback(address: str) -> bool:
+    parsed = ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
 def _is_head(folder: Path) -> bool:
     from paceline.checkpoints.head_files import holds_head
 
@@ -179,7 +185,7 @@ def serve(
     from paceline.server.listen import check_address, run
     from paceline.server.models import Models, ModelSource
 
-    check_address(server.host, server.port)
+    addresses = check_address(server.host, server.port)
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
@@ -203,7 +209,7 @@ def serve(
     )
     settings = Settings(
         api_keys=tuple(server.api_key or ()),
-        hosts=server.hosts,
+        hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
         max_body=limits.max_body,
         max_prompt=limits.max_prompt,
