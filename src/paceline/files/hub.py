@@ -135,14 +135,14 @@ def _is_safe(name: str) -> bool:
 
 
 def _download(name: str, file: _HubFile, folder: Path, token: str | None, quiet: bool) -> None:
-    """Download a file, going on where an earlier download ended, and check its SHA-256."""
+    """Download a file unless the same is here, going on where an earlier download ended, and check its SHA-256."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._fixes import WeakFileLock
     from huggingface_hub.utils._headers import build_hf_headers
 
     target = folder / file.name
-    if target.exists() and target.stat().st_size == file.size:
+    if target.exists() and target.stat().st_size == file.size and _sha256(target, quiet) == file.sha256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     # The hash is in the name: the rest of another version is never appended.

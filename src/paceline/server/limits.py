@@ -95,15 +95,15 @@ def check_host(hosts: Sequence[str], header: str) -> None:
 
 
 class RequestLimit:
-    """Limit on concurrent requests."""
+    """Limit on concurrent requests. `what` they do, for the error message."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._active = limit, 0
+    def __init__(self, limit: int, what: str = "are already in progress") -> None:
+        self._limit, self._what, self._active = limit, what, 0
 
     def acquire(self) -> None:
         """Count one more request; `release` must follow. Raises `ApiError` 429."""
         if self._active >= self._limit:
-            raise retry_later(429, f"{self._limit} requests are already in progress", "too_many_requests")
+            raise retry_later(429, f"{self._limit} requests {self._what}", "too_many_requests")
         self._active += 1
 
     def release(self) -> None:

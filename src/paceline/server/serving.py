@@ -63,6 +63,8 @@ class Service:
         self._started = int(time.time())
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
+        # Half of all requests at most, so that models that are loaded go on answering.
+        self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
         self.ollama = OllamaModels(models, settings.pull)
@@ -204,10 +206,14 @@ class Service:
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, loaded first unless it is, with one user more: `release` must follow.
 
-        Raises `ApiError` 404, `ClientDisconnect` and `TimedOut`, and what loading raises.
+        Raises `ApiError` 404, and 429 if too many wait, `ClientDisconnect` and `TimedOut`, and what loading raises.
         """
         while (model := self.loader.take(name)) is None:
-            await self._unless_ended(request, self.loader.ready(name), timeout)
+            self.waiting.acquire()
+            try:
+                await self._unless_ended(request, self.loader.ready(name), timeout)
+            finally:
+                self.waiting.release()
         return model
 
     async def _compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
