@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -233,7 +234,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
 def heavy() -> Worker:
     """With a drafter of 1 GiB, none of which is touched."""
     drafter = Suffix()
-    setattr(drafter, "weights", torch.empty(1 << 30, dtype=torch.uint8))
+    drafter.weights = torch.empty(1 << 30, dtype=torch.uint8)
     return Worker(LLM(toy_model(), {"heavy": drafter}))
 
 
@@ -346,6 +347,15 @@ def test_names() -> None:
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
     with pytest.raises(ApiError):
         Models([]).source(None)
+
+
+def test_a_file_is_served_once_under_all_its_names(tmp_path: Path) -> None:
+    one, other = (ModelSource((name,), worker, path=tmp_path / "m.gguf") for name in ("a", "b"))
+    taken = ModelSource(("a",), worker, path=tmp_path / "another.gguf")
+    models = Models([one, other, taken])
+    assert models.sources == [one]
+    assert models.names == ["a", "b"]
+    assert models.source("a") is models.source("b") is one
 
 
 def test_each_model_answers_under_its_name() -> None:

@@ -15,7 +15,7 @@ import typer
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.cli.show import amount
-from paceline.errors import InvalidOption, PacelineError, install_line
+from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -121,8 +121,8 @@ class ModelsOptions:
         default=300.0,
     )
     max_memory: float | None = _several(
-        "GiB that the models of --models may take together.\n\nThose that are idle for longest make room for others. "
-        "MODEL, draft models, keys and values (--cache-memory) are not counted.",
+        "GiB that models may take together.\n\nThose that are idle for longest make room for others. "
+        "MODEL counts too, and draft models once they are loaded; keys and values (--cache-memory) do not.",
         min=0.001,
         show_default="what is free",
     )
@@ -190,22 +190,26 @@ def serve(
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
     opened = partial(_open_worker, also=also or [], limits=limits, record=server.record, recorders=recorders)
-    sources = [] if only_named else [_first(model, server, partial(opened, model, progress=progress_wanted(quiet)))]
-    taken = {name for source in sources for name in source.names}
-    for found in several.found():
-        if found.name not in taken:
-            taken.add(found.name)
-            load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
-            sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
+
+    def on_request(name: str, path: Path, size: int) -> ModelSource:
+        load = partial(opened, replace(model, model=str(path), adapter=None, revision=None), progress=False)
+        return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
+
+    sources = [on_request(found.name, found.path, found.size) for found in several.found()]
+    if not only_named:
+        path = model.located() if sources and not model.adapter else None
+        sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
     if not sources:
         raise InvalidOption(
             f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or another folder"
         )
+    most = None if several.max_memory is None else int(several.max_memory * 2**30)
     models = Models(
         sources,
         keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
-        max_memory=None if several.max_memory is None else int(several.max_memory * 2**30),
+        max_memory=most,
         free_memory=lambda: int(psutil.virtual_memory().available),
+        pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
     )
     settings = Settings(
         api_keys=tuple(server.api_key or ()),
@@ -223,12 +227,35 @@ def serve(
         recorder.close()
 
 
-def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]) -> ModelSource:
+def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
     """Return the model that is named on the command line."""
     from paceline.server.models import ModelSource
 
     names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
-    return ModelSource(tuple(names), load, stays=True)
+    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve())
+
+
+def _pull(
+    served: Callable[[str, Path, int], ModelSource],
+    most: int | None,
+    name: str,
+    progress: Callable[[str, int, int], None],
+) -> ModelSource:
+    """Fetch a GGUF file from the hub for /api/pull. `most`: bytes of memory that it may need."""
+    import psutil
+
+    from paceline.files.gguf_names import parts_of
+    from paceline.files.hub import hub_gguf
+    from paceline.files.names import hub_name, similar
+
+    if not (hub := hub_name(name.removesuffix(":latest"))):
+        raise ModelNotFound(
+            f"there is no model {name!r:.200}", f"Give {' or '.join(similar(name)) or 'a hub id like owner/name'}"
+        )
+    memory = psutil.virtual_memory().total if most is None else most
+    path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, progress=progress)
+    parts = parts_of(path.name) or [path.name]
+    return served(name, path, sum(path.with_name(part).stat().st_size for part in parts))
 
 
 def _open_worker(

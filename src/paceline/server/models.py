@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
@@ -35,17 +36,22 @@ class ModelSource:
     """A model to serve. Requests may give any of `names`; replies have the first.
 
     `load` returns its worker, not started. `size`: bytes of memory that the model is expected to need, without its
-    drafters. `stays`: it is loaded before the server starts, and never unloaded.
+    drafters. `stays`: it is loaded before the server starts, and never unloaded. `path`: its file or folder.
     """
 
     names: tuple[str, ...]
     load: Callable[[], Worker]
     size: int = 0
     stays: bool = False
+    path: Path | None = None
 
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise InvalidOption("the model's name must not be empty", "Give --served-model-name a name")
+
+
+Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
+"""Fetches a model of this name; is to be called with (file, bytes so far, bytes in all)."""
 
 
 class LoadedModel:
@@ -84,18 +90,21 @@ class Models:
         keep_alive: float | None = None,
         max_memory: int | None = None,
         free_memory: Callable[[], int] | None = None,
+        pull: Pull | None = None,
     ) -> None:
         """Load the models that stay, and raise what that raises.
 
         `keep_alive`: seconds that an idle model stays loaded (None: for ever). `max_memory`: bytes that all loaded
         models may need together (None: what is free). `free_memory` returns the bytes that are free now.
+        `pull` fetches further models for requests; None: they may fetch none.
         """
-        self.sources = tuple(sources)
+        self.pull = pull
+        self.sources: list[ModelSource] = []
         self.metrics = Metrics(self._load_of)
-        self._named = {name: source for source in self.sources for name in source.names}
+        self._named: dict[str, ModelSource] = {}
         self._keep_alive, self._max_memory, self._free_memory = keep_alive, max_memory, free_memory
         self._loaded: dict[ModelSource, LoadedModel] = {}
-        self._sizes = {source: source.size for source in self.sources}
+        self._sizes: dict[ModelSource, int] = {}
         """What each needs: as expected until it has been loaded, then with its drafters."""
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
@@ -103,10 +112,26 @@ class Models:
         self._turn = asyncio.Lock()  # what fits is known only while no other model comes or goes
         self._freed = asyncio.Event()
         self._stopping = False
-        for source in self.sources:
+        for source in sources:
+            self.add(source)
             if source.stays:
                 self._loaded[source] = model = in_own_thread(partial(self._open, source)).result()
                 self._sizes[source] = model.size
+
+    def add(self, source: ModelSource) -> None:
+        """Serve one more model. One whose file is served already gives that its names; names that are taken stay."""
+        same = (one for one in self.sources if one.path is not None and one.path == source.path)
+        served = next(same, None)
+        if served is None and source.names[0] not in self._named:
+            self.sources.append(served := source)
+            self._sizes[source] = source.size
+        for name in source.names if served else ():
+            self._named.setdefault(name, served)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that requests may give."""
+        return list(self._named)
 
     def start(self) -> None:
         """Start the workers of the models that are loaded. Replies are delivered on the running event loop."""

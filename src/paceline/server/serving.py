@@ -67,7 +67,7 @@ class Service:
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.ollama = OllamaModels(models, settings.pull)
+        self.ollama = OllamaModels(models)
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Service:
 
     async def models(self) -> dict[str, Any]:
         """List every model under each of its names. OpenAI's and Anthropic's clients both read the list."""
-        data = [await self.model(name) for source in self.loader.sources for name in source.names]
+        data = [await self.model(name) for name in self.loader.names]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": False}
 
