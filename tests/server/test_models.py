@@ -234,7 +234,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
 def heavy() -> Worker:
     """With a drafter of 1 GiB, none of which is touched."""
     drafter = Suffix()
-    drafter.weights = torch.empty(1 << 30, dtype=torch.uint8)
+    vars(drafter)["weights"] = torch.empty(1 << 30, dtype=torch.uint8)
     return Worker(LLM(toy_model(), {"heavy": drafter}))
 
 

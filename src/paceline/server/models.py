@@ -120,12 +120,13 @@ class Models:
 
     def add(self, source: ModelSource) -> None:
         """Serve one more model. One whose file is served already gives that its names; names that are taken stay."""
-        same = (one for one in self.sources if one.path is not None and one.path == source.path)
-        served = next(same, None)
-        if served is None and source.names[0] not in self._named:
-            self.sources.append(served := source)
+        served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
+        if served is source:
+            if source.names[0] in self._named:
+                return
+            self.sources.append(source)
             self._sizes[source] = source.size
-        for name in source.names if served else ():
+        for name in source.names:
             self._named.setdefault(name, served)
 
     @property
