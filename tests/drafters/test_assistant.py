@@ -121,7 +121,8 @@ def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Te
     rows = pack_prefix(tokens, slot, store.lengths[slot], target.device)
     out = target.forward(rows, store, Want(taps=("final",)))
     store.commit(rows, [range(1, len(tokens))])
-    return out.taps["final"][0, len(tokens) - 1]
+    last: torch.Tensor = out.taps["final"][0, len(tokens) - 1]
+    return last
 
 
 @pytest.mark.parametrize("case", ["small", "large"])
@@ -154,7 +155,8 @@ def test_a_config_without_layers_is_refused(tmp_path: Path) -> None:
 class Checked(Assistant):
     """Compares each draft with the reference's chain, and proposes what is right for so many tokens instead."""
 
-    case, whole, checked = "", (0,), 0
+    case, checked = "", 0
+    whole: tuple[int, ...] = ()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = super().propose(asks)
