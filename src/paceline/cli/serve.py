@@ -19,6 +19,8 @@ from paceline.errors import InvalidOption, PacelineError, install_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastapi import FastAPI
+
     from paceline.files.stores import StoredModel
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
@@ -145,6 +147,26 @@ def _is_head(folder: Path) -> bool:
         return True
 
 
+Also = Annotated[
+    list[str] | None,
+    option(
+        "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
+        panel="Speculation",
+        metavar="DRAFTER",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The application that the options of `paceline serve` describe. `close`: to be called once it has stopped."""
+
+    app: FastAPI
+    models: Models
+    has_keys: bool
+    close: Callable[[], None]
+
+
 def serve(
     argument: ModelArgument = None,
     *,
@@ -152,34 +174,46 @@ def serve(
     server: ServerOptions,
     limits: LimitOptions,
     several: ModelsOptions,
-    also: Annotated[
-        list[str] | None,
-        option(
-            "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
-            panel="Speculation",
-            metavar="DRAFTER",
-        ),
-    ] = None,
+    also: Also = None,
     quiet: Quiet = False,
 ) -> None:
     """Serve models over OpenAI's API to many clients at once.
 
     MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
     """
+    _check_installed()
+    from paceline.server.listen import check_address, run
+
+    check_address(server.host, server.port)
+    served = application(
+        argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet
+    )
+    announce = partial(_announce, served.models, served.has_keys, quiet)
+    run(served.app, served.models, server.host, server.port, server.grace, announce)
+    served.close()
+
+
+def application(
+    argument: ModelArgument = None,
+    *,
+    model: LoadOptions,
+    server: ServerOptions,
+    limits: LimitOptions,
+    several: ModelsOptions,
+    also: Also = None,
+    quiet: Quiet = False,
+) -> ServedModels:
+    """Load what `serve` serves, for any ASGI server."""
     only_named = argument is None and model.model == DEMO and several.models
     model = model.with_model(argument)
-    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
-    if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
+    _check_installed()
     _set_up_logging(quiet)
     import psutil
 
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
-    from paceline.server.listen import check_address, run
     from paceline.server.models import Models, ModelSource
 
-    check_address(server.host, server.port)
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
@@ -211,10 +245,19 @@ def serve(
         log_prompts=server.log_prompts,
         trace_endpoint=server.traces,
     )
-    announce = partial(_announce, models, bool(settings.api_keys), quiet)
-    run(create_app(models, settings), models, server.host, server.port, server.grace, announce)
-    for recorder in recorders:
-        recorder.close()
+
+    def close() -> None:
+        for recorder in recorders:
+            recorder.close()
+
+    return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
+
+
+def _check_installed() -> None:
+    """Raise `InvalidOption` unless the extra "serve" is installed."""
+    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
+    if missing:
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
 
 
 def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]) -> ModelSource:
