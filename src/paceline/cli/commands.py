@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
@@ -119,17 +119,24 @@ def add_command(app: typer.Typer, function: Callable[..., Any], name: str | None
     app.command(name, cls=Command, context_settings=context)(with_options(function))
 
 
-def parsed(function: Callable[..., Any], arguments: Sequence[str]) -> Any:
-    """Return the context of `function` as a command with these arguments, checked but not run: its command's `invoke`
-    runs it. Raises click's `UsageError`."""
+def parsed(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the context of `function` as a command with these options, checked but not run: its command's `invoke`
+    runs it. `options`: as in a file, by name. Raises click's `UsageError`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            text = str(one)
+            if text.lower() != "false":
+                arguments += [f"--{name.replace('_', '-')}", *([] if text.lower() == "true" else [text])]
     app = typer.Typer()
     add_command(app, function)
-    return get_command(app).make_context(function.__name__, list(arguments))
+    return get_command(app).make_context(function.__name__, arguments)
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` as typer needs it: a parameter whose type is a dataclass becomes the fields of that class."""
     hints = get_type_hints(function, include_extras=True)
+    hints.pop("return", None)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
     parameters: list[Parameter] = []
     for parameter in signature(function).parameters.values():

@@ -8,7 +8,8 @@ same ASGI application as `paceline serve`, so that routes, errors and streams ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -27,14 +28,16 @@ from paceline.cli.commands import parsed
 from paceline.cli.serve import ServedModels, application
 from paceline.errors import InvalidOption
 from paceline.integrations.routing import Route, ranks, route_of
-from paceline.server.bodies import BodyReader, parse
+from paceline.server.bodies import BodyReader
 from paceline.server.errors import ApiError, api_error, dialect, retry_later
 from paceline.server.limits import Settings
 from paceline.server.preprocessing import LONG, Preprocessor, client_of
 
 _ATTEMPTS = 2
 """Replicas that may die before they have begun to answer a request."""
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+_SCOPE += ("root_path", "headers", "client")
+_ID = b"x-request-id"
 
 
 class PrefixRouter(RequestRouter):
@@ -60,16 +63,14 @@ class PrefixRouter(RequestRouter):
 class Replica:
     """One server: its models, their workers, its application."""
 
-    async def __init__(self, arguments: Sequence[str]) -> None:
+    async def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._running, self._gauges = AsyncExitStack(), dict[str, Gauge]()
         context = parsed(application, arguments)
         self._served: ServedModels = context.command.invoke(context)
-        self._lifespan = self._served.app.router.lifespan_context(self._served.app)
-        await self._lifespan.__aenter__()
-        self._gauges: dict[str, Gauge] = {}
+        await self._running.enter_async_context(self._served.app.router.lifespan_context(self._served.app))
 
     async def __del__(self) -> None:
-        await self._lifespan.__aexit__(None, None, None)
-        self._served.close()
+        await self._running.aclose()
 
     async def check_health(self) -> None:
         """Raise an error if a worker has ended: Serve then replaces this replica. Reports the server's metrics too."""
@@ -95,13 +96,12 @@ class Replica:
         task = asyncio.ensure_future(self._served.app(scope, receive, sent.put))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         try:
-            while message := await sent.get():
-                messages = [message]
-                while not sent.empty() and (message := sent.get_nowait()):
-                    messages.append(message)
-                yield messages
-                if message is None:
-                    break
+            while not task.done() or not sent.empty():
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                if found := [message for message in messages if message]:
+                    yield found
             await task
         finally:
             gone.set()
@@ -115,7 +115,7 @@ class Front:
     def __init__(self, replicas: DeploymentHandle, max_body: int) -> None:
         self._replicas = replicas.options(stream=True)
         self._preprocessor = Preprocessor()
-        self._bodies = BodyReader(self._preprocessor, max_body, Settings.max_bodies)
+        self._bodies = BodyReader(self._preprocessor, max_body, Settings().max_bodies)
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request."""
@@ -130,22 +130,24 @@ class Front:
             return api_error(_known(error)).response(path)
         start, *rest = head
         response = StreamingResponse(_parts(stream, rest, path), start["status"])
-        response.raw_headers = start["headers"]
+        response.raw_headers = [(name, value) for name, value in start["headers"] if name != _ID]  # Ray sends it
         return response
 
     async def _route(self, request: Request, body: bytes) -> Route:
-        work = partial(_route, dict(request.headers), body)
+        work = partial(route_of, request.headers, body)
         return work() if len(body) <= LONG else await self._preprocessor.run("parse", client_of(request), work)
 
     async def _begin(self, request: Request, body: bytes, route: Route) -> tuple[Any, list[Message]]:
-        """Return the stream of a replica's answer, and its first messages. Another replica follows one that died: nothing
-        of its answer has been sent."""
+        """Return the stream of a replica's answer, and its first messages: all, unless the answer is streamed. Another
+        replica takes the place of one that dies meanwhile, since nothing has been sent to the client."""
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
-        scope |= {"headers": request.scope["headers"], "client": request.scope.get("client")}
         for left in reversed(range(_ATTEMPTS)):
             stream = self._replicas.answer.remote(scope=scope, body=body, route=route)
             try:
-                return stream, await anext(stream)
+                head = await anext(stream)
+                if any(name == b"content-length" for name, _ in head[0]["headers"]):
+                    head += [message async for messages in stream for message in messages]
+                return stream, head
             except RayActorError:
                 if not left:
                     raise
@@ -153,13 +155,6 @@ class Front:
                 stream.cancel()
                 raise
         raise AssertionError
-
-
-def _route(headers: Mapping[str, str], body: bytes) -> Route:
-    try:
-        return route_of(headers, parse(body)[0] if body else {})
-    except ApiError:  # any replica will say what is wrong
-        return route_of(headers, {})
 
 
 async def _parts(stream: Any, messages: list[Message], path: str) -> AsyncIterator[bytes]:
@@ -189,25 +184,15 @@ def _known(error: Exception) -> Exception:
     return error
 
 
-def build(arguments: Mapping[str, Any], **options: Any) -> serve.Application:
-    """Return the application. `arguments`: options of `paceline serve` by name. `options`: of the deployment `Replica`."""
-    if arguments.get("record"):
-        raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
-    listed: list[str] = []
-    for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        for one in value if isinstance(value, list) else [value]:
-            if str(one).lower() != "false":
-                listed += [flag] if str(one).lower() == "true" else [flag, str(one)]
-    given = parsed(application, listed).params
-    slots = given["slots"]
-    scaling = {"min_replicas": 1, "max_replicas": 8, "target_ongoing_requests": max(1, slots // 2)}
-    limits = {"max_ongoing_requests": slots, "max_queued_requests": given["queue"]}
-    limits |= {} if "num_replicas" in options else {"autoscaling_config": scaling}
-    replicas = Replica.options(**limits, graceful_shutdown_timeout_s=given["grace"] + 5, **options)
-    return Front.bind(replicas.bind(listed), given["max_body"])
-
-
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """Return the application for `serve run` and `serve deploy`, with options of `paceline serve`."""
-    return build(arguments)
+    """Return the application for `serve run` and `serve deploy`. `arguments`: options of `paceline serve` by name."""
+    if "record" in arguments:
+        raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
+    given = parsed(application, arguments).params
+    replicas = Replica.options(
+        max_ongoing_requests=given["slots"],
+        max_queued_requests=given["queue"],
+        graceful_shutdown_timeout_s=given["grace"],
+        autoscaling_config={"max_replicas": 8, "target_ongoing_requests": max(1, given["slots"] // 2)},
+    )
+    return Front.bind(replicas.bind(arguments), given["max_body"])

@@ -10,6 +10,9 @@ from hashlib import blake2b
 from heapq import nlargest
 from typing import Any
 
+from paceline.server.bodies import parse
+from paceline.server.errors import ApiError
+
 SESSION = "x-session-id"
 """Header of requests that must reach the replica that answered the others of their session."""
 
@@ -30,12 +33,15 @@ class Route:
     pinned: bool = False
 
 
-def route_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Route:
-    """Return the route of a request."""
+def route_of(headers: Mapping[str, str], body: bytes) -> Route:
+    """Return the route of a request. One whose body no server would accept may go anywhere."""
     if session := headers.get(SESSION):
         return Route((_digest(session),), pinned=True)
-    opening = _opening(body)
-    return Route(tuple(_digest(opening[:length]) for length in _BLOCKS) if opening else ())
+    try:
+        opening = _opening(parse(body)[0])
+    except ApiError:
+        return Route()
+    return Route(tuple(_digest(opening[:length]) for length in _BLOCKS)) if opening else Route()
 
 
 def ranks(route: Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
