@@ -22,7 +22,8 @@ import paceline  # noqa: E402
 from paceline.errors import InvalidOption  # noqa: E402
 from paceline.integrations.ray import _known, app  # noqa: E402
 from paceline.integrations.routing import ranks, route_of  # noqa: E402
-from tests.integrations.replicas import DEPLOY, Replicas, cluster, write_tiny  # noqa: E402
+from tests.integrations.replicas import DEPLOY, Replicas, cluster  # noqa: E402
+from tests.integrations.tiny_model import write_tiny  # noqa: E402
 from tests.server.running import Serving, serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -102,7 +103,7 @@ def test_replies_are_those_of_one_server(two: Replicas, one: Serving) -> None:
 
 
 def test_errors_are_those_of_one_server(two: Replicas, one: Serving) -> None:
-    faults = ("no object", {"messages": "x"}, body("hello", temperature=-1), body("a", model="none"), {"a": "b" * 5 << 20})
+    faults = ("no object", {"messages": "x"}, body("hello", temperature=-1), body("a", model="none"), {"a": "b" * (5 << 20)})
     for path in (CHAT, "/v1/messages", "/api/chat"):
         for fault in faults:
             ours, theirs = two.post(path, fault), one.post(path, fault)
