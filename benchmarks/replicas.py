@@ -1,9 +1,9 @@
-"""Routing of requests to 10 to 1,000 replicas, simulated from parts that are measured here with Ray (`--parts FILE` takes
-those of an earlier result).
+"""Routing of requests to 10 to 1,000 replicas, simulated from parts that are measured here with Ray.
 
-A replica is a processor that its replies share: b replies go b / (1 + SHARING (b - 1)) times as fast as one alone. Work is
-prefill of the tokens that its prefix cache lacks, then decoding. Conversations begin at random, with one of a few hundred
-system prompts (Zipf); their turns follow one another. Routing is the code of `paceline.integrations.routing` itself.
+`--parts FILE` takes the parts of an earlier result. A replica is a processor that its replies share: b replies go
+b / (1 + SHARING (b - 1)) times as fast as one alone. Work is prefill of the tokens that its prefix cache lacks, then
+decoding. Conversations begin at random, with one of a few hundred system prompts (Zipf); their turns follow later.
+Routing is the code of `paceline.integrations.routing` itself.
 """
 
 from __future__ import annotations
@@ -95,69 +95,92 @@ def begin(number: int, draw: random.Random, lengths: Sequence[int], weights: Seq
     return Talk(system, lengths[system], lengths[system], 1 + int(draw.expovariate(1 / (TURNS - 1))), route)
 
 
+class Simulation:
+    """Conversations and replicas, event by event. Each of `fronts` knows the load of its own requests alone."""
+
+    def __init__(self, policy: Policy, count: int, fronts: int, seed: int = 0) -> None:
+        self._draw, self._policy = random.Random(seed), policy
+        random.seed(seed)
+        self._lengths = [self._draw.randrange(200, 1800) for _ in range(SYSTEMS)]
+        self._weights = [1 / (i + 1) for i in range(SYSTEMS)]
+        self.names, self.replicas = [f"r{i}" for i in range(count)], [Replica() for _ in range(count)]
+        self._sent = [[0] * count for _ in range(fronts)]
+        work = 0.5 * (1000 + TURNS / 2 * (QUESTION + ANSWER)) / PREFILL + ANSWER / DECODE
+        self._rate = LOAD * count * (SLOTS / (1 + SHARING * (SLOTS - 1))) / work / TURNS
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = self._talks = 0
+        self._running: list[tuple[Talk, int]] = []
+        self.firsts: list[float] = []
+        self.prompts: list[tuple[int, int]] = []
+        """Tokens of each prompt: found in a prefix cache, and in all."""
+
+    def run(self, requests: int) -> None:
+        """Go on until so many requests have been sent."""
+        self._at(0.0, self._talk)
+        while len(self.firsts) < requests:
+            now, _, event, arguments = heapq.heappop(self._events)
+            event(now, *arguments)
+
+    def _at(self, when: float, event: Callable[..., None], *arguments: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (when, self._order, event, arguments))
+
+    def _talk(self, now: float) -> None:
+        self._talks += 1
+        self._turn(now, begin(self._talks, self._draw, self._lengths, self._weights))
+        self._at(now + self._draw.expovariate(self._rate), self._talk)
+
+    def _turn(self, now: float, talk: Talk) -> None:
+        front = self._draw.randrange(len(self._sent))
+        chosen = self._choose(talk.route, self._sent[front])
+        replica = self.replicas[chosen]
+        replica.advance(now)
+        self._sent[front][chosen] += 1
+        length = talk.length + QUESTION
+        hit = replica.found(id(talk), talk.system, talk.begins, length + ANSWER)
+        prefill = (length - hit) / PREFILL
+        heapq.heappush(replica.ends, (replica.clock + prefill + ANSWER / DECODE, len(self._running)))
+        self._running.append((talk, front))
+        self.firsts.append(prefill * (1 + SHARING * (len(replica.ends) - 1)))
+        self.prompts.append((hit, length))
+        self._at(replica.next_end(), self._end, chosen)
+
+    def _choose(self, route: routing.Route, sent: list[int]) -> int:
+        groups = self._policy(route, self.names, sent.__getitem__)
+        free = [group for group in groups if any(len(self.replicas[i].ends) < SLOTS for i in group)]
+        return min((free or groups[-1:])[0], key=sent.__getitem__)
+
+    def _end(self, now: float, chosen: int) -> None:
+        """A reply ends, unless others have joined it since: then look again later."""
+        replica = self.replicas[chosen]
+        if not replica.ends:
+            return
+        if replica.next_end() > now + 1e-9:
+            self._at(replica.next_end(), self._end, chosen)
+            return
+        replica.advance(now)
+        talk, front = self._running[heapq.heappop(replica.ends)[1]]
+        self._sent[front][chosen] -= 1
+        talk.length += QUESTION + ANSWER
+        talk.left -= 1
+        if talk.left > 0:
+            self._at(now + self._draw.expovariate(1 / THINK), self._turn, talk)
+        if replica.ends:
+            self._at(replica.next_end(), self._end, chosen)
+
+
 def simulate(policy: Policy, count: int, per_replica: int, fronts: int, seed: int = 0) -> dict[str, float]:
-    """Return figures of `per_replica` requests a replica, the first third left out. Each of `fronts` knows the load of its
-    own requests alone."""
-    draw = random.Random(seed)
-    random.seed(seed)
-    lengths, weights = [draw.randrange(200, 1800) for _ in range(SYSTEMS)], [1 / (i + 1) for i in range(SYSTEMS)]
-    names, replicas = [f"r{i}" for i in range(count)], [Replica() for _ in range(count)]
-    sent = [[0] * count for _ in range(fronts)]
-    work = 0.5 * (1000 + TURNS / 2 * (QUESTION + ANSWER)) / PREFILL + ANSWER / DECODE
-    rate = LOAD * count * (SLOTS / (1 + SHARING * (SLOTS - 1))) / work / TURNS
-    events: list[tuple[float, int, str, Any]] = [(0.0, 0, "talk", None)]
-    requests, total, number = [], count * per_replica, 0
-    firsts: list[float] = []
-    known = asked = 0
-
-    def push(at: float, kind: str, what: Any) -> None:
-        nonlocal number
-        number += 1
-        heapq.heappush(events, (at, number, kind, what))
-
-    while len(firsts) < total:
-        now, _, kind, what = heapq.heappop(events)
-        if kind == "talk":
-            push(now, "turn", begin(number, draw, lengths, weights))
-            push(now + draw.expovariate(rate), "talk", None)
-        elif kind == "turn":
-            front = draw.randrange(fronts)
-            groups = policy(what.route, names, sent[front].__getitem__)
-            free = [group for group in groups if any(len(replicas[i].ends) < SLOTS for i in group)] or groups[-1:]
-            chosen = min(free[0], key=lambda i: sent[front][i] if fronts > 1 else len(replicas[i].ends))
-            replica = replicas[chosen]
-            replica.advance(now)
-            sent[front][chosen] += 1
-            length = what.length + QUESTION
-            hit = replica.found(id(what), what.system, what.begins, length + ANSWER)
-            prefill = (length - hit) / PREFILL
-            heapq.heappush(replica.ends, (replica.clock + prefill + ANSWER / DECODE, len(requests)))
-            requests.append((what, front))
-            firsts.append(prefill * (1 + SHARING * (len(replica.ends) - 1)))
-            if len(firsts) > total // 3:
-                known, asked = known + hit, asked + length
-            push(replica.next_end(), "end", (chosen, len(replica.ends)))
-        else:
-            replica = replicas[what[0]]
-            if not replica.ends or replica.next_end() > now + 1e-9:
-                if replica.ends:
-                    push(replica.next_end(), "end", what)
-                continue
-            replica.advance(now)
-            talk, front = requests[heapq.heappop(replica.ends)[1]]
-            sent[front][what[0]] -= 1
-            talk.length += QUESTION + ANSWER
-            talk.left -= 1
-            if talk.left > 0:
-                push(now + draw.expovariate(1 / THINK), "turn", talk)
-    late = sorted(firsts[total // 3 :])
-    loads = sorted(len(replica.ends) for replica in replicas)
+    """Return figures of `per_replica` requests a replica, the first third left out."""
+    simulation, total = Simulation(policy, count, fronts, seed), count * per_replica
+    simulation.run(total)
+    late, prompts = sorted(simulation.firsts[total // 3 :]), simulation.prompts[total // 3 :]
+    loads = [len(replica.ends) for replica in simulation.replicas]
     return {
-        "hit rate": known / asked,
+        "hit rate": sum(hit for hit, _ in prompts) / sum(length for _, length in prompts),
         "first token s": late[len(late) // 2],
         "p99": late[len(late) * 99 // 100],
         "mean load": sum(loads) / count,
-        "highest": loads[-1],
+        "highest": max(loads),
     }
 
 
@@ -201,7 +224,11 @@ def main(arguments: Sequence[str]) -> int:
                 figures[f"{count} replicas, {fronts} fronts, {name}"] = simulate(policy, count, args.requests, fronts)
     columns = list(next(iter(figures.values())))
     grids = [
-        Grid("Simulated", ["routing", *columns], [[name, *(f"{x[c]:.2f}" for c in columns)] for name, x in figures.items()]),
+        Grid(
+            "Simulated",
+            ["routing", *columns],
+            [[name, *(f"{x[c]:.2f}" for c in columns)] for name, x in figures.items()],
+        ),
         Grid("Router", ["replicas", "CPU ms a request"], [[str(n), f"{ms:.2f}"] for n, ms in times.items()]),
         Grid("Measured parts", ["part", "value"], [[name, f"{value:.3g}"] for name, value in parts.items()]),
     ]

@@ -81,10 +81,8 @@ def test_sessions_keep_their_server_and_a_server_that_stops_costs_no_request(
             assert content(answer) == expected[i]
             assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
     # A stream comes in parts, not at the end.
-    parts = []
     with httpx.stream("POST", it.address + CHAT, json=asked("a", 2000) | {"stream": True}, timeout=60) as answer:
-        for _ in answer.iter_lines():
-            parts.append(time.monotonic())
+        parts = [time.monotonic() for _ in answer.iter_lines()]
     assert parts[10] - parts[0] < (parts[-1] - parts[0]) / 2
     servers[0].stop()
     for i, session in enumerate(sessions):

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from paceline.testing import TINY, random_tensors
 from tests.vocabularies import byte_level
 
-_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 def write_tiny(folder: Path, context_length: int = 8192) -> Path:

@@ -185,9 +185,7 @@ def serve(
     from paceline.server.listen import check_address, run
 
     check_address(server.host, server.port)
-    served = application(
-        argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet
-    )
+    served = application(argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet)
     announce = partial(_announce, served.models, served.has_keys, quiet)
     run(served.app, served.models, server.host, server.port, server.grace, announce)
     served.close()

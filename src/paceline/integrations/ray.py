@@ -35,8 +35,10 @@ from paceline.server.preprocessing import LONG, Preprocessor, client_of
 
 _ATTEMPTS = 2
 """Replicas that may die before they have begun to answer a request."""
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
-_SCOPE += ("root_path", "headers", "client")
+_SCOPE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client"),
+)
 _ID = b"x-request-id"
 
 
@@ -56,14 +58,10 @@ class PrefixRouter(RequestRouter):
         return [[candidate_replicas[i] for i in group] for group in ranks(route, names, loads.__getitem__)]
 
 
-@serve.deployment(
-    request_router_config=RequestRouterConfig(request_router_class="paceline.integrations.ray.PrefixRouter"),
-    ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
-)
 class Replica:
     """One server: its models, their workers, its application."""
 
-    async def __init__(self, arguments: Mapping[str, Any]) -> None:
+    async def __init__(self, arguments: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._running, self._gauges = AsyncExitStack(), dict[str, Gauge]()
         context = parsed(application, arguments)
         self._served: ServedModels = context.command.invoke(context)
@@ -108,7 +106,6 @@ class Replica:
             await asyncio.wait([task])
 
 
-@serve.deployment(max_ongoing_requests=1000)
 class Front:
     """Reads requests, finds their replicas, and passes on what those answer."""
 
@@ -189,10 +186,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     if "record" in arguments:
         raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
     given = parsed(application, arguments).params
-    replicas = Replica.options(
+    replicas = serve.deployment(
+        Replica,
         max_ongoing_requests=given["slots"],
         max_queued_requests=given["queue"],
         graceful_shutdown_timeout_s=given["grace"],
         autoscaling_config={"max_replicas": 8, "target_ongoing_requests": max(1, given["slots"] // 2)},
+        request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.{PrefixRouter.__name__}"),
+        ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
     )
-    return Front.bind(replicas.bind(arguments), given["max_body"])
+    front = serve.deployment(Front, max_ongoing_requests=1000)
+    return front.bind(replicas.bind(arguments), given["max_body"])

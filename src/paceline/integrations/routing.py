@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import nlargest
+from math import ceil
 from typing import Any
 
 from paceline.server.bodies import parse
@@ -20,8 +21,8 @@ _BLOCKS = 512, 4096
 """Characters of the beginnings that are compared: requests that share a system prompt, those of one conversation."""
 _FIELDS = ("model", "tools", "system", "instructions", "messages", "input", "prompt")
 """Fields of a body that its prompt is made of, in about the order of the prompt."""
-_SLACK = 2.0
-"""Load of a replica, relative to the mean, from which it is busy."""
+_SLACK = 1.25
+"""Load of a replica, relative to the mean, from which it is busy (benchmarks/replicas.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def route_of(headers: Mapping[str, str], body: bytes) -> Route:
 def ranks(route: Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
     """Return groups of indices of `names`, the preferred group first; of a group, the one with the least load is taken.
 
-    The owner of a key has the highest hash of key and name (rendezvous hashing: Thaler and Ravishankar, 1998), so that a
-    replica that comes or goes changes the owner of its own share of the keys alone. If the owner of the shortest
+    The owner of a key has the highest hash of key and name (rendezvous hashing: Thaler and Ravishankar, 1998), so that
+    a replica that comes or goes changes the owner of its own share of the keys alone. If the owner of the shortest
     beginning has more than its share of the load (bounded loads: Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350),
     two follow (power of two choices): the first two in the order of the longest beginning, so that a conversation keeps
     its replicas. Two at random are the last resort.
@@ -59,10 +60,9 @@ def ranks(route: Route, names: Sequence[str], load: Callable[[int], int]) -> lis
     owners = _first(route.keys[0], names, 1)
     if route.pinned:
         return [owners]
-    mean = sum(map(load, everyone)) / max(1, len(names))
-    busy = any(load(owner) > _SLACK * mean + 1 for owner in owners)
+    share = ceil(_SLACK * (sum(map(load, everyone)) + 1) / max(1, len(names)))
     others = [_first(route.keys[-1], names, 2), random.sample(everyone, min(2, len(names)))]
-    return others if busy else [owners, *others]
+    return others if any(load(owner) > share for owner in owners) else [owners, *others]
 
 
 def _first(key: bytes, names: Sequence[str], count: int) -> list[int]:
