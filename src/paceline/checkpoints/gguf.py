@@ -66,7 +66,7 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     check(path, file.fields, GGUF)
     name = _architecture(file)
     try:
-        config = _config(Metadata(file, name))
+        config = config_of(Metadata(file, name), ARCHITECTURES[name])
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
     return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
@@ -83,6 +83,7 @@ _OTHER_KINDS = (
         "is a multimodal model or a part of one",
         "Use a text-only model of the same family",
     ),
+    ("eagle3 dflash", "is a drafter, not a model", "Name it as the drafter of a model: head:FILE"),
     ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
 """Parts of the names of unsupported architectures, what these are, and the fix."""
@@ -108,7 +109,9 @@ def _architecture(file: GGUFFile) -> str:
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 
 
-def _config(meta: Metadata) -> Config:
+def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Config:
+    """Return the config in Hugging Face's terms. `own`: the architecture's part of it. Raises `KeyError` for metadata
+    that is missing, `CorruptModel`, `UnsupportedModel`."""
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
     if any(len(found) != 1 for found in widths) or (widths and meta.architecture != "lfm2"):
@@ -134,8 +137,7 @@ def _config(meta: Metadata) -> Config:
         "rope_scaling": _rope_scaling(meta),
         "rope_freqs": meta.factors(ROPE_FACTORS[0]),
         "max_position_embeddings": meta["context_length"],
-        # The tokenizer's count, or more where the vocabulary is padded.
-        "vocab_size": meta.file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": _vocab_size(meta),
         "tie_word_embeddings": "output.weight" not in meta.file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
         "hidden_act": "silu",
@@ -143,11 +145,17 @@ def _config(meta: Metadata) -> Config:
         "bos_token_id": meta.file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(meta.file.fields),
     }
-    config |= ARCHITECTURES[meta.architecture](meta, config)
+    config |= own(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
     if rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _vocab_size(meta: Metadata) -> int:
+    """Return the tokenizer's count, or more where the vocabulary is padded. A drafter may have no embedding."""
+    table = meta.file.tensors.get("token_embd.weight")
+    return table.shape[0] if table else meta.get("vocab_size") or len(meta.file.fields["tokenizer.ggml.tokens"])
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
@@ -180,7 +188,7 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
         "num_local_experts": meta["expert_count"],
         "num_experts_per_tok": meta["expert_used_count"],
         "intermediate_size": meta["expert_feed_forward_length"],
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
         "rope_scaling": rope,
     }
 
@@ -244,7 +252,7 @@ def _gemma2(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "gemma2",
         "sliding_window": meta.get("attention.sliding_window"),
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
         "query_pre_attn_scalar": _query_scalar(config, 46),
         "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
         "final_logit_softcapping": meta.get("final_logit_softcapping"),
@@ -257,13 +265,13 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
         "model_type": "gemma3_text",
         "rope_theta": meta.get("rope.freq_base", 1000000.0),
         "rope_local_base_freq": meta.get("rope.freq_base_swa"),
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], pattern),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], pattern),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "final_logit_softcapping": meta.get("final_logit_softcapping"),
     }
 
 
-def _layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
+def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
     window)."""
     pattern = meta.get("attention.sliding_window_pattern", every)

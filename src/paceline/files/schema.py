@@ -262,7 +262,7 @@ GGUF: Mapping[str, FieldKind] = {
     "tokenizer.ggml.scores": listed(number(-1e30, 1e30)),
     "tokenizer.ggml.add_space_prefix": FLAG,
     **{f"tokenizer.ggml.add_{role}_token": FLAG for role in ("bos", "eos")},
-    **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")},
 }
 """GGUF metadata that is the same for every architecture."""
 
@@ -283,6 +283,12 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "shortconv.l_cache": whole(1, 64),
     "nextn_predict_layers": whole(0, LAYERS),
+    "vocab_size": _ROWS,
+    "target_layers": listed(whole(0, LAYERS)),
+    "target_hidden_size": _SIZE,
+    "block_size": whole(2, 4096),
+    **_each(FLAG, "norm_before_residual", "norm_before_fc", "sample_from_anchor", "attention.causal"),
+    "attention.value_scale": _FACTOR,
     "full_attention_interval": whole(1),
     "attention.recurrent_layers": listed(FLAG | whole()),
     **_each(_SIZE, "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"),
