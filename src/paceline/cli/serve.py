@@ -187,11 +187,9 @@ def serve(
 
     MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
     """
-    _check_installed()
-    from paceline.server.listen import check_address, run
-
-    check_address(server.host, server.port)
     served = application(argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet)
+    from paceline.server.listen import run
+
     announce = partial(_announce, served.models, served.has_keys, quiet)
     run(served.app, served.models, server.host, server.port, server.grace, announce)
     served.close()
@@ -210,18 +208,18 @@ def application(
     """Load what `serve` serves, for any ASGI server."""
     only_named = argument is None and model.model == DEMO and several.models
     model = model.with_model(argument)
-    _check_installed()
+    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
+    if missing:
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
     _set_up_logging(quiet)
     import psutil
 
     from paceline.server.app import create_app
     from paceline.server.limits import Settings
+    from paceline.server.listen import check_address
     from paceline.server.models import Models, ModelSource
 
-<<<<<<< HEAD
-=======
     addresses = check_address(server.host, server.port)
->>>>>>> main
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
@@ -263,13 +261,6 @@ def application(
             recorder.close()
 
     return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
-
-
-def _check_installed() -> None:
-    """Raise `InvalidOption` unless the extra "serve" is installed."""
-    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
-    if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
 
 
 def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:

@@ -185,6 +185,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     """Return the application for `serve run` and `serve deploy`. `arguments`: options of `paceline serve` by name."""
     if "record" in arguments:
         raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
+    arguments = {**arguments, "port": 0}  # replicas listen on none
     given = parsed(application, arguments).params
     replicas = serve.deployment(
         Replica,
