@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.files.stores import StoredModel
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
+    from paceline.server.limits import Settings
     from paceline.server.models import Models, ModelSource
     from paceline.server.worker import Worker, WorkerLimits
 
@@ -215,7 +216,6 @@ def application(
     import psutil
 
     from paceline.server.app import create_app
-    from paceline.server.limits import Settings
     from paceline.server.listen import check_address
     from paceline.server.models import Models, ModelSource
 
@@ -245,7 +245,20 @@ def application(
         free_memory=lambda: int(psutil.virtual_memory().available),
         pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
     )
-    settings = Settings(
+    settings = _settings(server, limits, addresses)
+
+    def close() -> None:
+        for recorder in recorders:
+            recorder.close()
+
+    return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
+
+
+def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection[str]) -> Settings:
+    """Return the settings of a server that listens at these IP addresses."""
+    from paceline.server.limits import Settings
+
+    return Settings(
         api_keys=tuple(server.api_key or ()),
         hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
@@ -255,12 +268,6 @@ def application(
         log_prompts=server.log_prompts,
         trace_endpoint=server.traces,
     )
-
-    def close() -> None:
-        for recorder in recorders:
-            recorder.close()
-
-    return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
 
 
 def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
