@@ -71,7 +71,10 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
     accepted = f"{TOKENS - len(SKY)} of {drafted} drafted tokens accepted in {len(SKY)} rounds"
     expect(chart).to_have_attribute("aria-label", f"Acceptance over time: {accepted}")
     heights = {
-        name: [float(high) for high in chart.locator(f".{name}").evaluate_all("all => all.map(e => e.height.baseVal.value)")]
+        name: [
+            float(high)
+            for high in chart.locator(f".{name}").evaluate_all("all => all.map(e => e.height.baseVal.value)")
+        ]
         for name in ("drafted", "accepted")
     }
     unit = heights["drafted"][0] / 4  # the first round drafted four tokens, of which two were accepted
@@ -273,7 +276,7 @@ def test_api_key_is_asked_for_and_kept_in_this_tab(open_tab: Open) -> None:
         tab.send()
         assert len(fake.bodies) == 1
         kept = page.evaluate("() => [Object.values(sessionStorage), JSON.stringify(localStorage), document.cookie]")
-        assert kept == [["secret"], "{}", ""]
+        assert kept == [["secret"], '{"marks":"on"}', ""]
         fake.key = "another"
         tab.send("Again", turns=2)
         expect(page.locator("#key-form")).to_be_visible()

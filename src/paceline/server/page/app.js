@@ -104,8 +104,9 @@ async function answer(turn) {
   Object.assign(owner, { model: model.id, system: chosen.system, updated: Date.now() });
   const controller = new AbortController();
   const done = (async () => {
-    await keep(owner);
+    const kept = keep(owner);
     await fill(turn, body, chosen, { model, signal: controller.signal });
+    await kept;
     await keep(owner);
   })().finally(() => busy(null));
   busy({ controller, done });

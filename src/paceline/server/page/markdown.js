@@ -85,9 +85,11 @@ function code(source, line, [, marker, language], seen) {
   const found = line.end < line.next ? close.exec(source) : null;
   const end = found ? Math.min(close.lastIndex + 1, source.length) : source.length;
   let text = source.slice(line.next, found ? Math.max(line.next, found.index - 1) : end);
+  if (!found) text = text.replace(/\n[ `~]*$/, ""); // What may become the end is not shown.
   if (indent) text = text.replace(new RegExp(`^ {1,${indent}}`, "gm"), "");
   // The end may be the beginning of a longer line.
-  return { kind: "code", language, text, end, final: Boolean(found) && close.lastIndex < source.length };
+  const final = Boolean(found) && close.lastIndex < source.length;
+  return { kind: "code", language, text, end, begun: line.end < line.next, final };
 }
 
 function quote(source, from) {
@@ -230,6 +232,10 @@ export class CodeBlock {
   /** Shows a longer text; returns false if a part of it has to wait for the next frame. */
   show(text) {
     this.text = text;
+    if (text.length < this.shown) {
+      this.code.replaceChildren();
+      this.shown = 0;
+    }
     const until = Math.min(text.length, this.shown + PER_FRAME);
     while (this.shown < until) {
       let piece = this.code.lastChild;

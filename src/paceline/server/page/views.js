@@ -13,7 +13,7 @@ export const tokenInfo = new WeakMap();
 export class FormattedView {
   #done = 0; // Everything before it is drawn for good.
   #open = []; // Elements of what may still change.
-  #code = null; // {start, seen, block}: the open code block, which grows in place.
+  #code = null; // {seen, shown}: the code block after that, which grows in place.
 
   constructor() {
     this.element = make("div", "text markdown");
@@ -22,40 +22,35 @@ export class FormattedView {
   /** Draws the reply so far; returns false if a part of it has to wait for the next frame. */
   draw({ content }) {
     const until = performance.now() + BUDGET;
-    if (this.#code) return this.#grow(content);
     for (const element of this.#open) drop(element);
     this.#open = [];
     let at = this.#done;
-    for (let block = nextBlock(content, at); block; block = nextBlock(content, at)) {
-      at = block.end;
-      if (block.kind === "code" && !this.#open.length) return this.#begin(block, content);
-      const element = render(block);
-      place(this.element, block, element);
-      if (block.final && !this.#open.length) this.#done = at;
-      else this.#open.push(element);
-      if (performance.now() > until && this.#done === at) return false;
+    for (let block; (block = nextBlock(content, at, this.#code?.seen)); at = block.end) {
+      if (block.begun && !this.#open.length) {
+        if (!this.#grow(block, content)) return false;
+      } else {
+        const element = render(block);
+        place(this.element, block, element);
+        if (block.final && !this.#open.length) this.#done = block.end;
+        else this.#open.push(element);
+      }
+      if (performance.now() > until && this.#done === block.end) return false;
     }
     return true;
   }
 
-  #begin(block, content) {
-    const shown = new CodeBlock({ ...block, text: "" });
-    this.element.append(shown.element);
-    this.#code = { start: block.start, seen: 0, shown };
-    return this.#grow(content);
-  }
-
-  #grow(content) {
-    const { start, seen, shown } = this.#code;
-    const block = nextBlock(content, start, seen);
-    const all = shown.show(block.text);
-    if (!block.final) this.#code.seen = Math.max(start, content.lastIndexOf("\n") + 1);
-    else if (all) {
+  /** Draws a code block in place; returns false if a part of it has to wait for the next frame. */
+  #grow(block, content) {
+    if (!this.#code) {
+      this.#code = { seen: 0, shown: new CodeBlock({ ...block, text: "" }) };
+      this.element.append(this.#code.shown.element);
+    }
+    if (!this.#code.shown.show(block.text)) return false;
+    if (block.final) {
       this.#done = block.end;
       this.#code = null;
-      return nextBlock(content, this.#done) === null;
-    }
-    return all;
+    } else this.#code.seen = Math.max(block.start, content.lastIndexOf("\n") + 1);
+    return true;
   }
 }
 
