@@ -206,7 +206,7 @@ def test_contrast_of_all_text(open_tab: Open, address: str, fake: Fake, scheme: 
         assert poor == []
         lines = """() => [...document.querySelectorAll('.token.correction, .token.bonus')].map(e =>
           (s => [s.textDecorationColor, s.backgroundColor])(getComputedStyle(e))).concat(
-          [...document.querySelectorAll('input[type=number], select')].map(e =>
+          [...document.querySelectorAll('input[type=number], select:enabled')].map(e =>
           (s => [s.borderTopColor, s.backgroundColor])(getComputedStyle(e))))"""
         assert min(contrast(*pair) for pair in tab.page.evaluate(lines)) >= 3
 

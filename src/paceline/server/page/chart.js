@@ -1,7 +1,7 @@
 // What speculation did in a reply: numbers, and an image of the drafted and accepted tokens of each round.
 import { make, svg } from "./dom.js";
 
-const COLUMNS = 80; // Of the image; more rounds share a column.
+const COLUMNS = { line: 40, chart: 80 }; // More rounds share a column.
 const NUMBERS = ["tok/s", "tokens per round", "accepted", "tokens", "rounds"];
 
 /** Numbers in one line; the line opens to the image. */
@@ -38,9 +38,10 @@ export class Statistics {
   }
 
   #draw({ rounds, drafted, accepted }) {
-    const columns = shared(rounds);
-    const most = Math.max(4, ...columns.map((column) => column.drafted));
-    this.line.replaceChildren(...bars(columns, most, { x: 0, y: 0, width: 80, height: 20, slots: 40 }));
+    const columns = shared(rounds, COLUMNS.chart);
+    const most = highest(columns);
+    const few = shared(rounds, COLUMNS.line);
+    this.line.replaceChildren(...bars(few, highest(few), { x: 0, y: 0, width: 80, height: 20, slots: COLUMNS.line }));
     this.chart.replaceChildren(...axes(most, rounds.length, columns.length), ...bars(columns, most, PLOT));
     const counts = `${accepted} of ${drafted} drafted tokens accepted in ${rounds.length} rounds`;
     this.chart.setAttribute("aria-label", `Acceptance over time: ${counts}`);
@@ -52,9 +53,11 @@ export class Statistics {
 
 const PLOT = { x: 30, y: 10, width: 604, height: 116, slots: 24 };
 
+const highest = (columns) => Math.max(4, ...columns.map((column) => column.drafted));
+
 /** The mean drafted and accepted tokens of each column's rounds. */
-function shared(rounds) {
-  const size = Math.ceil(rounds.length / COLUMNS);
+function shared(rounds, most) {
+  const size = Math.ceil(rounds.length / most);
   const columns = [];
   for (let i = 0; i < rounds.length; i += size) {
     const some = rounds.slice(i, i + size);
