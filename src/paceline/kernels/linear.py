@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.activations import ACTIVATIONS, Activation
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations

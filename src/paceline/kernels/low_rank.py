@@ -1,7 +1,7 @@
 """Low-rank changes to products (LoRA, Hu et al., arXiv 2106.09685), beside the weights instead of merged into them.
 
 A pass may hold rows of several adapters: the base product is computed for all of them at once, and each slot's adapter
-adds B (A x) to its own rows. So no row depends on the adapters beside it, and rows without one are as if there were none.
+adds B (A x) to its own rows. So no row depends on the adapters beside it, and one without is as if there were none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import Array, Structure, c_int32, c_void_p
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ def adapted_pass(adapters: Sequence[int]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class Factors:
     """An adapter of a model: `name`, and the factors A [r, in] and B [out, r] of each module that it changes, B with
     the adapter's scale."""
 
@@ -89,7 +90,7 @@ class Adapted(Linear):
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
         """y [B, T, out], in place, with what each slot's adapter adds for x [B, T, in]."""
         if not self._products:  # made when torch first runs them: the kernels have a copy of their own
-            self._products = [change and self._product(change) for change in self.changes]
+            self._products = [self._product(change) if change else None for change in self.changes]
         for slot, number in enumerate(_ADAPTERS.get()):
             if number and (change := self._products[number - 1]):
                 down, up = change

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
-from paceline.kernels.low_rank import Adapter
+from paceline.kernels.low_rank import Factors
 from paceline.models.config import Experts, ModelConfig, RecurrentConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
 from paceline.models.recurrent import make_recurrent
@@ -42,7 +42,7 @@ class Decoder:
         device: torch.device,
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[Factors] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
         that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). Raises

@@ -12,7 +12,7 @@ from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, Unsupp
 from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import Linear, gated, linear, takes_stored
-from paceline.kernels.low_rank import Adapter, LowRank, adapt_gated, adapted
+from paceline.kernels.low_rank import Factors, LowRank, adapt_gated, adapted
 from paceline.kernels.quantize import Codes, quantize, stack
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
@@ -32,7 +32,7 @@ class Weights:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[Factors] = (),
     ) -> None:
         """`adapters`: held beside the weights of the products that they change."""
         self._adapters = adapters
@@ -127,7 +127,7 @@ class Weights:
             changes = [change and change.ordered(order) for change in changes]
         return adapted(linear(weight, bias), changes, self._dtype)
 
-    def _change(self, adapter: Adapter, parts: Mapping[str, int], width: int) -> LowRank | None:
+    def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
         """What an adapter changes of a product of these projections. Rows choose experts, so theirs are left."""
         found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
         for name, factors in found.items():
