@@ -131,8 +131,8 @@ class ModelOptions:
         list[str] | None,
         _model(
             "LoRA adapter, a PEFT folder or a hub id; NAME=ADAPTER is not merged. Repeatable.\n\nOne without a name is "
-            "merged into the model. Those with one stay beside it, and each request of a server may name its own as its "
-            "model; a single reply has the first. Several are added up as JSON: "
+            "merged into the model. Those with one stay beside it: each request of a server may give one's name as its "
+            "model; other replies have the first. Several are added up as JSON: "
             '{"name": "mix", "path": ["DIR", "DIR"], "weights": [0.7, 0.3], "drafter": "ngram"}.',
             metavar="ADAPTER",
         ),

@@ -32,8 +32,7 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model to serve. Requests may give any of `names`; replies have the first. Those that give the name of one of its
-    `adapters` get that.
+    """A model to serve. Requests may give any of `names`, and replies have the first; or one of its `adapters`.
 
     `load` returns its worker, not started. `size`: bytes of memory that it is expected to need. `stays`: it is loaded
     before the server starts, and never unloaded.

@@ -176,7 +176,7 @@ class Service:
         return await self._generate(request, schema_tokens.InfillRequest, infilling.prepare, "")
 
     async def models(self) -> dict[str, Any]:
-        """List every model under each of its names, and adapters. OpenAI's and Anthropic's clients both read the list."""
+        """List every model under each of its names, and its adapters. Clients of OpenAI and of Anthropic read it."""
         names = [name for source in self.loader.sources for name in (*source.names, *source.adapters)]
         data = [await self.model(name) for name in names]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}

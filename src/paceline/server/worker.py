@@ -67,7 +67,8 @@ class ReplyJob:
     `tokens`: the prompt's token ids. `sampling`: must have a seed. `sample`: index among several samples of the prompt.
     `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
     prompt. `client`: waiting clients get slots in turn. `scores`: receives the prompt's log-probabilities.
-    `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold until the reply begins.
+    `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
+    until the reply begins.
     """
 
     tokens: Sequence[int]
