@@ -95,12 +95,14 @@ class Engine:
         adapter: int = 0,
     ) -> Request:
         """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between. `source`: a
-        request with the same prompt and adapter that has been prefilled, so that this one need not be. `adapter`: see
+        request with the same prompt that has been prefilled, so that this one need not be. `adapter`: see
         `KVCache.acquire`.
         """
         speculation = speculation or self.policies.default
         policy = self.policies[speculation.drafter]
         replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
+        if source and source.adapter != adapter:
+            source = None
         # By then a drafter that is fed hidden states has been fed those of the reply as well.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
