@@ -81,7 +81,7 @@ def test_x_lora_is_refused_with_its_reason(tmp_path: Path) -> None:
 
 def test_bounds(tmp_path: Path) -> None:
     train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=["q_proj"], r=200)
-    with pytest.raises(UnsupportedModel, match="has rank 600 at .*q_proj, more than 512"):
+    with pytest.raises(UnsupportedModel, match=r"has rank 600 at .*q_proj, more than 512"):
         read_factors("x", Adapter([tmp_path / "lora"] * 3))
     with pytest.raises(InvalidOption, match=f"there are {MAX_ADAPTERS + 1} adapters"):
         check_adapters({str(i): "x" for i in range(MAX_ADAPTERS + 1)})

@@ -64,11 +64,12 @@ def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, number: int
 
 
 def texts(engine: Engine, requests: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> list[list[int]]:
-    """Replies to (prompt, number of an adapter), written together. All are samples of one group, if prompts are equal."""
+    """Replies to (prompt, number of an adapter), written together, all in one group, as samples of a prompt are."""
     tasks = [Task(partial(begin, engine, prompt, sampling, number), group=0) for prompt, number in requests]
     for _ in Batch(engine, tasks, len(tasks)):
         pass
-    return [task.request.token_ids[len(prompt) :] for task, (prompt, _) in zip(tasks, requests, strict=True) if task.request]
+    made = [task.request for task in tasks if task.request]
+    return [request.token_ids[request.num_prompt_tokens :] for request in made]
 
 
 EXPECTED = {
