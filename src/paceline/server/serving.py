@@ -274,8 +274,7 @@ class Service:
             try:
                 work = partial(prepare, model, self.settings, body)
                 prepared = await self._preprocess(request, "grammar" if body.constrained else pool, work, left())
-                remaining = left()
-                more = {"client": client_of(request), "timeout": remaining, "adapter": model.adapter}
+                more: dict[str, Any] = {"client": client_of(request), "timeout": left(), "adapter": model.adapter}
                 running.start([replace(job, **more) for job in prepared.jobs])
                 answer = GeneratedAnswer(running, prepared.writer(answer_id))
             except BaseException:
