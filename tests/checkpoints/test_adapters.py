@@ -96,7 +96,7 @@ def test_bounds(tmp_path: Path) -> None:
         (lambda: Adapter(["a", 3]), "names no adapter"),  # type: ignore[list-item]
         (lambda: Adapter("a", [1.0, 2.0]), "for 1 adapters"),
         (lambda: Adapter("a", [float("nan")]), "for 1 adapters"),
-        (lambda: Adapter("a", drafter="found"), "no drafter on this disk"),
+        (lambda: Adapter("a", drafter="found"), "is the model's drafter"),
         (lambda: check_adapters({" ": "a"}), "is called"),
     ],
 )

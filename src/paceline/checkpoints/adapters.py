@@ -37,8 +37,8 @@ class Adapter:
 
     def __post_init__(self) -> None:
         paths, weights = self.paths, self.weights
-        if self.drafter == "found":
-            raise InvalidOption("an adapter has no drafter on this disk", "Give the name of one, or none")
+        if self.drafter in ("found", "auto"):
+            raise InvalidOption(f"{self.drafter} is the model's drafter", "Give an adapter the name of one, or none")
         if not paths or not all(isinstance(path, (str, Path)) and str(path) for path in paths):
             raise InvalidOption(f"path={self.path!r:.80} names no adapter", "Give a folder or a hub id, or a list")
         valid = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
