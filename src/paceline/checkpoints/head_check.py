@@ -72,6 +72,12 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     if c.draft_vocab not in (0, c.layer.vocab_size):
         maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (c.layer.vocab_size,)}
         needed |= maps | {"lm_head.weight": (c.draft_vocab, h)}
+    if c.markov:
+        needed["markov_head.markov_w1.weight"] = (c.layer.vocab_size, c.markov)
+        needed["markov_head.markov_w2.weight"] = (c.draft_vocab or c.layer.vocab_size, c.markov)
+    if c.confidence:
+        needed["confidence_head.proj.weight"] = (1, c.confidence)
+        allowed["confidence_head.proj.bias"] = (1,)
     return needed, allowed
 
 

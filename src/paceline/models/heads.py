@@ -17,7 +17,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
-             its d2t (and t2d), as in eagle3
+             its d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
+             markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias}
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
 
 Any projection may have a bias beside its weight.
@@ -85,14 +86,16 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash (arXiv 2602.06036): one pass over the pending token and `size` - 1 mask tokens drafts a block.
+    """DFlash (arXiv 2602.06036) or DSpark: one pass over the pending token and `size` - 1 mask tokens drafts a block.
 
     `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
     `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none. Layers with a
     window are trained causal, unless the config says otherwise (speculators' `sliding_window_non_causal`, vLLM's
     `dflash_config.causal` and `is_causal`). `from_anchor`: entry j predicts the token after its own position, the
     pending token's entry included (speculators' `sample_from_anchor`). `draft_vocab`: number of tokens it chooses from,
-    with an `lm_head` of its own; 0 means all, by the target's head.
+    with an `lm_head` of its own; 0 means all, by the target's head. `markov`: rank of DSpark's correction of the logits
+    by the token before (0: none). `confidence`: inputs of DSpark's confidence head: the state of an entry and, unless
+    it is as wide as that alone, W1's row of the token before (0: no such head).
     """
 
     layer: ModelConfig
@@ -102,6 +105,8 @@ class BlockConfig:
     causal: tuple[bool, ...] = ()
     from_anchor: bool = False
     draft_vocab: int = 0
+    markov: int = 0
+    confidence: int = 0
 
     @property
     def depth(self) -> int:
