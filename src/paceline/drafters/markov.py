@@ -47,7 +47,8 @@ class Blocks:
         tokens = [growth.ask.last if node == ROOT else nodes.tokens[node] for node in growth.chosen]
         bias, sure = self._network.follow(tokens, self._states[slot][depth])
         self._sure[slot] = [] if sure is None else sure.clamp(_LEAST).tolist()
-        return self._logits[slot][depth] + bias
+        logits: Tensor = self._logits[slot][depth]
+        return logits + bias
 
     def _rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         ranked = growth.ask.rank(logits, paths, count, self._network.subset)
