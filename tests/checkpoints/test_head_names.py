@@ -138,8 +138,8 @@ def test_names_that_there_are_not(spec: str) -> None:
 def test_every_kind_has_its_drafter() -> None:
     from paceline.models.heads import kind_of
 
-    mtp = replace(EAGLE, built_in=True)
-    assert {kind_of(c) for c in (EAGLE3, EAGLE, mtp, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
+    mtp, parallel = replace(EAGLE, built_in=True), replace(EAGLE3, mask_token=1)
+    assert {kind_of(c) for c in (EAGLE3, parallel, EAGLE, mtp, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
 
 
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
     needed, allowed = _layers(c.layer, 2 * h)
     needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
+    if c.mask_token is not None:
+        needed["mask_hidden"] = (1, 1, wide)
     if c.norm_before_fc:
         needed["input_norm.weight"] = (wide,)
     if c.fc_norm:

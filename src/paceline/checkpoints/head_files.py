@@ -34,7 +34,7 @@ from paceline.types import Tap
 
 _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
-_FOREIGN = {"peagle": "P-EAGLE", "mtp": "MTP", "dflash2": "DFlash2"}
+_FOREIGN = {"mtp": "MTP", "dflash2": "DFlash2"}
 """Kinds of drafters that Paceline does not run."""
 
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -187,6 +187,8 @@ def _read_speculators_eagle3(folder: HeadFolder) -> Found:
     raw = folder.raw
     layer = _eagle_layers(folder, raw["transformer_layer_config"])
     config = _eagle3(folder, layer, tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ()))
+    if raw["speculators_model_type"] == "peagle":
+        config = replace(config, mask_token=folder.number("mask_token_id"))
     return "speculators", config, _eagle_tensors(folder)
 
 
@@ -297,6 +299,7 @@ def _read_exit(folder: HeadFolder) -> Found:
 
 _SPECULATORS: dict[str, Callable[[HeadFolder], Found]] = {
     "eagle3": _read_speculators_eagle3,
+    "peagle": _read_speculators_eagle3,
     "dflash": read_speculators_dflash,
     "dspark": read_speculators_dflash,
 }

@@ -71,7 +71,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Raise `InvalidOption` for a path that holds anything but a head, which a new head would replace."""
-    if folder.exists() and not (holds_head(folder) or (folder.is_dir() and not any(folder.iterdir()))):
+    if folder.exists() and not (folder.is_dir() and (holds_head(folder) or not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
 
 
@@ -181,7 +181,8 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     vLLM borrows the target's embedding where the head stores none. `speculators` 0.9 means to do so too, but under
     transformers 5 it may keep what the memory held instead: a head for training on with it stores embed_tokens.weight.
     """
-    _refuse({"EAGLE-1 and 2": c.version != 3, "windows": any(x.window for x in c.layer.plan)})
+    _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
+    _refuse({"windows": any(x.window for x in c.layer.plan)})
     return _speculators(head, "eagle3", "Eagle3Speculator", _PROPOSED, tensors) | {
         "transformer_layer_config": _layer_fields(c.layer, "qwen3" if c.layer.qk_norm else "llama", tensors),
         "draft_vocab_size": c.draft_vocab,

@@ -35,6 +35,7 @@ _HEADS = {
     "eagle3": ("EAGLE-3", "", ""),
     "eagle": ("EAGLE (1 or 2)", "", ""),
     "mtp": ("multi-token prediction", "", ""),
+    "peagle": ("P-EAGLE", "", ""),
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
     "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),

@@ -9,6 +9,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
              marks the same tokens; neither is needed where
              draft_vocab is the whole vocabulary); a missing lm_head is the
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+    peagle   as eagle3, with mask_hidden [1, 1, taps * target H]
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
     mtp      (the target's own, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight [H],
@@ -47,7 +48,8 @@ class EagleConfig:
     `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
     normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
     to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
-    ascending; not in the file.
+    ascending; not in the file. `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands
+    for those that are not known yet.
     """
 
     layer: ModelConfig
@@ -60,6 +62,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     built_in: bool = False
+    mask_token: int | None = None
     head_tokens: Tensor | None = field(default=None, compare=False)
 
 
@@ -127,11 +130,11 @@ HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
-    if isinstance(config, EagleConfig) and config.built_in:
-        return "mtp"
+    """Name of the method: "eagle3", "peagle", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
     if isinstance(config, EagleConfig):
-        return "eagle3" if config.version == 3 else "eagle"
+        if config.mask_token is not None:
+            return "peagle"
+        return "mtp" if config.built_in else "eagle3" if config.version == 3 else "eagle"
     return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
 
 
