@@ -45,29 +45,6 @@ _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm
 """Tensors that some files hold and nothing needs."""
 
 
-<<<<<<< HEAD
-=======
-@dataclass(frozen=True)
-class _Folder:
-    """Input of a reader: the folder, its config.json and its tensors under the names of the file."""
-
-    path: Path
-    raw: Raw
-    tensors: Tensors
-
-    def number(self, key: str, raw: Raw | None = None) -> int:
-        """Return a number that the config (or `raw`, a part of it) must hold."""
-        value: int | None = (self.raw if raw is None else raw).get(key)
-        if value is None:
-            raise CorruptModel(f"config.json of the head {self.path} lacks {key}", _AGAIN)
-        return value
-
-
-Found = tuple[str, TrainableConfig, Tensors]
-"""Layout, config, and tensors by canonical name."""
-
-
->>>>>>> main
 def open_head(
     reference: str | Path,
     *,

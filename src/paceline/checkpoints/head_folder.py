@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CorruptModel
-from paceline.models.heads import HeadConfig
+from paceline.models.heads import TrainableConfig
 
 Raw = Mapping[str, Any]
 Tensors = dict[str, Tensor]
@@ -32,5 +32,5 @@ class HeadFolder:
         return value
 
 
-Found = tuple[str, HeadConfig, Tensors]
+Found = tuple[str, TrainableConfig, Tensors]
 """Layout, config, and tensors by canonical name."""
