@@ -17,7 +17,7 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Attention, Layer, Mixture, MixtureBeside, SharedMixture
+from paceline.models.layers import Attention, HeadNorm, Layer, Mixture, MixtureBeside, SharedMixture, WideNorm
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -126,9 +126,10 @@ class NativeLayers:
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
-        assert layer.mlp_norm
+        last = layer.mlp_norm or post[1]
+        assert last
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
-        norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
+        norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
         experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
         used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
         gated, _ = parts.experts[0]
@@ -137,7 +138,7 @@ class NativeLayers:
             *((_Expert * len(experts))(*experts), len(experts), used, normalised),
             *(self._pointer(norm) for norm in norms),
             *(
-                layer.mlp_norm.eps,
+                last.eps,
                 layer.residual_scale,
                 parts.out.matrix.shape[0],
                 gated.out,
@@ -179,6 +180,8 @@ class _Parts(NamedTuple):
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
+        return None
+    if isinstance(layer.attention.norm, WideNorm):
         return None
     if isinstance(layer.mlp, (SharedMixture, MixtureBeside)) or layer.token_input or layer.scale is not None:
         return None
