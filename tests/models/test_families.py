@@ -52,7 +52,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GPT_OSS: dict[str, Any] = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
-MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
 SLIDES = {"use_sliding_window": True, "sliding_window": 20}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,12 +130,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "exaone4": ("Exaone4", {"sliding_window": None, "head_dim": 16}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "head_dim": 16, "layer_types": ["full_attention"] * 4}),
     "exaone4, sliding": ("Exaone4", {"sliding_window": 18, "sliding_window_pattern": 2, "head_dim": 16}),
     "glm": ("Glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
-    "qwen3-vl": ("Qwen3VLText", {"head_dim": 16, "rope_parameters": MROPE}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",

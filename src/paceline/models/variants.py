@@ -32,10 +32,11 @@ def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     """EXAONE 4: norms after attention and feed-forward alone; where some layers slide, the others encode no
     positions."""
     base = replace(base, prenorm=False, sandwich=True, qk_norm=True)
-    if raw["sliding_window"] is None:
-        return base
     every = raw["sliding_window_pattern"]
-    return _sliding(raw, base, 1 if every is None else every, base.rope, None)
+    # A config without a window may hold the default of one.
+    if raw["sliding_window"] is None or not every:
+        return base
+    return _sliding(raw, base, every, base.rope, None)
 
 
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
