@@ -199,12 +199,12 @@ class SlabCache(SlotTable):
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         for slab in self.slabs:
             if slab.places == len(self._places):
                 capacity = slab.fits(self.initial_capacity)
                 slab.resize(max(1, 2 * slab.places), capacity, max(self._tops.values(), default=0))
-        slot = super().acquire(prompt)
+        slot = super().acquire(prompt, adapter)
         self._places[slot], self._tops[slot] = len(self._places), 0
         return slot
 
@@ -212,7 +212,7 @@ class SlabCache(SlotTable):
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
         self.check_taken(slot)
-        new = self.acquire(self.prompts[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot])
         self.lengths[new], self._tops[new] = self.lengths[slot], self._tops[slot]
         for slab in self.slabs:
             slab.copy(self._places[slot], self._places[new], self._tops[slot])

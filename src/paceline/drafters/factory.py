@@ -19,7 +19,7 @@ A+B+C                         the first of these that has a draft; a reference c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -152,6 +152,21 @@ def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
     """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
     host = host_of(target)
     return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
+
+
+def open_drafters(
+    given: str | Drafter | Sequence[str] | None,
+    more: Sequence[str],
+    target: Loaded,
+    opened: Callable[[str], Drafter | None],
+) -> Drafter | dict[str, Drafter] | None:
+    """Each drafter under its name, those `given` first; "none" has no entry. An object alone stays as it is."""
+    specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
+    named = dict.fromkeys(drafter_for(spec, target) for spec in (*specs, *more))
+    found = {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}
+    if isinstance(given, Drafter):
+        return {type(given).__name__: given, **found} if found else given
+    return found
 
 
 def spec_name(spec: str) -> str:
