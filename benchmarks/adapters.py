@@ -55,7 +55,7 @@ def main() -> None:
         ],
     )
     notes = [
-        f"Adapters of rank {args.rank} at all projections: {size / 1e6:.1f} M random numbers each, in the model's dtype.",
+        f"Adapters of rank {args.rank} at all projections: {size / 1e6:.1f} M random numbers each, in its dtype.",
         f"Guarantee of the model with its adapters: {llm.guarantee}.",
     ]
     report([grid], notes)
