@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan, slab_indices
-from paceline.cache.layout import Layout, layout
+from paceline.cache.layout import Layout, layout, nothing
 from paceline.cache.slots import SlotTable
 from paceline.errors import memory_named
 from paceline.protocols import Saved
@@ -296,6 +296,18 @@ class SlabCache(SlotTable):
             for slab, (window, mutual, _) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, self._indices, rows.prefill)
+
+    @torch.inference_mode()
+    def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
+        """A pass of `rows` rows of each slot that see all of its text so far, each at the position after it, and that
+        write nothing. `layers`: the `source` of each is one of this cache's own. Raises `OutOfMemory`."""
+        lengths, count = tuple(self.lengths[slot] for slot in slots), len(slots)
+        tokens = torch.zeros(count, rows, dtype=torch.int64)
+        passing = Rows(tokens, tokens, tuple(slots), lengths, ((),) * count, (0,) * count)
+        self._reserve(slots, [length + 1 for length in lengths])
+        places, seen = [self._places[slot] for slot in slots], [nothing(rows)] * count
+        plans = [SlabPlan(slab.tensors, slab.window, places, passing, seen) for slab in self.slabs]
+        return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
 
     def _reserve(self, slots: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for the columns before `ends` [B] of these slots. Raises `OutOfMemory`."""

@@ -8,6 +8,7 @@ ngram                         prompt lookup
 model:REF                     a draft model, also with another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
 mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
+assistant:REF                 Gemma 4's assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
 early-exit                    the adapter that comes with Paceline, or half of the target's layers
 early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
@@ -73,14 +74,22 @@ _CLASSES = {
     "medusa": "paceline.drafters.medusa:Medusa",
     "block": "paceline.drafters.block:Block",
     "exit": "paceline.drafters.early_exit:EarlyExit",
+    "assistant": "paceline.drafters.assistant:Assistant",
 }
 """Kind of head (`heads.kind_of`) -> the drafter class, made from (config, tensors, target)."""
 
-_KINDS = {"eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "block": "block", "early-exit": "exit"}
+_KINDS = {
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+    "medusa": "medusa",
+    "block": "block",
+    "assistant": "assistant",
+    "early-exit": "exit",
+}
 """Name -> kind of head."""
 
 _REFERENCE = re.compile(
-    r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
+    r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|assistant|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
 )
 """The name before a reference, which goes on to the end of the spec."""
 

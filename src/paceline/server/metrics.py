@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -72,6 +72,13 @@ class Metrics:
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(name, about, (_LABEL,), registry=self._registry)
+
+    def samples(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Yield the name, labels and value of every series, without the times at which they were created."""
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    yield sample.name, sample.labels, sample.value
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
