@@ -158,13 +158,10 @@ def test_an_adapter_beside_the_weights_is_the_merged_one(case: str) -> None:
     assert {name.rpartition(".")[2] for name in factors} >= set(ADAPTED[: 8 if case == "small" else 5])
     adapted = Decoder(ours.config, tensors_of(case), torch.float64, CPU, adapters=[Factors("x", factors)])
     merged = Decoder(ours.config, tensors, torch.float64, CPU)
-    caches = [model.new_cache() for model in (ours, adapted, merged)]
-    slots = [
-        cache.acquire(20, int(model is adapted)) for cache, model in zip(caches, (ours, adapted, merged), strict=True)
-    ]
-    plain, beside, whole = (
-        feed(model, cache, slot, tokens)
-        for model, cache, slot in zip((ours, adapted, merged), caches, slots, strict=True)
-    )
+    rows = []
+    for model, number in ((ours, 0), (adapted, 1), (merged, 0)):
+        cache = model.new_cache()
+        rows.append(feed(model, cache, cache.acquire(20, number), tokens))
+    plain, beside, whole = rows
     assert_close(beside, whole)
     assert float((beside - plain).abs().max()) > 1e-2
