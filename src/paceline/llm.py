@@ -26,6 +26,8 @@ from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.files.garbage import uncollected
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.decoder import Decoder
+from paceline.models.mirror import Mirror
+from paceline.models.ranks import Ranks
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
@@ -314,6 +316,7 @@ def load(
     progress: bool = False,
     exact: bool = False,
     preset: Literal["fast", "low-memory", "exact"] | None = None,
+    tensor_parallel: bool = False,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -341,6 +344,8 @@ def load(
     any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
     preset: "fast" (`quantize="int4"`), "low-memory" (that, and `drafter="suffix"`) or "exact" (`quantize="none",
     exact=True`); options given beside it count.
+    tensor_parallel: share the target among the processes that torchrun started, each with a part of every layer. Rank
+    0 gets the `LLM`; in the others this call computes until rank 0 ends, and ends the process.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
@@ -356,10 +361,13 @@ def load(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact)
+        mirror = Mirror(Ranks()) if tensor_parallel else None
+        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact, mirror=mirror)
+        if mirror:
+            mirror.follow()
         _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
-        moved = (dtype, device, revision) != ("auto", "auto", None)
+        moved = (dtype, device, revision, tensor_parallel) != ("auto", "auto", None, False)
         check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
     opened = partial(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -25,8 +26,10 @@ from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.divided import DividedDecoder
 from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
+from paceline.models.mirror import Mirror
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
@@ -66,18 +69,24 @@ def load_model(
     progress: bool = False,
     exact: bool = False,
     head_tokens: HeadTokens | None = None,
+    mirror: Mirror | None = None,
 ) -> Loaded:
-    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
+    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. `mirror`: of the
+    processes that share the model. Raises `PacelineError`."""
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
-    where = pick_device(device)
-    with progress_bar("compiling the CPU kernels, once", progress):
-        pick_dtype(dtype, where)  # raises before anything is fetched
-    checkpoint = open_model(
-        reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
-    )
+    where = mirror.ranks.device(pick_device(device)) if mirror else pick_device(device)
+    with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
+        with progress_bar("compiling the CPU kernels, once", progress):
+            pick_dtype(dtype, where)  # raises before anything is fetched
+        checkpoint = open_model(
+            reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
+        )
     config = native(checkpoint)
+    if mirror and (config is None or exact):
+        what = "with exact=True" if config else "and runs through transformers"
+        raise UnsupportedModel(f"{reference} is loaded {what}, which several processes cannot share", "Use one process")
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -92,7 +101,8 @@ def load_model(
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
-            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance, kept)
+            make: Callable[..., Target] = DividedDecoder if mirror else _decoder(exact, where)
+            target = make(config, tensors, kind, where, advance, mirror or kept)
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)

@@ -106,6 +106,11 @@ def model_name(argument: str | None, option_value: str) -> str:
     return option_value if argument is None else argument
 
 
+def follows() -> bool:
+    """Return whether this process only computes for another, which reads the prompts (`models/ranks.py`)."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def set_threads(threads: int | None) -> None:
     """Apply --threads, with a warning if it exceeds the number of cores."""
     import torch
@@ -142,11 +147,13 @@ class ModelOptions:
     def open(self, *, progress: bool, **more: Any) -> LLM:
         """Load the model. `more`: other arguments of `paceline.load`. Raises `PacelineError`."""
         import paceline.llm
+        from paceline.models.ranks import launched
 
         set_threads(self.threads)
         names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return paceline.llm.load(self.model, progress=progress, **given, **more)
+        given |= {"progress": progress and not follows(), "tensor_parallel": launched() > 1}
+        return paceline.llm.load(self.model, **given, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Attention, Layer, Mixture, SharedMixture
+from paceline.models.layers import Attention, Dense, Layer, Mixture
+from paceline.models.ranks import Ranks
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -69,23 +70,34 @@ class _Rotation(Structure):
     _fields_ = _fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
+_REDUCE = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64)
+
+
 class _CPass(Structure):
     _fields_ = _fields(
         (c_int32, "slots rows room threads"),
         (c_void_p, "indices"),
         (POINTER(_View), "views"),
         (POINTER(_Rotation), "rotations"),
+        (_REDUCE, "reduce"),
     )
 
 
 class NativeLayers:
     """Layers as the kernels read them, and a call that runs them (see `stack.LayerStack`)."""
 
-    def __init__(self, layers: Sequence[Layer], attentions: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        attentions: Sequence[LayerAttention],
+        rope_of: Sequence[int],
+        ranks: Ranks | None = None,
+    ) -> None:
         """See `stack.LayerStack`."""
         self._held: list[Tensor] = []
         """Tensors that the structures point into."""
         self._layers = layers
+        self._sums = None if ranks is None else _Sums(ranks)
         each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
         table = [self._structure(layer, attention, *indices, rope) for layer, attention, indices, rope in each]
         self._table = (_CLayer * len(table))(*table)
@@ -110,6 +122,8 @@ class NativeLayers:
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
             passed = _KernelPass(attention.plans, ropes)
+            if self._sums:
+                passed.c.reduce = self._sums.reduce
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
@@ -117,6 +131,8 @@ class NativeLayers:
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
             ):
+                if self._sums and self._sums.error:
+                    raise self._sums.error
                 raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
         found: dict[Tap, Tensor] = dict(zip(inner, states, strict=True))
         return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
@@ -156,6 +172,24 @@ class NativeLayers:
         return self._held[-1].data_ptr()
 
 
+class _Sums:
+    """The sums of the ranks within a pass, as the kernels call them. `error`: why the last one failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.reduce = _REDUCE(self._add)
+        self.error: Exception | None = None
+
+    def _add(self, address: int, count: int) -> int:
+        try:
+            part = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
+            part.copy_(self._ranks.sum(part))
+            return 0
+        except Exception as error:
+            self.error = error
+            return 1
+
+
 def whole(size: int) -> int:
     """A size in whole lanes: that of heads in the cache of native layers."""
     return -(-size // LANES) * LANES
@@ -177,7 +211,11 @@ class _Parts(NamedTuple):
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
-    if not isinstance(layer.attention, Attention) or layer.attention.gated or isinstance(layer.mlp, SharedMixture):
+    if (
+        not isinstance(layer.attention, Attention)
+        or layer.attention.gated
+        or not isinstance(layer.mlp, (Dense, Mixture))
+    ):
         return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)

@@ -15,6 +15,7 @@ from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
 from paceline.models.config import Experts, ModelConfig, RecurrentConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
+from paceline.models.ranks import Ranks
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -32,6 +33,8 @@ class Decoder:
     """A decoder-only transformer as a `Target`."""
 
     _cache_type: type[SlabCache] = SlabCache
+    ranks: Ranks | None = None
+    """Those that have the other parts of the model."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Decoder:
             progress(index, config.layers)
             name = f"model.layers.{index}."
             layers.append(make_layer(config, layer.sparse, weights, name, recurrent=layer.recurrent))
-        self._stack = LayerStack(config, layers, self)
+        self._stack = LayerStack(config, layers, self, ranks=self.ranks)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
         if config.tied:

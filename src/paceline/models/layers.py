@@ -14,6 +14,7 @@ from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
+from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass
 from paceline.verify.tree import MIN_ROWS
@@ -190,8 +191,10 @@ class Layer:
         post: tuple[RMSNorm, RMSNorm] | None = None,
         residual_scale: float = 1.0,
     ) -> None:
-        self.attn_norm, self.attention, self.out = attn_norm, attention, out
-        self.mlp_norm, self.mlp, self.post, self.residual_scale = mlp_norm, mlp, post, residual_scale
+        self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
+        self.out: Linear | Summed = out
+        self.mlp: Dense | Mixture | SharedMixture | Summed = mlp
+        self.post, self.residual_scale = post, residual_scale
 
     def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
         """`entry`: the input of attention, if not the normed stream."""

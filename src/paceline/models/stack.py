@@ -13,6 +13,7 @@ from paceline.cache.state import StateCache
 from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer
+from paceline.models.ranks import Ranks, Summed
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
@@ -24,10 +25,15 @@ class LayerStack:
     they can run them."""
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[Layer], host: TargetWithHead, mutual: Sequence[bool] = ()
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        host: TargetWithHead,
+        mutual: Sequence[bool] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         """`host`: the target, for dtype, device and context length. `mutual`: for each layer whether rows of one pass
-        all see each other; () for none."""
+        all see each other; () for none. `ranks`: those that have the other parts of each layer."""
         self._layers, plan = layers, config.plan
         scale = config.query_scale or config.head_dim**-0.5
         self._attentions = [
@@ -43,7 +49,11 @@ class LayerStack:
         native = runs_natively(layers, host.dtype)
         head_dim = whole(config.head_dim) if native else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
-        self.native = NativeLayers(layers, [a for a in self._attentions if a], self.ropes.index) if native else None
+        attending = [attention for attention in self._attentions if attention]
+        self.native = NativeLayers(layers, attending, self.ropes.index, ranks) if native else None
+        if ranks and not native:
+            for layer in layers:
+                layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""

@@ -1,0 +1,140 @@
+"""The processes that share one model by tensor parallelism (Megatron-LM, arXiv 1909.08053), over torch.distributed.
+
+Sums run in the order of the ranks, on every rank, so that all have the same bits in each pass and in each run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import InvalidOption, RankLost
+
+_HEAD = 4096
+"""Bytes of the first part of a message, which holds nearly all messages whole; the length is its first number."""
+_IDLE = timedelta(days=3650)
+"""Time that a rank waits for the next message: a server may have nothing to do for long."""
+_PASS = timedelta(minutes=10)
+"""Time that a rank waits for the others within a pass."""
+
+
+def launched() -> int:
+    """Return the number of processes that torchrun started, this one included; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+class Ranks:
+    """The processes of a group. Rank 0 drafts, accepts and answers; the others compute their part of each pass."""
+
+    def __init__(self) -> None:
+        """Join the processes that torchrun started. Raises `InvalidOption` if it did not start this one."""
+        if launched() < 2:
+            raise InvalidOption(
+                "one process cannot share a model", "Start several: torchrun --nproc-per-node 2 -m paceline serve ..."
+            )
+        with _lost_named():
+            if not dist.is_initialized():
+                dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
+            self._messages = dist.new_group(backend="gloo", timeout=_IDLE)
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        atexit.register(self.leave)
+
+    def device(self, given: torch.device) -> torch.device:
+        """This rank's device of the given type: the GPU of its number among the ranks of its machine."""
+        if given.type != "cuda":
+            return given
+        own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
+        torch.cuda.set_device(own)
+        return own
+
+    def leave(self) -> None:
+        """End the group: the other ranks' next sum or message fails."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Context that the other ranks enter when rank 0 has left it."""
+        if self.rank:
+            self._wait()
+        yield
+        if not self.rank:
+            self._wait()
+
+    def _wait(self) -> None:
+        with _lost_named():
+            dist.barrier(self._messages)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, which have one shape, in the order of the ranks; float16 and bfloat16 in float32."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.count)]
+        with _lost_named():
+            dist.all_gather(parts, x.contiguous())
+        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The ranks' x [..., sizes[rank]] side by side, at rank 0; the others get zeros."""
+        widest = max(sizes)
+        own = F.pad(x, (0, widest - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
+        with _lost_named():
+            dist.gather(own, parts, 0)
+        if parts is None:
+            return x.new_zeros(()).expand(*x.shape[:-1], sum(sizes))
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    def send(self, message: bytes) -> None:
+        """Send a message from rank 0 to all others."""
+        whole = len(message).to_bytes(8, "little") + message
+        head = torch.frombuffer(bytearray(whole.ljust(_HEAD, b"\0")), dtype=torch.uint8)
+        with _lost_named():
+            for part in (head[:_HEAD], head[_HEAD:]):
+                if len(part):
+                    dist.broadcast(part, 0, self._messages)
+
+    def receive(self) -> bytes:
+        """Wait for the next message of rank 0."""
+        head = torch.empty(_HEAD, dtype=torch.uint8)
+        with _lost_named():
+            dist.broadcast(head, 0, self._messages)
+            size = 8 + int.from_bytes(head[:8].numpy().tobytes(), "little")
+            rest = torch.empty(max(0, size - _HEAD), dtype=torch.uint8)
+            if len(rest):
+                dist.broadcast(rest, 0, self._messages)
+        return torch.cat([head, rest]).numpy().tobytes()[8:size]
+
+
+@contextmanager
+def _lost_named() -> Iterator[None]:
+    """Name the reason for a broken connection."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(
+            f"another process of this model has ended or does not answer: {error}", "Start all of them again"
+        ) from error
+
+
+class Summed:
+    """A product, or a feed-forward network, of which each rank has a part of the inner dimension."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor], ranks: Ranks) -> None:
+        self._part, self._ranks = part, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.sum(self._part(x))
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        return residual + self(x)
