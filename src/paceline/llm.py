@@ -274,7 +274,10 @@ class LLM:
         replies that have begun end with them. Raises `PacelineError`, and nothing has changed then.
         """
         if self.source is None or self.recorder or isinstance(self.source["drafter"], Drafter):
-            raise InvalidOption("objects keep their weights, and a recording its precision", "Load by name, unrecorded")
+            raise InvalidOption(
+                "objects and shared models keep their weights, and a recording its precision",
+                "Load by name, in one process, unrecorded",
+            )
         made = load(**{**self.source, "quantize": mode, "draft_quantize": draft or self.source["draft_quantize"]})
         self.model, self.engine, self.source = made.model, made.engine, made.source
 
@@ -379,7 +382,7 @@ def load(
         draft_vocab=draft_vocab,
     )
     llm = LLM(loaded, _drafters(drafter, loaded, opened), budget)
-    llm.source = given if isinstance(model, (str, Path)) else None
+    llm.source = given if isinstance(model, (str, Path)) and not tensor_parallel else None
     if exact and llm.guarantee != "bits":
         raise InvalidOption(
             f"rows of one pass change each other's last bits in this model on {loaded.target.device}, "

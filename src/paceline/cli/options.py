@@ -106,9 +106,14 @@ def model_name(argument: str | None, option_value: str) -> str:
     return option_value if argument is None else argument
 
 
+def processes() -> int:
+    """Return the number of processes that torchrun started, which share a model; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def follows() -> bool:
-    """Return whether this process only computes for another, which reads the prompts (`models/ranks.py`)."""
-    return os.environ.get("RANK", "0") != "0"
+    """Return whether this process only computes for another, which reads the prompts."""
+    return processes() > 1 and os.environ["RANK"] != "0"
 
 
 def set_threads(threads: int | None) -> None:
@@ -147,12 +152,11 @@ class ModelOptions:
     def open(self, *, progress: bool, **more: Any) -> LLM:
         """Load the model. `more`: other arguments of `paceline.load`. Raises `PacelineError`."""
         import paceline.llm
-        from paceline.models.ranks import launched
 
         set_threads(self.threads)
         names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        given |= {"progress": progress and not follows(), "tensor_parallel": launched() > 1}
+        given |= {"progress": progress and not follows(), "tensor_parallel": processes() > 1}
         return paceline.llm.load(self.model, **given, **more)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import LOG_FORMAT, option, options_of
-from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, processes, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, PacelineError, install_line
 
@@ -180,6 +180,8 @@ def serve(
     from paceline.server.models import Models, ModelSource
 
     check_address(server.host, server.port)
+    if processes() > 1 and several.models:
+        raise InvalidOption("several processes share one model", "Leave out --models")
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []

@@ -12,6 +12,7 @@ from paceline.cache.slab import SavedSlabs, SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
+from paceline.models.lazy import Quantised
 from paceline.models.mirror import Mirror, Mirrored, repeated, together
 from paceline.models.ranks import Ranks
 from paceline.models.shards import Shards, divide
@@ -63,7 +64,10 @@ class DividedDecoder(Decoder, Mirrored):
         spans = division.tokens()
         self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
         part = division.part(ranks.rank)
-        super().__init__(part, Shards(tensors, division, ranks.rank), dtype, device, progress)
+        cut: Mapping[str, Tensor] = Shards(tensors, division, ranks.rank)
+        if isinstance(tensors, Quantised):
+            cut = tensors.over(cut)
+        super().__init__(part, cut, dtype, device, progress)
         self.vocab_size = config.vocab_size
         self.config = replace(part, vocab_size=config.vocab_size)
         mirror.hold(self)

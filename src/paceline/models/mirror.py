@@ -10,6 +10,7 @@ import signal
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -149,10 +150,9 @@ class Mirror:
         with self.lock:
             if not self._ended:
                 self._ended = "rank 0 has left"
-                try:
+                with suppress(RankLost):  # then it has said so itself
                     self.ranks.send(pickle.dumps([]))
-                finally:
-                    self.ranks.leave()
+                self.ranks.leave()
 
     def _drop(self, key: int) -> None:
         """What is forgotten here is forgotten everywhere, with the next message. Any thread may come here."""

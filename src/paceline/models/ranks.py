@@ -26,23 +26,19 @@ _PASS = timedelta(minutes=10)
 """Time that a rank waits for the others within a pass."""
 
 
-def launched() -> int:
-    """Return the number of processes that torchrun started, this one included; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
 class Ranks:
     """The processes of a group. Rank 0 drafts, accepts and answers; the others compute their part of each pass."""
 
     def __init__(self) -> None:
         """Join the processes that torchrun started. Raises `InvalidOption` if it did not start this one."""
-        if launched() < 2:
+        if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
             raise InvalidOption(
                 "one process cannot share a model", "Start several: torchrun --nproc-per-node 2 -m paceline serve ..."
             )
+        if dist.is_initialized():
+            raise InvalidOption("these processes share a model already", "Load each model in processes of its own")
         with _lost_named():
-            if not dist.is_initialized():
-                dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
             self._messages = dist.new_group(backend="gloo", timeout=_IDLE)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         atexit.register(self.leave)

@@ -88,10 +88,10 @@ def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Di
 def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
     """Elements of the longest block that the weights of these modules are stored in; 1 for floats."""
     names = [name for name in tensors if name.endswith(tuple(f".{module}.weight" for module in modules))]
-    stored = [stored_of(tensors, name) for name in names] if library() is not None else []
-    if stored:
-        return max(block_elements(kind) for one in stored if one for kind in one.kinds)
-    return max((GROUP for name in names if codes_of(tensors, name)), default=1)
+    if library() is None:
+        return max((GROUP for name in names if codes_of(tensors, name)), default=1)
+    kinds = {kind for name in names if (one := stored_of(tensors, name)) for kind in one.kinds}
+    return max(map(block_elements, kinds), default=1)
 
 
 class Shards(Renamed):
