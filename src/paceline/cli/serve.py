@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import LOG_FORMAT, option, options_of
-from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, processes, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, follows, processes, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, PacelineError, install_line
 
@@ -179,6 +179,8 @@ def serve(
     from paceline.server.listen import check_address, run
     from paceline.server.models import Models, ModelSource
 
+    if follows():
+        model.load(progress=False)  # does not return
     check_address(server.host, server.port)
     if processes() > 1 and several.models:
         raise InvalidOption("several processes share one model", "Leave out --models")

@@ -119,8 +119,8 @@ class Mirror:
         return result
 
     def follow(self) -> None:
-        """At any rank but 0, repeat what rank 0 calls until it ends, and end the process with it. Raises what a call
-        raises, and `RankLost`.
+        """At any rank but 0, repeat what rank 0 calls until it ends, and end the process with it; in the main thread.
+        Raises what a call raises, and `RankLost`.
 
         Signals are rank 0's to handle: it may still have replies to finish.
         """
