@@ -1,9 +1,10 @@
-"""Tensor parallelism: what a pass of 2, 4 and 8 ranks takes, predicted from measured parts, and one of 1 and 2 measured.
+"""Tensor parallelism: a pass of 2, 4 and 8 ranks, predicted from measured parts, and one of 1 and 2 ranks measured.
 
 The parts: the compute of one rank's share of a layer and of the head, as processor time of this thread with the sums
 left out; and an exchange of as many bytes between two processes over gloo on this machine (wall time, the least and the
 median of many, since other programs have the cores too). A pass of n ranks is its share of compute plus two exchanges a
-layer, each of the latency and of n - 1 times the bytes. Sizes are those of Llama 3.2 1B, 4-bit random weights, one thread.
+layer, each of the latency and of n - 1 times the bytes. Sizes are those of Llama 3.2 1B, with random weights of 4 bits
+and one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from paceline.verify.tree import pack, pack_prefix
 
 SIZES = ModelConfig("llama", 16032, 2048, 2, 32, 8, 64, 8192, 8192, tied=False)
 LAYERS, VOCABULARY, PREFIX = 16, 128256, 256
-"""Those of the whole model, of which two layers and an eighth of the head are measured; and the text before the rows."""
+"""Those of the whole model, of which two layers and an eighth of the head are measured; tokens before the rows."""
 CPU = torch.device("cpu")
 
 
@@ -58,13 +59,11 @@ def tensors_of(config: ModelConfig) -> Quantised:
     return Quantised(random_tensors(config, scale=0.02), "int4")
 
 
-def make(count: int, config: ModelConfig, tensors: Quantised, mirror: Mirror | None = None) -> Decoder:
+def make(count: int, tensors: Quantised, mirror: Mirror | None = None) -> Decoder:
     """One rank's part of the model."""
     if count == 1:
-        return Decoder(config, tensors, torch.bfloat16, CPU)
-    return DividedDecoder(
-        config, tensors, torch.bfloat16, CPU, lambda done, total: None, mirror or Mirror(Alone(count))
-    )
+        return Decoder(SIZES, tensors, torch.bfloat16, CPU)
+    return DividedDecoder(SIZES, tensors, torch.bfloat16, CPU, lambda done, total: None, mirror or Mirror(Alone(count)))
 
 
 def passes(target: Decoder, rows: int) -> Callable[[Want], object]:
@@ -81,7 +80,7 @@ def passes(target: Decoder, rows: int) -> Callable[[Want], object]:
 def compute(counts: Sequence[int], rows: int, rounds: int) -> dict[int, dict[str, float]]:
     """Milliseconds of this thread for one layer and for the whole head, by number of ranks; cases take turns."""
     tensors = tensors_of(SIZES)
-    runs = {count: passes(make(count, SIZES, tensors), rows) for count in counts}
+    runs = {count: passes(make(count, tensors), rows) for count in counts}
     wants = {"two": Want("none"), "one": Want("none", layers=1), "all": Want()}
     times: dict[tuple[int, str], list[float]] = {}
     for _ in range(rounds):
@@ -113,17 +112,19 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], rounds: int) -> dict[int, dict
     return found
 
 
-def whole(count: int, rows: int, rounds: int, mirror: Mirror | None) -> dict[str, float]:
-    """Milliseconds of wall time of a pass through the two layers and the eighth of a head."""
-    target = make(count, SIZES, tensors_of(SIZES), mirror)
-    if mirror:
-        mirror.follow()
-    run, times = passes(target, rows), []
+def wholes(mirror: Mirror, rows: int, rounds: int) -> dict[int, dict[str, float]]:
+    """Milliseconds of wall time of a pass of 1 and of 2 ranks through the two layers and the eighth of a head."""
+    tensors = tensors_of(SIZES)
+    divided = make(2, tensors, mirror)
+    mirror.follow()
+    runs = {1: passes(make(1, tensors), rows), 2: passes(divided, rows)}
+    times: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
-        began = time.perf_counter()
-        run(Want())
-        times.append(1e3 * (time.perf_counter() - began))
-    return {"least": min(times), "median": median(times)}
+        for count, run in runs.items():
+            began = time.perf_counter()
+            run(Want())
+            times[count].append(1e3 * (time.perf_counter() - began))
+    return {count: {"least": min(values), "median": median(values)} for count, values in times.items()}
 
 
 def predicted(part: dict[str, float], count: int, latency: float, per_byte: float, rows: int) -> float:
@@ -146,8 +147,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows, sizes = options.rows, (options.rows * SIZES.hidden, 16 * options.rows * SIZES.hidden)
     if "RANK" in os.environ:
-        return measure(rows, options.rounds, sizes, {}, {})
-    alone = whole(1, rows, options.rounds, None)
+        return measure(rows, options.rounds, sizes, {})
     parts = compute((1, 2, 4, 8), rows, options.rounds)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,22 +155,20 @@ def main() -> None:
     follower = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"RANK": "1"})
     os.environ["RANK"] = "0"
     try:
-        measure(rows, options.rounds, sizes, parts, alone)
+        measure(rows, options.rounds, sizes, parts)
     finally:
         follower.wait(60)
 
 
-def measure(
-    rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[str, float]], alone: dict[str, float]
-) -> None:
+def measure(rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[str, float]]) -> None:
     """Measure what takes two ranks; rank 0 predicts and writes."""
     ranks = Ranks()
     found = exchanges(ranks, sizes, 10 * rounds)
-    both = whole(2, rows, rounds, Mirror(ranks))
+    measured = wholes(Mirror(ranks), rows, rounds)
     kinds = ("least", "median")
     lines = []
-    result: dict[str, Any] = {"provenance": provenance(rows=rows), "parts": parts, "exchanges": found, "one": alone}
-    result |= {"two": both, "predicted": {}}
+    result: dict[str, Any] = {"provenance": provenance(rows=rows), "parts": parts, "exchanges": found}
+    result |= {"measured": measured, "predicted": {}}
     for kind in kinds:
         small, large = (found[size][kind] for size in sizes)
         per_byte = max(0.0, (large - small) / (4 * (sizes[1] - sizes[0])))
@@ -190,7 +188,7 @@ def measure(
         Grid(
             "Measured pass through 2 layers and an eighth of the head, wall ms",
             ["", "1 rank", "2 ranks"],
-            [[kind, f"{alone[kind]:.1f}", f"{both[kind]:.1f}"] for kind in kinds],
+            [[kind, *(f"{one[kind]:.1f}" for one in measured.values())] for kind in kinds],
         ),
     ]
     report(grids)
