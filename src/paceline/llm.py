@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
+from paceline.checkpoints.loader import Device, DType, Loaded, advise, check_exact, check_held, load_model, wrap
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, drafter_for, open_drafter, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
@@ -25,10 +25,9 @@ from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.files.garbage import uncollected
 from paceline.kernels.quantize import Precision, check_precision
-from paceline.models.decoder import Decoder
 from paceline.models.mirror import Mirror
+from paceline.models.placement import DeviceMap
 from paceline.models.ranks import Ranks
-from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
 from paceline.session import Session
@@ -320,6 +319,8 @@ def load(
     exact: bool = False,
     preset: Literal["fast", "low-memory", "exact"] | None = None,
     tensor_parallel: bool = False,
+    device_map: DeviceMap | None = None,
+    draft_device_map: DeviceMap | None = None,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -339,16 +340,14 @@ def load(
     has them (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" holds a draft model in 4 bits.
     draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
     ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
-    draft_revision: the `revision` of the drafter's hub id.
-    allow_pickle: read weights, of drafters too, from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no
-    safetensors.
-    progress: show bars for download and load on stderr.
+    draft_revision: the `revision` of the drafter's hub id. progress: show bars for download and load on stderr.
+    allow_pickle: read `pytorch_model.bin` (of a head `medusa_lm_head.pt`) where there are no safetensors.
     exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
     any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
-    preset: "fast" (`quantize="int4"`), "low-memory" (that, and `drafter="suffix"`) or "exact" (`quantize="none",
-    exact=True`); options given beside it count.
-    tensor_parallel: share the target among the processes that torchrun started, each with a part of every layer. Rank
-    0 gets the `LLM`; in the others this call computes until rank 0 ends, and ends the process.
+    preset: "fast", "low-memory" or "exact": the options of `PRESETS`; those given beside it count.
+    tensor_parallel: share the target among the processes that torchrun started, of which rank 0 alone returns.
+    device_map: layers on several devices: "auto" (GPUs, then the CPU), or a number for each, as {"cuda:0": 20, "cpu":
+    12} or "cuda:0=20,cpu" (None, or no number: the rest). `draft_device_map`: those of a draft model.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
@@ -360,44 +359,34 @@ def load(
     check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
     check_precision(quantize)
     check_draft_vocab(draft_vocab)
-    read = partial(load_model, dtype=dtype, device=device, token=token, allow_pickle=allow_pickle, progress=progress)
+    read = partial(load_model, dtype=dtype, token=token, allow_pickle=allow_pickle, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         mirror = Mirror(Ranks()) if tensor_parallel else None
-        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact, mirror=mirror)
+        first = partial(read, adapter=adapter, revision=revision, quantize=quantize, exact=exact)
+        loaded = first(model, device=device, device_map=device_map, mirror=mirror)
         if mirror:
             mirror.follow()
-        _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
+        advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
-        moved = (dtype, device, revision, tensor_parallel) != ("auto", "auto", None, False)
+        moved = (dtype, device, revision, device_map, tensor_parallel) != ("auto", "auto", None, None, False)
         check_held(moved, quantize not in ("auto", "none"), adapter is not None)
         loaded = wrap(model, tokenizer)
+    draft_place: dict[str, Any] = {"device_map": draft_device_map} if draft_device_map else {"device": device}
     opened = partial(
         open_drafter,
         target=loaded,
         quantize=draft_quantize,
-        read=partial(read, revision=draft_revision),
+        read=partial(read, **draft_place, revision=draft_revision),
         head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
         draft_vocab=draft_vocab,
     )
     llm = LLM(loaded, _drafters(drafter, loaded, opened), budget)
     llm.source = given if isinstance(model, (str, Path)) and not tensor_parallel else None
-    if exact and llm.guarantee != "bits":
-        raise InvalidOption(
-            f"rows of one pass change each other's last bits in this model on {loaded.target.device}, "
-            "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
-        )
+    if exact:
+        check_exact(llm.guarantee, loaded.target.device)
     return llm
-
-
-def _advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Say once what would make the model faster."""
-    if isinstance(target := loaded.target, Decoder):
-        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
-        if not floats_chosen:
-            suggest_codes(loaded.path, target.device)
 
 
 def _drafters(

@@ -27,18 +27,20 @@ _ROWS = 64
 class LayerAttention:
     """Attention of one layer: scores times `scale`, then cap * tanh(scores / cap) if there is a `softcap`; a row sees
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
-    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss)."""
+    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
+    `part`: number of the device's part of the model (`models/placement.py`)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     mutual: bool = False
     sinks: Tensor | None = field(default=None, compare=False)
+    part: int = 0
 
     @property
-    def kind(self) -> tuple[int | None, bool]:
+    def kind(self) -> tuple[int | None, bool, int]:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual
+        return self.window, self.mutual, self.part
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:

@@ -31,9 +31,12 @@ from paceline.models.divided import DividedDecoder
 from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.mirror import Mirror
+from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
+from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.protocols import Target
 from paceline.text.tokenizer import Tokenizer
+from paceline.types import Guarantee
 
 _LOG = logging.getLogger("paceline")
 
@@ -73,13 +76,16 @@ def load_model(
     exact: bool = False,
     head_tokens: HeadTokens | None = None,
     mirror: Mirror | None = None,
+    device_map: DeviceMap | None = None,
 ) -> Loaded:
     """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. `mirror`: of the
     processes that share the model. Raises `PacelineError`."""
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
-    where = mirror.ranks.device(pick_device(device)) if mirror else pick_device(device)
+    parts = _checked_map(device_map, device)
+    where = pick_device(next(iter(parts or ()), device))
+    where = mirror.ranks.device(where) if mirror else where
     with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
@@ -87,9 +93,8 @@ def load_model(
             reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
         )
     config = native(checkpoint)
-    if mirror and (config is None or exact):
-        what = "with exact=True" if config else "and runs through transformers"
-        raise UnsupportedModel(f"{reference} is loaded {what}, which several processes cannot share", "Use one process")
+    if mirror or parts is not None:
+        _check_divisible(str(reference), config, exact, bool(mirror and parts is not None))
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -105,6 +110,9 @@ def load_model(
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
             make: Callable[..., Target] = DividedDecoder if mirror else _decoder(exact, where)
+            if parts is not None:
+                devices = _placed(parts, config, tensors, mode, kind)
+                make, where = partial(Decoder, devices=devices), devices[0]
             target = make(config, tensors, kind, where, advance, mirror or kept)
         else:
             target = _through_transformers(checkpoint, kind, where)
@@ -113,6 +121,51 @@ def load_model(
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
     mtp = config is not None and has_mtp(checkpoint.tensors)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
+
+
+def advise(loaded: Loaded, floats_chosen: bool) -> None:
+    """Say once what would make the model faster."""
+    if isinstance(target := loaded.target, Decoder):
+        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+        if not floats_chosen:
+            suggest_codes(loaded.path, target.device)
+
+
+def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:
+    """Return a device map whose devices are there; {} for "auto", None for none."""
+    if given is None:
+        return None
+    if device != "auto":
+        raise InvalidOption("a device map was given, and a device", "Give only one of them")
+    parts = parse_map(given)
+    for name in parts:
+        pick_device(name)
+    return parts
+
+
+def _check_divisible(reference: str, config: ModelConfig | None, exact: bool, both: bool) -> None:
+    """Raise for a model that cannot be shared by processes or devices. `both`: it would be by both."""
+    if both:
+        raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
+    if config is None or exact:
+        what = "with exact=True" if config else "and runs through transformers"
+        raise UnsupportedModel(f"{reference} is loaded {what}, which cannot be divided", "Use one process and device")
+    if any(layer.recurrent for layer in config.plan):
+        raise UnsupportedModel(f"{reference} has recurrent layers, which are not divided", "Use one process and device")
+
+
+def _placed(
+    parts: Mapping[str, int | None],
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    mode: Mode | None,
+    dtype: torch.dtype,
+) -> Devices:
+    """The device of each layer, planned where there is no map."""
+    if parts:
+        return place(parts, config.layers)
+    matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize
+    return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
 
 
 def weights_held(
@@ -196,6 +249,16 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
             "Merge it with peft's merge_and_unload, and load the result",
         )
     return from_pretrained(checkpoint.path, dtype, device)
+
+
+def check_exact(guarantee: Guarantee, device: torch.device) -> None:
+    """Raise `InvalidOption` where speculation keeps the text only up to rounding."""
+    if guarantee != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
+        )
 
 
 def check_held(moved: bool, quantized: bool, adapted: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_indices
+from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
@@ -20,7 +20,6 @@ from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, Na
 from paceline.models.layers import Attention, Dense, Layer, Mixture
 from paceline.models.ranks import Ranks
 from paceline.models.rope import Rope
-from paceline.types import Tap
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
@@ -112,16 +111,16 @@ class NativeLayers:
         first: int,
         end: int,
         ropes: Sequence[Rope],
-        attention: SlabPass,
+        plans: Sequence[SlabPlan],
         entry: Tensor | None,
         taps: Sequence[int],
-    ) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """See `stack.LayerStack.run`."""
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `stack.LayerStack.run`. `plans`: of the layers' slabs; `taps`: none after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
-            passed = _KernelPass(attention.plans, ropes)
+            passed = _KernelPass(plans, ropes)
             if self._sums:
                 passed.c.reduce = self._sums.reduce
             entry = None if entry is None else entry.contiguous()
@@ -134,8 +133,7 @@ class NativeLayers:
                 if self._sums and self._sums.error:
                     raise self._sums.error
                 raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
-        found: dict[Tap, Tensor] = dict(zip(inner, states, strict=True))
-        return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
+        return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
         parts = _parts(layer)

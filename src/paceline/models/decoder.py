@@ -44,9 +44,11 @@ class Decoder:
         device: torch.device,
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. Raises `CorruptModel` for missing or misshapen tensors."""
+        that its logits [..., C] are of. `devices`: those of the layers, if not all are on `device`. Raises
+        `CorruptModel` for missing or misshapen tensors."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device)
@@ -58,8 +60,9 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             name = f"model.layers.{index}."
-            layers.append(make_layer(config, layer.sparse, weights, name, recurrent=layer.recurrent))
-        self._stack = LayerStack(config, layers, self, ranks=self.ranks)
+            at = weights.at(devices[index]) if devices else weights
+            layers.append(make_layer(config, layer.sparse, at, name, recurrent=layer.recurrent))
+        self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
         if config.tied:

@@ -64,8 +64,6 @@ class Division:
 
 def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Division:
     """Return the cuts of a model. Raises `UnsupportedModel`, with the fix, for one that cannot be cut so."""
-    if any(layer.recurrent for layer in config.plan):
-        raise UnsupportedModel(f"{config.family} has recurrent layers, which are not divided", "Use one process")
     if config.kv_heads % count:
         fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise UnsupportedModel(
