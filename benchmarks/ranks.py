@@ -44,6 +44,8 @@ class Alone(Ranks):
     def __init__(self, count: int) -> None:
         self.rank, self.count = 0, count
 
+    def check_alike(self, facts: object) -> None: ...
+
     def sum(self, x: Tensor) -> Tensor:
         return x
 

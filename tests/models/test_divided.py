@@ -19,7 +19,7 @@ from paceline.kernels.cpu.matrix import Matrix, block_elements
 from paceline.kernels.quantize import quantize
 from paceline.models.config import DeltaNetConfig, LayerConfig
 from paceline.models.ranks import Ranks
-from paceline.models.shards import Shards, divide, spans
+from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
 from tests.server.server_process import free_port
@@ -98,7 +98,7 @@ def test_without_torchrun_there_is_nobody_to_share_with(monkeypatch: pytest.Monk
 def test_the_parts_make_the_whole() -> None:
     config, tensors = replace(TINY, tied=False), random_tensors(replace(TINY, tied=False))
     division = divide(config, tensors, 2)
-    parts = [Shards(tensors, division, rank) for rank in range(2)]
+    parts = [RankTensors(tensors, division, rank) for rank in range(2)]
     for name, tensor in tensors.items():
         cut = 1 if "o_proj" in name or "down_proj" in name else 0
         pieces = [part[name] for part in parts]
@@ -131,7 +131,7 @@ def test_heads_that_end_within_a_block_are_refused() -> None:
     config = replace(TINY, heads=6, kv_heads=2, head_dim=128)
     tensors = {"model.layers.0.self_attn.o_proj.weight": torch.ones(2, 768)}
 
-    class Coded(Shards):
+    class Coded(RankTensors):
         def __init__(self) -> None:
             self._names = self._tensors = tensors
 

@@ -292,7 +292,7 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     if not position:
         return 1 << 20
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
+    return max(1, int((free / 4 / processes() if memory is None else memory * 2**30) / position))
 
 
 def _position_bytes(llm: LLM) -> float:

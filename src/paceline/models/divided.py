@@ -15,7 +15,7 @@ from paceline.models.decoder import Decoder, Progress
 from paceline.models.lazy import Quantised
 from paceline.models.mirror import Mirror, Mirrored, repeated, together
 from paceline.models.ranks import Ranks
-from paceline.models.shards import Shards, divide
+from paceline.models.shards import RankTensors, divide
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
 
@@ -64,12 +64,13 @@ class DividedDecoder(Decoder, Mirrored):
         spans = division.tokens()
         self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
         part = division.part(ranks.rank)
-        cut: Mapping[str, Tensor] = Shards(tensors, division, ranks.rank)
+        cut: Mapping[str, Tensor] = RankTensors(tensors, division, ranks.rank)
         if isinstance(tensors, Quantised):
             cut = tensors.over(cut)
         super().__init__(part, cut, dtype, device, progress)
         self.vocab_size = config.vocab_size
         self.config = replace(part, vocab_size=config.vocab_size)
+        ranks.check_alike((division, dtype, device.type, self._stack.native is None, type(self._head)))
         mirror.hold(self)
 
     @repeated

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,18 @@ class Ranks:
     def _wait(self) -> None:
         with _lost_named():
             dist.barrier(self._messages)
+
+    def check_alike(self, facts: object) -> None:
+        """Raise `InvalidOption` unless the text of `facts` is the same at all ranks."""
+        own = torch.frombuffer(bytearray(sha256(str(facts).encode()).digest()), dtype=torch.int64)
+        every = [torch.empty_like(own) for _ in range(self.count)]
+        with _lost_named():
+            dist.all_gather(every, own, self._messages)
+        if not all(torch.equal(own, other) for other in every):
+            raise InvalidOption(
+                "the processes hold different models, or run them differently",
+                "Give all the same files, options and kind of processor",
+            )
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which have one shape, in the order of the ranks; float16 and bfloat16 in float32."""

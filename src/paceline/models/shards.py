@@ -92,7 +92,7 @@ def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
     return max(map(block_elements, kinds), default=1)
 
 
-class Shards(Renamed):
+class RankTensors(Renamed):
     """One rank's part of the tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], division: Division, rank: int) -> None:

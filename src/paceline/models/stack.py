@@ -51,11 +51,11 @@ class LayerStack:
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
         self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
-        self._parts = list[_Part]()
+        self._parts = list[_PlacedLayers]()
         indices = slab_indices(self._attentions)
         for device, count in runs:
             first = self._parts[-1].end if self._parts else 0
-            self._parts.append(_Part(first, layers[first : first + count], device, self.ropes.index, indices))
+            self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         padded = all(runs_natively(part.layers, host.dtype) for part in self._parts)
         for part in self._parts:
             # Torch's attention reads heads without padding, and all parts have one cache.
@@ -107,7 +107,7 @@ class LayerStack:
         return x, states | ({end: x} if end in taps else {})
 
 
-class _Part:
+class _PlacedLayers:
     """Successive layers on one device."""
 
     def __init__(
