@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoints.loader import check_divisible
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import Matrix, block_elements
@@ -82,10 +83,16 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None
         divide(config, {}, 4)
 
 
-def test_recurrent_layers_are_refused() -> None:
+def test_models_that_cannot_be_divided_are_refused() -> None:
     recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
     with pytest.raises(UnsupportedModel, match="recurrent"):
-        divide(replace(TINY, special=(recurrent,) * 2), {}, 2)
+        check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, both=False)
+    with pytest.raises(UnsupportedModel, match="transformers"):
+        check_divisible("x", None, exact=False, both=False)
+    with pytest.raises(UnsupportedModel, match="exact"):
+        check_divisible("x", TINY, exact=True, both=False)
+    with pytest.raises(InvalidOption, match="together"):
+        check_divisible("x", TINY, exact=False, both=True)
 
 
 def test_without_torchrun_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +140,7 @@ def test_heads_that_end_within_a_block_are_refused() -> None:
 
     class Coded(RankTensors):
         def __init__(self) -> None:
-            self._names = self._tensors = tensors
+            self._names, self._tensors = dict.fromkeys(tensors, ""), tensors
 
         def stored(self, name: str) -> Any:
             return stored("Q4_K", 2, 768)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import urllib.request
@@ -58,15 +59,13 @@ def test_replies_are_those_of_plain_decoding_and_it_ends_when_told(server: Serve
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"prompt": "babba"}]
     plain = [complete(server, speculation="off", **way) for way in ways]
     with ThreadPoolExecutor(3) as pool:
-        assert (
-            list(pool.map(lambda way: complete(server, speculation={"drafter": "suffix"}, **way), ways * 3))
-            == plain * 3
-        )
+        drafted = pool.map(lambda way: complete(server, speculation={"drafter": "suffix"}, **way), ways * 3)
+        assert list(drafted) == plain * 3
     assert len(set(plain)) == 3
     every = ranks(server)
     server.process.send_signal(signal.SIGTERM)
     assert not psutil.wait_procs(every, 60)[1]
-    assert "Traceback" not in server.log()
+    assert not re.search(r"\[rank\d\]|error: ", server.log()), "torchrun's own traceback aside"
 
 
 def test_the_loss_of_one_process_ends_all(server: ServerProcess) -> None:

@@ -94,7 +94,7 @@ def load_model(
         )
     config = native(checkpoint)
     if mirror or parts is not None:
-        _check_divisible(str(reference), config, exact, bool(mirror and parts is not None))
+        check_divisible(str(reference), config, exact, bool(mirror and parts is not None))
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -143,7 +143,7 @@ def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | Non
     return parts
 
 
-def _check_divisible(reference: str, config: ModelConfig | None, exact: bool, both: bool) -> None:
+def check_divisible(reference: str, config: ModelConfig | None, exact: bool, both: bool) -> None:
     """Raise for a model that cannot be shared by processes or devices. `both`: it would be by both."""
     if both:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
