@@ -25,7 +25,7 @@ from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
-from paceline.models.config import ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.divided import DividedDecoder
 from paceline.models.families import FAMILIES, read_config
@@ -150,8 +150,14 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, bot
     if config is None or exact:
         what = "with exact=True" if config else "and runs through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what}, which cannot be divided", "Use one process and device")
-    if any(layer.recurrent for layer in config.plan):
-        raise UnsupportedModel(f"{reference} has recurrent layers, which are not divided", "Use one process and device")
+    if (
+        any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
+        or config.token_inputs
+    ):
+        raise UnsupportedModel(
+            f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
+            "Use one process and device",
+        )
 
 
 def _placed(

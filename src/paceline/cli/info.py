@@ -64,7 +64,7 @@ def info(
 
     name, quiet = model_name(argument, model), not progress_wanted(False)
     path = resolve(name, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
-    is_head = path.is_dir() and holds_head(path)
+    is_head = holds_head(path)
     facts = _head_facts(path, allow_pickle) if is_head else _model_facts(path, allow_pickle)
     if as_json:
         typer.echo(json.dumps(facts))
@@ -237,6 +237,8 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.models.lazy import shape_of
 
     head = open_head(path, allow_pickle=allow_pickle)
+    ends = ("safetensors", "bin", "pt")
+    files = [path] if path.is_file() else [file for end in ends for file in path.glob(f"*.{end}")]
     sizes = [(kind_of_tensor(head.tensors, name), math.prod(shape_of(head.tensors, name))) for name in head.tensors]
     return {
         "path": str(head.path),
@@ -247,9 +249,7 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "taps": list(taps_of(head.config)) or None,
         **_head_sizes(head),
         "parameters": sum(count for kind, count in sizes if not kind.endswith(("int64", "bool"))),
-        "bytes": sum(
-            file.stat().st_size for end in ("safetensors", "bin", "pt") for file in head.path.glob(f"*.{end}")
-        ),
+        "bytes": sum(file.stat().st_size for file in files),
         "dtypes": _dtypes(sizes),
         "extra": dict(head.extra),
     }

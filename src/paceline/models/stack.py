@@ -12,9 +12,9 @@ from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
 from paceline.kernels.cpu.matrix import LANES
-from paceline.models.config import ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
-from paceline.models.layers import Attention, Layer
+from paceline.models.layers import Attention, Layer, SharedAttention
 from paceline.models.ranks import Ranks, Summed
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
@@ -38,39 +38,55 @@ class LayerStack:
         all see each other; () for none. `ranks`: those that have the other parts of each layer. `devices`: of the
         layers; () for the host's."""
         plan, self._device = config.plan, host.device
-        scale = config.query_scale or config.head_dim**-0.5
+        native = runs_natively(layers, host.dtype)
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
         numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
-            LayerAttention(scale, spec.window, config.softcap, both, layer.attention.sinks, part)
-            if isinstance(layer.attention, Attention)
+            self._attention(config, spec, layer.attention, both, native, part)
+            if isinstance(layer.attention, (Attention, SharedAttention))
             else None
             for layer, spec, both, part in zip(layers, plan, mutual or (False,) * len(plan), numbers, strict=True)
         ]
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
-        self.ropes = RotarySet([layer.rope for layer in plan], config.head_dim, precise, host.device)
+        ropes = [(layer.rope, layer.head_dim or config.head_dim) for layer in plan]
+        self.ropes = RotarySet(ropes, precise, host.device)
         self._parts = list[_PlacedLayers]()
         indices = slab_indices(self._attentions)
         for device, count in runs:
             first = self._parts[-1].end if self._parts else 0
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
-        padded = all(runs_natively(part.layers, host.dtype) for part in self._parts)
-        for part in self._parts:
+        for placed in self._parts:
             # Torch's attention reads heads without padding, and all parts have one cache.
-            if (padded or config.head_dim % LANES == 0) and runs_natively(part.layers, host.dtype):
-                part.take(self._attentions, ranks)
-        if ranks and not padded:
+            if native or (config.head_dim % LANES == 0 and runs_natively(placed.layers, host.dtype)):
+                placed.take(self._attentions, ranks)
+        if ranks and not native:
             for layer in layers:
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
-        head_dim = whole(config.head_dim) if padded else config.head_dim
+        head_dim = whole(config.head_dim) if native else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
 
     @property
     def native(self) -> NativeLayers | None:
         """The CPU kernels' copy of all layers, if they run all in one call."""
         return self._parts[0].native if len(self._parts) == 1 else None
+
+    @staticmethod
+    def _attention(
+        config: ModelConfig,
+        spec: LayerConfig,
+        mixer: Attention | SharedAttention,
+        mutual: bool,
+        native: bool,
+        part: int,
+    ) -> LayerAttention:
+        """Attention of one layer, as the cache knows it."""
+        own = config.of(spec)
+        scale = config.query_scale or own.head_dim**-0.5
+        sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
+        heads = sizes if spec.kv_heads or spec.head_dim else None
+        return LayerAttention(scale, spec.window, config.softcap, mutual, mixer.sinks, heads, spec.source, part)
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
@@ -88,19 +104,20 @@ class LayerStack:
         attention: Pass,
         entry: Tensor | None = None,
         taps: Sequence[int] = (),
+        given: Tensor | None = None,
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Run layers first..end - 1. Returns the stream after them, and the stream that enters each of `taps`, both on
         the host's device.
 
         x [B, T, H]: the stream. `ropes`: all rotary factors. `entry` [B, T, *]: input of the first layer's attention,
-        if not the normed stream. `taps`: first to end, ascending.
+        if not the normed stream. `taps`: first to end, ascending. `given` [B, T, layers, P]: see `layers.TokenInput`.
         """
         states: dict[Tap, Tensor] = {}
         for part in self._parts:
             start, stop = max(first, part.first), min(end, part.end)
             if start < stop:
                 inner = [tap for tap in taps if start <= tap < stop]
-                x, found = part.run(x, start, stop, ropes, attention, entry, inner)
+                x, found = part.run(x, start, stop, ropes, attention, entry, inner, given)
                 states |= {tap: state.to(self._device) for tap, state in found.items()}
                 entry = None
         x = x.to(self._device)
@@ -139,6 +156,7 @@ class _PlacedLayers:
         attention: Pass,
         entry: Tensor | None,
         taps: Sequence[int],
+        given: Tensor | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `LayerStack.run`; all numbers are those of the model's layers."""
         x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
@@ -151,6 +169,7 @@ class _PlacedLayers:
         for index in range(start, stop):
             if index in taps:
                 states[index] = x
-            x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry)
+            own = None if given is None else given[:, :, index].to(self.device)
+            x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
             entry = None
         return x, states
