@@ -1,10 +1,10 @@
 """Tensor parallelism: a pass of 2, 4 and 8 ranks, predicted from measured parts, and one of 1 and 2 ranks measured.
 
 The parts: the compute of one rank's share of a layer and of the head, as processor time of this thread with the sums
-left out; and an exchange of as many bytes between two processes over gloo on this machine (wall time, the least and the
-median of many, since other programs have the cores too). A pass of n ranks is its share of compute plus two exchanges a
-layer, each of the latency and of n - 1 times the bytes. Sizes are those of Llama 3.2 1B, with random weights of 4 bits
-and one thread.
+left out; and an exchange of as many bytes between two processes of this machine, over gloo and through shared memory
+(wall time, the least and the median of many, since other programs have the cores too). A pass of n ranks is its share
+of compute plus two exchanges a layer, each of the latency and of n - 1 times the bytes. Sizes are those of Llama 3.2
+1B, with random weights of 4 bits and one thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,9 +43,11 @@ class Alone(Ranks):
     """One of `count` ranks, the others of which are not there: sums are left out."""
 
     def __init__(self, count: int) -> None:
-        self.rank, self.count = 0, count
+        self.rank, self.count, self.exchange = 0, count, None
 
     def check_alike(self, facts: object) -> None: ...
+
+    def share_memory(self) -> None: ...
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -138,7 +141,7 @@ def predicted(part: dict[str, float], count: int, latency: float, per_byte: floa
 
 def other(port: int) -> dict[str, str]:
     """Environment of a rank; torchrun sets the same."""
-    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def main() -> None:
@@ -165,19 +168,21 @@ def main() -> None:
 def measure(rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[str, float]]) -> None:
     """Measure what takes two ranks; rank 0 predicts and writes."""
     ranks = Ranks()
-    found = exchanges(ranks, sizes, 10 * rounds)
+    found = {"gloo": exchanges(ranks, sizes, 10 * rounds)}
+    ranks.share_memory()
+    found["memory"] = exchanges(ranks, sizes, 10 * rounds)
     measured = wholes(Mirror(ranks), rows, rounds)
     kinds = ("least", "median")
     lines = []
     result: dict[str, Any] = {"provenance": provenance(rows=rows), "parts": parts, "exchanges": found}
     result |= {"measured": measured, "predicted": {}}
-    for kind in kinds:
-        small, large = (found[size][kind] for size in sizes)
+    for way, kind in product(found, kinds):
+        small, large = (found[way][size][kind] for size in sizes)
         per_byte = max(0.0, (large - small) / (4 * (sizes[1] - sizes[0])))
         latency = max(0.0, small - per_byte * 4 * sizes[0])
         times = {count: predicted(part, count, latency, per_byte, rows) for count, part in parts.items()}
-        result["predicted"][kind] = {"latency": latency, "per_byte": per_byte, "times": times}
-        lines.append([kind, f"{1e3 * latency:.0f}", f"{1e-6 / per_byte if per_byte else 0:.2f}"])
+        result["predicted"][f"{way}, {kind}"] = {"latency": latency, "per_byte": per_byte, "times": times}
+        lines.append([f"{way}, {kind}", f"{1e3 * latency:.0f}", f"{1e-6 / per_byte if per_byte else 0:.2f}"])
         lines[-1] += [f"{times[count]:.0f} ({times[1] / times[count]:.2f}x)" for count in parts]
     compute_rows = [[str(n), f"{part['layer']:.2f}", f"{part['head']:.1f}"] for n, part in parts.items()]
     grids = [

@@ -28,10 +28,11 @@ from tests.server.server_process import free_port
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(*arguments: str, count: int = 2) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> list[subprocess.CompletedProcess[str]]:
     """Run the worker in as many processes; in the order of the ranks."""
     shared = os.environ | {
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count if shared_memory else 1),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
@@ -48,12 +49,14 @@ def run_ranks(*arguments: str, count: int = 2) -> list[subprocess.CompletedProce
     return [subprocess.CompletedProcess(command, r.returncode, *said) for r, said in zip(ranks, ended, strict=True)]
 
 
-def test_two_processes_write_what_one_writes() -> None:
-    first, second = run_ranks()
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
+    first, second = run_ranks(shared_memory=shared_memory)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = json.loads(first.stdout)
     assert len(found) == 8
     for name, model in found.items():
+        assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
         exact = "float64" in name or name == "joined projections"
         assert model["same"], name
         assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
@@ -64,8 +67,9 @@ def test_two_processes_write_what_one_writes() -> None:
             assert (model["native"], model["guarantee"]) == (True, "bits"), name
 
 
-def test_an_error_at_one_process_ends_both() -> None:
-    first, second = run_ranks("fail")
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
+    first, second = run_ranks("fail", shared_memory=shared_memory)
     assert min(first.returncode, second.returncode) > 0
     assert "RankLost: another process of this model has ended" in first.stderr
     assert "UnpicklingError" in second.stderr

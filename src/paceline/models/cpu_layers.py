@@ -18,7 +18,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.models.layers import Attention, Dense, Layer, Mixture
-from paceline.models.ranks import Ranks
+from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
@@ -69,16 +69,13 @@ class _Rotation(Structure):
     _fields_ = _fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
-_REDUCE = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64)
-
-
 class _CPass(Structure):
     _fields_ = _fields(
         (c_int32, "slots rows room threads"),
         (c_void_p, "indices"),
         (POINTER(_View), "views"),
         (POINTER(_Rotation), "rotations"),
-        (_REDUCE, "reduce"),
+        (c_void_p, "reduce ranks"),
     )
 
 
@@ -122,16 +119,17 @@ class NativeLayers:
         if first < end:
             passed = _KernelPass(plans, ropes)
             if self._sums:
-                passed.c.reduce = self._sums.reduce
+                passed.c.reduce, passed.c.ranks = self._sums.function()
             entry = None if entry is None else entry.contiguous()
-            if self._run(
+            failed = self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
                 *(byref(passed.c), FLOAT_KINDS[x.dtype], x.data_ptr()),
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
-            ):
-                if self._sums and self._sums.error:
-                    raise self._sums.error
+            )
+            if failed == 2 and self._sums:
+                raise self._sums.error or lost("within a pass")
+            if failed:
                 raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
         return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
@@ -172,14 +170,21 @@ class NativeLayers:
 
 
 class _Sums:
-    """The sums of the ranks within a pass, as the kernels call them. `error`: why the last one failed."""
+    """The sums of the ranks within a pass, as the kernels call them. `error`: why one through Python failed."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.reduce = _REDUCE(self._add)
+        self._reduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)(self._add)
         self.error: Exception | None = None
 
-    def _add(self, address: int, count: int) -> int:
+    def function(self) -> tuple[int | None, int | None]:
+        """Addresses of the function and of its first argument."""
+        if (exchange := self._ranks.exchange) is None:
+            return ctypes.cast(self._reduce, c_void_p).value, None
+        add = kernel("paceline_sum", c_void_p, c_void_p, c_int64)
+        return ctypes.cast(add, c_void_p).value, ctypes.addressof(exchange)
+
+    def _add(self, ranks: int, address: int, count: int) -> int:
         try:
             part = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
             part.copy_(self._ranks.sum(part))

@@ -71,6 +71,7 @@ class DividedDecoder(Decoder, Mirrored):
         self.vocab_size = config.vocab_size
         self.config = replace(part, vocab_size=config.vocab_size)
         ranks.check_alike((division, dtype, device.type, self._stack.native is None, type(self._head)))
+        ranks.share_memory()
         mirror.hold(self)
 
     @repeated

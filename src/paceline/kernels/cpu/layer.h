@@ -41,7 +41,8 @@ struct Pass {
     const View* views;
     const Rotation* rotations;
     // Adds what the other processes that share the model have, to `count` numbers, or returns 1; null: there are none.
-    int32_t (*reduce)(float* numbers, int64_t count);
+    int32_t (*reduce)(const void* ranks, float* numbers, int64_t count);
+    const void* ranks;
 };
 
 // Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
@@ -187,7 +188,7 @@ class LayerTask {
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
     float* added(int row) { return &s.added[int64_t(row) * hidden]; }
 
-    bool summed() { return !pass.reduce || pass.reduce(s.added.data(), int64_t(rows) * hidden) == 0; }
+    bool summed() { return !pass.reduce || pass.reduce(pass.ranks, s.added.data(), int64_t(rows) * hidden) == 0; }
 
     template <class Work>
     void each_row(Work work) {

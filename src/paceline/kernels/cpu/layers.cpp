@@ -3,6 +3,7 @@
 #include <new>
 
 #include "delta.h"
+#include "exchange.h"
 #include "groups.h"
 #include "noise.h"
 #include "floats.h"
@@ -163,6 +164,14 @@ EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     Groups groups;
     cut(groups, *pass, layers, count);
     return groups.count();
+}
+
+// Bytes that the ranks of one machine share.
+EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ranks); }
+
+// Adds the other ranks' numbers to x [n]; 1 if one of them has ended.
+EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
+    return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
 }
 
 // See `candidates`.
