@@ -9,12 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import Signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.checkpoints.mtp import has_mtp
@@ -23,6 +25,7 @@ from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
+from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import LayerConfig, ModelConfig
@@ -32,11 +35,11 @@ from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.mirror import Mirror
 from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
+from paceline.models.ranks import Ranks
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
-from paceline.protocols import Target
+from paceline.protocols import Adaptable, Target
 from paceline.text.tokenizer import Tokenizer
-from paceline.types import Guarantee
 
 _LOG = logging.getLogger("paceline")
 
@@ -61,6 +64,31 @@ class Loaded:
     head_tokens: Tensor | None = None
     has_mtp: bool = False
 
+    def adapter_number(self, name: str | None) -> int:
+        """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` for an unknown one."""
+        names = ["", *(self.target.adapters if isinstance(self.target, Adaptable) else ())]
+        if (name or "") not in names:
+            raise InvalidOption(f"no adapter {name!r} is loaded", f"Loaded adapters: {', '.join(names[1:]) or 'none'}")
+        return names.index(name or "")
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"quantize": "int4"},
+    "low-memory": {"quantize": "int4", "drafter": "suffix"},
+    "exact": {"quantize": "none", "exact": True},
+}
+"""Name -> what `load` takes instead of its defaults."""
+
+
+def with_preset(name: str, given: Mapping[str, Any], of: Signature) -> dict[str, Any]:
+    """Return the arguments of `load`, with a preset's where the default of its signature was left. Raises
+    `InvalidOption`."""
+    if name not in PRESETS:
+        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
+    defaults = {key: option.default for key, option in of.parameters.items()}
+    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
+    return {**given, **preset, "preset": None}
+
 
 def load_model(
     reference: str | Path,
@@ -75,16 +103,17 @@ def load_model(
     progress: bool = False,
     exact: bool = False,
     head_tokens: HeadTokens | None = None,
-    mirror: Mirror | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
     device_map: DeviceMap | None = None,
+    tensor_parallel: bool = False,
 ) -> Loaded:
-    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. `mirror`: of the
-    processes that share the model. Raises `PacelineError`."""
+    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
-    parts = _checked_map(device_map, device)
-    where = pick_device(next(iter(parts or ()), device))
+    mirror = Mirror(Ranks()) if tensor_parallel else None
+    parts = _checked_map(device_map, "auto" if head_tokens else device)
+    where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
     with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
@@ -94,13 +123,14 @@ def load_model(
         )
     config = native(checkpoint)
     if mirror or parts is not None:
-        check_divisible(str(reference), config, exact, bool(mirror and parts is not None))
+        check_divisible(str(reference), config, exact or bool(adapters), bool(mirror and parts is not None))
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
+    factors = _read_adapters(adapters or {}, config, exact, where, token=token, allow_pickle=allow_pickle)
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -109,26 +139,22 @@ def load_model(
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
-            make: Callable[..., Target] = DividedDecoder if mirror else _decoder(exact, where)
-            if parts is not None:
+            if mirror:
+                target: Target = DividedDecoder(config, tensors, kind, where, advance, mirror)
+            elif parts is not None:
                 devices = _placed(parts, config, tensors, mode, kind)
-                make, where = partial(Decoder, devices=devices), devices[0]
-            target = make(config, tensors, kind, where, advance, mirror or kept)
+                target = Decoder(config, tensors, kind, devices[0], advance, kept, devices=devices)
+            else:
+                target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
+    if mirror:
+        mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
-
-
-def advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Say once what would make the model faster."""
-    if isinstance(target := loaded.target, Decoder):
-        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
-        if not floats_chosen:
-            suggest_codes(loaded.path, target.device)
 
 
 def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:
@@ -148,8 +174,8 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, bot
     if both:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
     if config is None or exact:
-        what = "with exact=True" if config else "and runs through transformers"
-        raise UnsupportedModel(f"{reference} is loaded {what}, which cannot be divided", "Use one process and device")
+        what = "with exact=True, or adapters beside it," if config else "through transformers"
+        raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
         any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
         or config.token_inputs
@@ -172,6 +198,20 @@ def _placed(
         return place(parts, config.layers)
     matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize
     return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
+
+
+def _read_adapters(
+    adapters: Mapping[str, Adapter], config: ModelConfig | None, exact: bool, device: torch.device, **fetch: Any
+) -> list[Factors]:
+    """Read the adapters to hold beside the weights. Raises `UnsupportedModel` where nothing can run them."""
+    if adapters and config is None:
+        raise UnsupportedModel(
+            "this model runs through transformers, where no adapters are held beside the weights",
+            "Give load a PeftModel of the peft package, or merge the adapter",
+        )
+    if adapters and exact and device.type == "cuda":
+        raise UnsupportedModel("exact=True on a CUDA device runs no adapters", "Leave out exact, or merge the adapter")
+    return [read_factors(name, adapter, **fetch) for name, adapter in adapters.items()]
 
 
 def weights_held(
@@ -257,14 +297,12 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
     return from_pretrained(checkpoint.path, dtype, device)
 
 
-def check_exact(guarantee: Guarantee, device: torch.device) -> None:
-    """Raise `InvalidOption` where speculation keeps the text only up to rounding."""
-    if guarantee != "bits":
-        raise InvalidOption(
-            f"rows of one pass change each other's last bits in this model on {device}, "
-            "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
-        )
+def advise(loaded: Loaded, floats_chosen: bool) -> None:
+    """Say once what would make the model faster."""
+    if isinstance(target := loaded.target, Decoder):
+        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+        if not floats_chosen:
+            suggest_codes(loaded.path, target.device)
 
 
 def check_held(moved: bool, quantized: bool, adapted: bool) -> None:

@@ -12,6 +12,7 @@ from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
 from paceline.kernels.cpu.matrix import LANES
+from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer, SharedAttention
@@ -105,19 +106,21 @@ class LayerStack:
         entry: Tensor | None = None,
         taps: Sequence[int] = (),
         given: Tensor | None = None,
+        adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Run layers first..end - 1. Returns the stream after them, and the stream that enters each of `taps`, both on
         the host's device.
 
         x [B, T, H]: the stream. `ropes`: all rotary factors. `entry` [B, T, *]: input of the first layer's attention,
         if not the normed stream. `taps`: first to end, ascending. `given` [B, T, layers, P]: see `layers.TokenInput`.
+        `adapters`: of each slot (`kernels.low_rank`).
         """
         states: dict[Tap, Tensor] = {}
         for part in self._parts:
             start, stop = max(first, part.first), min(end, part.end)
             if start < stop:
                 inner = [tap for tap in taps if start <= tap < stop]
-                x, found = part.run(x, start, stop, ropes, attention, entry, inner, given)
+                x, found = part.run(x, start, stop, ropes, attention, entry, inner, given, adapters)
                 states |= {tap: state.to(self._device) for tap, state in found.items()}
                 entry = None
         x = x.to(self._device)
@@ -157,19 +160,21 @@ class _PlacedLayers:
         entry: Tensor | None,
         taps: Sequence[int],
         given: Tensor | None,
+        adapters: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `LayerStack.run`; all numbers are those of the model's layers."""
         x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(attention, SlabPass):
             plans, inner = attention.plans[self._slabs], [tap - self.first for tap in taps]
-            x, found = self.native.run(x, start - self.first, stop - self.first, ropes, plans, entry, inner)
+            x, found = self.native.run(x, start - self.first, stop - self.first, ropes, plans, entry, inner, adapters)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
-        for index in range(start, stop):
-            if index in taps:
-                states[index] = x
-            own = None if given is None else given[:, :, index].to(self.device)
-            x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
-            entry = None
+        with adapted_pass(adapters):
+            for index in range(start, stop):
+                if index in taps:
+                    states[index] = x
+                own = None if given is None else given[:, :, index].to(self.device)
+                x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
+                entry = None
         return x, states
