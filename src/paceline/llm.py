@@ -356,7 +356,7 @@ def load(
     draft_revision: the `revision` of the drafter's hub id. progress: show bars for download and load on stderr.
     allow_pickle: read `pytorch_model.bin` (of a head `medusa_lm_head.pt`) where there are no safetensors.
     exact: load only if speculation keeps the text bit for bit (`LLM.guarantee`); on CUDA it takes slower kernels.
-    preset: one of `PRESETS`; options beside it count. tensor_parallel: share the target among torchrun's processes.
+    preset: "fast", "low-memory" or "exact". tensor_parallel: share the target among the processes of torchrun.
     device_map: layers by device, as {"cuda:0": 20, "cpu": None} (the rest), or "auto". draft_device_map: a drafter's.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
