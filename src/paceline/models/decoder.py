@@ -32,6 +32,7 @@ from paceline.models.layers import (
     TokenInput,
     WideNorm,
 )
+from paceline.models.ranks import Ranks
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -49,6 +50,8 @@ class Decoder:
     """A decoder-only transformer as a `Target`."""
 
     _cache_type: type[SlabCache] = SlabCache
+    ranks: Ranks | None = None
+    """Those that have the other parts of the model."""
 
     def __init__(
         self,
@@ -59,10 +62,12 @@ class Decoder:
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
         adapters: Sequence[Factors] = (),
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). Raises
-        `CorruptModel` for missing or misshapen tensors, and as `Weights.finish` for adapters."""
+        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). `devices`:
+        those of the layers, if not all are on `device`. Raises `CorruptModel` for missing or misshapen tensors, and as
+        `Weights.finish` for adapters."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device, adapters)
@@ -75,8 +80,8 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             name = f"model.layers.{index}."
-            layers.append(make_layer(config, layer, weights, name))
-        self._stack = LayerStack(config, layers, self)
+            layers.append(make_layer(config, layer, weights.at(devices[index]) if devices else weights, name))
+        self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None

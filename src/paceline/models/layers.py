@@ -14,6 +14,7 @@ from paceline.kernels.activations import Activation, Gate
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
+from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass, SharedPass
 from paceline.verify.tree import MIN_ROWS
@@ -275,8 +276,10 @@ class Layer:
         scale: Tensor | None = None,
     ) -> None:
         """`mlp_norm`: None where `mlp` norms the stream itself. `scale` [1]: factor of the layer's result."""
-        self.attn_norm, self.attention, self.out = attn_norm, attention, out
-        self.mlp_norm, self.mlp, self.post, self.residual_scale = mlp_norm, mlp, post, residual_scale
+        self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
+        self.out: Linear | Summed = out
+        self.mlp: FeedForward | Summed = mlp
+        self.post, self.residual_scale = post, residual_scale
         self.token_input, self.scale = token_input, scale
 
     def __call__(
