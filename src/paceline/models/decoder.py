@@ -15,7 +15,7 @@ from paceline.cache.slab import SlabCache
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
-from paceline.kernels.low_rank import Factors
+from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.layers import (
     Attention,
@@ -128,7 +128,8 @@ class Decoder:
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
-        given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
+        with adapted_pass(adapters):
+            given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
         x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given, adapters=adapters)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
