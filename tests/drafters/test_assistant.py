@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from typer.testing import CliRunner
 
 from paceline.cache.slab import SlabCache
 from paceline.checkpoints.head_files import holds_head, open_head
+from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.loader import Loaded
 from paceline.cli import app
 from paceline.drafters.assistant import Assistant
 from paceline.drafters.base import Ask
-from paceline.errors import UnsupportedModel
+from paceline.drafters.factory import make_drafter
+from paceline.drafters.stack import DrafterStack
+from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.models.assistant import AssistantNetwork
 from paceline.models.heads import AssistantConfig, HeadFile, kind_of
 from paceline.sampling.parameters import Sampling
@@ -211,3 +216,13 @@ def test_info_says_what_an_assistant_is(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["info", str(tmp_path)]).stdout
     assert "Gemma 4 assistant" in shown
     assert "2, over the target's keys and values" in shown
+
+
+@pytest.mark.parametrize("name", ["assistant", "head"])
+def test_it_is_named_by_its_folder(name: str, tmp_path: Path) -> None:
+    saved("small", tmp_path)
+    target: Any = Loaded(models("small")[1], None, (), {}, tmp_path)  # type: ignore[arg-type]
+    made = make_drafter(f"suffix+{name}:{tmp_path}", target, lambda reference: target)
+    assert isinstance(made, DrafterStack)
+    with pytest.raises(HeadMismatch, match="vocabulary of 101"):
+        fits(open_head(tmp_path), replace(models("small")[1].config, vocab_size=102))

@@ -12,14 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.drafters.early_exit import EarlyExit
 from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import packs_bfloat16
 from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.models.heads import ExitConfig
 from paceline.models.hybrids import TENSOR_NAMES
 from paceline.models.lazy import LanguageTensors
-from paceline.types import Draft, Want
+from paceline.sampling.parameters import Sampling
+from paceline.testing import Oracle, run
+from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.models.test_families import assert_close, check_drafts, expected, feed, text
 
@@ -135,6 +139,24 @@ def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
     assert guarantee(models(case, torch.bfloat16)[1]) == "bits"
+
+
+@pytest.mark.parametrize("case", ["small", "all at once"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_same_with_drafters(case: str, temperature: float) -> None:
+    """Early exit ends among the layers that share keys, and verification goes on from there."""
+    theirs, ours = models(case)
+    prompt, how = text(34), Sampling(max_new_tokens=40, temperature=temperature, seed=2)
+    plain = run(ours, prompt, how)[0]
+    if not temperature:
+        whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0].tolist()
+        assert plain == whole[34:]
+    for shape in (DraftBudget.chain(4), DraftBudget(9, 4, 3)):
+        early = EarlyExit(ExitConfig(48, 5), {}, ours, threshold=0.0)
+        for drafter in (Oracle([*prompt, *plain], 0.7, 101), early):
+            drafted = run(ours, prompt, how, drafter, shape)
+            assert drafted[0] == plain
+            assert drafted[2].drafted
 
 
 ADAPTED = (
