@@ -166,7 +166,7 @@ class Worker:
     """
 
     def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of jobs that set none, but for adapters with their own; None: the engine's first drafter."""
+        """`default`: speculation of jobs that set none and whose adapter has none; None: the engine's first drafter."""
         self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
