@@ -21,6 +21,7 @@ from paceline.models.lazy import Quantised
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.hybrids import HYBRID, hybrid_tensors
+from tests.kernels.test_cpu_groups import watched
 from tests.kernels.test_cpu_layers import BASE, MODELS, tensors_of
 
 CPU = torch.device("cpu")
@@ -130,17 +131,18 @@ def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> No
 
 
 @needs_kernels
-def test_long_prompts_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share many rows by groups, in which every row keeps its adapter."""
+def test_rows_that_threads_share_by_groups_keep_their_adapters() -> None:
     config, tensors = tensors_for("llama")
     model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))
     alone = [logits(model, [number], rows=70)[0] for number in range(4)]
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = logits(model, range(4), rows=70)
+        with watched(model) as groups:
+            together = logits(model, range(4), rows=70)
     finally:
         torch.set_num_threads(threads)
+    assert groups[-1] > 2
     assert all(map(torch.equal, together, alone))
 
 

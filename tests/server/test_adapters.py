@@ -13,11 +13,13 @@ import torch
 
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
+from paceline.engine.draft_policy import OFF
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.server.models import ModelSource
+from paceline.server.worker import Worker
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_low_rank import SETS, factors
 from tests.server.running import Serving, serving
@@ -60,6 +62,12 @@ def test_each_has_its_drafter(adapted: Serving) -> None:
     assert used == ["suffix", "suffix", "ngram", None]
     asked = chat(adapted, "all", extra_body={"speculation": {"drafter": "suffix"}})
     assert asked.usage.speculation["drafter"] == "suffix"
+
+
+def test_a_server_without_a_drafter_leaves_adapters_theirs(adapted: Serving) -> None:
+    worker = Worker(adapted.llm, default=OFF)
+    assert [worker.default_for(name).drafter for name in (None, *SETS)] == [None, None, "ngram", None]
+    assert worker.default_for("queries and values") is OFF
 
 
 def test_the_list_names_them_and_their_model(adapted: Serving) -> None:

@@ -166,9 +166,9 @@ class Worker:
     """
 
     def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of jobs that set none; None for the engine's first drafter, or the adapter's own."""
+        """`default`: speculation of jobs that set none and whose adapter has none; None: the engine's first drafter."""
         self.llm, self.limits = llm, limits or WorkerLimits()
-        self._default, self.default = default, default or llm.engine.policies.default
+        self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
             llm.engine.remember(self.limits.prefix_bytes)
         self._scheduler = self._new_scheduler()
@@ -204,7 +204,7 @@ class Worker:
 
     def default_for(self, adapter: str | None) -> Speculation:
         """Return the speculation of jobs with this adapter that set none."""
-        return self._default or self.llm.speculation(adapter)
+        return self.llm.speculation(adapter) if self.llm.adapters.get(adapter or "") else self.default
 
     def submit(self, job: ReplyJob, outputs: asyncio.Queue[ReplyRound], index: int = 0) -> ReplyHandle:
         """Queue a job, whose outputs will have this index.
