@@ -61,7 +61,8 @@ function codeSpan(text, at, depth, missing) {
     const closing = run(text, from);
     if (closing === length) {
       const inside = text.slice(at + length, from).replaceAll("\n", " ");
-      return { nodes: [make("code", "", /^ .*\S.* $/.test(inside) ? inside.slice(1, -1) : inside)], end: from + length };
+      const padded = inside.startsWith(" ") && inside.endsWith(" ") && inside.trim();
+      return { nodes: [make("code", "", padded ? inside.slice(1, -1) : inside)], end: from + length };
     }
     from += closing;
   }

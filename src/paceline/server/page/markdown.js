@@ -4,12 +4,12 @@ import { DEEPEST, inline } from "./inline.js";
 
 const LONGEST = 8000; // Characters after which a block ends, so that a growing one stays cheap to draw again.
 
-const FENCE = /^ {0,9}(`{3,}|~{3,})[ \t]*([^\s`]{0,40})[^`]*$/;
+const FENCE = /^ {0,9}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}>/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: {1,4}(?=\S)| *$)/;
-const DELIMITERS = /^[ \t]*\|?(?:[ \t]*:?-+:?[ \t]*\|)*[ \t]*:?-+:?[ \t]*\|?[ \t]*$/;
+const DELIMITERS = /^\|?(?:[ \t]*:?-+:?[ \t]*\|)*(?:[ \t]*:?-+:?)?$/;
 
 /** The line at an offset: {text, end, next}, `next` where the following one begins. A long line counts as several. */
 function lineAt(source, at) {
@@ -22,7 +22,7 @@ function lineAt(source, at) {
 const BLANK = /\s*/y;
 const blank = (text) => !text.trim();
 const isTable = (source, line) => line.text.includes("|") && line.next < source.length && isDelimiters(lineAt(source, line.next).text);
-const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text);
+const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text.trim());
 /** Whether a line ends a paragraph. As in CommonMark a numbered item does so only if it is the first. */
 const begins = (source, line) =>
   FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) ||
@@ -77,7 +77,8 @@ function lines(source, from, kind, belongs) {
   return { kind, text: source.slice(from, end).trimEnd(), end };
 }
 
-function code(source, line, [, marker, language], seen) {
+function code(source, line, [, marker, words], seen) {
+  const [language] = words.trim().slice(0, 40).split(/\s/);
   const close = new RegExp(`^ {0,9}${marker[0]}{${marker.length},}[ \\t]*$`, "gm");
   const indent = line.text.search(/\S/);
   close.lastIndex = Math.max(line.next, seen);
