@@ -164,7 +164,9 @@ SLOW = ["*a ", "**a", "_a ", "`" , "``a`", "[", "[a](", "![a](b", "~~a", "<a", "
 
 def test_no_text_is_slow(tab: Tab) -> None:
     """Each would take minutes if the work grew with the square of the length, or worse."""
-    for piece in SLOW:
+    gap = " " * 7900
+    lines = [f"```{gap}`\n", f"a | b\n-{gap}x |\n", f"a | b\n{gap}-x|\n", f"` {'a' * 7900}`\n", f"-{gap}-{gap}x\n"]
+    for piece in SLOW + lines:
         text = piece * (40_000 // len(piece))
         drawn = tab.page.evaluate(DRAW, [text, 20_000])
         assert bool(drawn) == bool(text.strip())

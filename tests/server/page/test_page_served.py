@@ -9,12 +9,15 @@ from playwright.sync_api import expect
 
 import paceline
 from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.models import ModelSource
+from paceline.server.worker import Worker
 from paceline.testing import tiny_target
 from tests.server.page.conftest import Open
-from tests.server.running import Serving, serving
+from tests.server.running import Serving, serving, serving_models
 from tests.toys import toy_model
 
 SHOWN = "all => all.map(token => token.textContent).join('')"
@@ -68,6 +71,21 @@ def test_the_page_is_open_and_the_api_is_not(plain: LLM, open_tab: Open) -> None
         expect(tab.page.locator("#model")).to_have_value("toy")
         tab.page.fill("[name=max_tokens]", "4")
         assert len(tab.send("hello").locator(".token").all()) > 0
+
+
+def test_a_model_is_loaded_at_its_first_message(open_tab: Open) -> None:
+    def worker() -> Worker:
+        return Worker(LLM(toy_model(), {"suffix": Suffix(), "ngram": NGram()}))
+
+    sources = (ModelSource(("one",), worker, stays=True), ModelSource(("two",), worker))
+    with serving_models(sources) as it, open_tab(f"{it.address}/") as tab:
+        tab.page.select_option("#model", "two")
+        tab.page.fill("[name=max_tokens]", "4")
+        tab.page.get_by_role("switch", name="Let the model think").uncheck()
+        tab.page.get_by_label("System prompt").fill("Be brief.")
+        assert tab.send("hello").locator(".token").count() > 0
+        expect(tab.page.locator("#model option").nth(1)).to_have_text("two")
+        expect(tab.page.locator("[name=drafter] option")).to_have_text(["auto", "suffix", "ngram", "off"])
 
 
 @pytest.mark.slow

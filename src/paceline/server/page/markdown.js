@@ -1,16 +1,15 @@
-// Markdown as models write it, made into elements. Text only ever becomes text nodes, no image is fetched, and links lead
-// to http, https and mailto alone. HTML is shown as it is written. Every search is bounded, so that no text is slow.
+// Markdown as models write it, made into elements block by block. Every search is bounded, so that no text is slow.
 import { copyButton, make } from "./dom.js";
+import { DEEPEST, inline } from "./inline.js";
 
 const LONGEST = 8000; // Characters after which a block ends, so that a growing one stays cheap to draw again.
-const DEEPEST = 6; // Levels of lists, quotations and emphasis within one another.
 
-const FENCE = /^ {0,9}(`{3,}|~{3,})[ \t]*([^\s`]{0,40})[^`]*$/;
+const FENCE = /^ {0,9}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}>/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: {1,4}(?=\S)| *$)/;
-const DELIMITERS = /^[ \t]*\|?(?:[ \t]*:?-+:?[ \t]*\|)*[ \t]*:?-+:?[ \t]*\|?[ \t]*$/;
+const DELIMITERS = /^\|?(?:[ \t]*:?-+:?[ \t]*\|)*(?:[ \t]*:?-+:?)?$/;
 
 /** The line at an offset: {text, end, next}, `next` where the following one begins. A long line counts as several. */
 function lineAt(source, at) {
@@ -23,7 +22,7 @@ function lineAt(source, at) {
 const BLANK = /\s*/y;
 const blank = (text) => !text.trim();
 const isTable = (source, line) => line.text.includes("|") && line.next < source.length && isDelimiters(lineAt(source, line.next).text);
-const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text);
+const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text.trim());
 /** Whether a line ends a paragraph. As in CommonMark a numbered item does so only if it is the first. */
 const begins = (source, line) =>
   FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) ||
@@ -78,7 +77,8 @@ function lines(source, from, kind, belongs) {
   return { kind, text: source.slice(from, end).trimEnd(), end };
 }
 
-function code(source, line, [, marker, language], seen) {
+function code(source, line, [, marker, words], seen) {
+  const [language] = words.trim().slice(0, 40).split(/\s/);
   const close = new RegExp(`^ {0,9}${marker[0]}{${marker.length},}[ \\t]*$`, "gm");
   const indent = line.text.search(/\S/);
   close.lastIndex = Math.max(line.next, seen);
@@ -253,149 +253,4 @@ export class CodeBlock {
     }
     return this.shown === text.length;
   }
-}
-
-const SPECIAL = /[\\`*_~[!<]|https?:\/\//g;
-const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\]){0,500})\]\(\s*<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500}){0,3})>?(?:\s+["'][^"'\n]{0,300}["'])?\s*\)/y;
-const AUTOLINK = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>|<br *\/?>/iy;
-const ADDRESS = /https?:\/\/[^\s<>"`*]{1,2000}/y;
-const TAGS = ["", "em", "strong"];
-
-/** Returns the nodes of a text with emphasis, code and links. */
-export function inline(text, depth = 0) {
-  const nodes = [];
-  const missing = new Set(); // Marks that do not come again: searching for each of them twice would be slow.
-  let plain = 0;
-  let at = 0;
-  while (at < text.length) {
-    SPECIAL.lastIndex = at;
-    const special = SPECIAL.exec(text);
-    if (!special) break;
-    at = special.index;
-    const found = depth < DEEPEST && READERS[special[0][0]](text, at, depth, missing);
-    if (!found) {
-      at += run(text, at);
-      continue;
-    }
-    if (plain < at) nodes.push(text.slice(plain, at));
-    nodes.push(...found.nodes);
-    plain = at = found.end;
-  }
-  if (plain < text.length) nodes.push(text.slice(plain));
-  return nodes;
-}
-
-/** Length of the run of one character. */
-function run(text, at) {
-  let end = at + 1;
-  while (text[end] === text[at]) end += 1;
-  return end - at;
-}
-
-const READERS = {
-  "\\": (text, at) => (/[`*_{}#+\-.!|~<>]/.test(text[at + 1] ?? "") ? { nodes: [text[at + 1]], end: at + 2 } : null),
-  "`": codeSpan,
-  "*": emphasis,
-  "_": emphasis,
-  "~": strike,
-  "[": link,
-  "!": (text, at) => (text[at + 1] === "[" ? link(text, at + 1, DEEPEST) : null),
-  "<": autolink,
-  h: address,
-};
-
-function codeSpan(text, at, depth, missing) {
-  const length = run(text, at);
-  if (missing.has(`\`${length}`)) return null;
-  for (let from = at + length; (from = text.indexOf("`", from)) >= 0; ) {
-    const closing = run(text, from);
-    if (closing === length) {
-      const inside = text.slice(at + length, from).replaceAll("\n", " ");
-      return { nodes: [make("code", "", /^ .*\S.* $/.test(inside) ? inside.slice(1, -1) : inside)], end: from + length };
-    }
-    from += closing;
-  }
-  missing.add(`\`${length}`);
-  return null;
-}
-
-const word = (char) => Boolean(char) && /[\p{L}\p{N}]/u.test(char);
-const space = (char) => !char || /\s/.test(char);
-
-function emphasis(text, at, depth, missing) {
-  const mark = text[at];
-  const length = Math.min(run(text, at), 3);
-  const begin = at + length;
-  if (run(text, at) > 3 || space(text[begin]) || (mark === "_" && word(text[at - 1])) || missing.has(mark + length)) return null;
-  for (let from = begin; (from = text.indexOf(mark, from)) >= 0; ) {
-    const closing = run(text, from);
-    const end = from + closing;
-    const fits = closing >= length && !(length === 1 && closing === 2);
-    if (fits && !space(text[from - 1]) && text[from - 1] !== "\\" && !(mark === "_" && word(text[end]))) {
-      const inside = inline(text.slice(begin, end - length), depth + 1);
-      const nodes = length === 3 ? [make("em", "", make("strong", "", ...inside))] : [make(TAGS[length], "", ...inside)];
-      return { nodes, end };
-    }
-    from = end;
-  }
-  missing.add(mark + length);
-  return null;
-}
-
-function strike(text, at, depth, missing) {
-  if (run(text, at) !== 2 || space(text[at + 2]) || missing.has("~")) return null;
-  const end = text.indexOf("~~", at + 2);
-  if (end < 0) return void missing.add("~");
-  return { nodes: [make("del", "", ...inline(text.slice(at + 2, end), depth + 1))], end: end + 2 };
-}
-
-/** A link, or the address of an image, which is not fetched. */
-function link(text, at, depth) {
-  LINK.lastIndex = at;
-  const [whole, label, url] = LINK.exec(text) ?? [];
-  const address = whole && safe(url);
-  if (!address) return null;
-  return { nodes: [anchor(address, ...(label ? inline(label, depth + 1) : [url]))], end: at + whole.length };
-}
-
-function autolink(text, at) {
-  AUTOLINK.lastIndex = at;
-  const [whole, url] = AUTOLINK.exec(text) ?? [];
-  if (whole && !url) return { nodes: [make("br")], end: at + whole.length };
-  const address = url && safe(url);
-  return address ? { nodes: [anchor(address, url)], end: at + whole.length } : null;
-}
-
-function address(text, at) {
-  ADDRESS.lastIndex = at;
-  let [url] = ADDRESS.exec(text) ?? [];
-  if (!url) return null;
-  url = url.slice(0, trimmed(url));
-  const target = safe(url);
-  return target ? { nodes: [anchor(target, url)], end: at + url.length } : null;
-}
-
-/** Length of an address without the punctuation of the sentence around it. */
-function trimmed(url) {
-  let end = url.length;
-  while (/[.,;:!?'\])_]/.test(url[end - 1]) && !(url[end - 1] === ")" && url.slice(0, end).includes("("))) end -= 1;
-  return end;
-}
-
-/** An address that may be opened, normalised; null for any other scheme or a relative one. */
-function safe(url) {
-  try {
-    const { protocol, href } = new URL(url);
-    return ["http:", "https:", "mailto:"].includes(protocol) ? href : null;
-  } catch {
-    return null;
-  }
-}
-
-function anchor(href, ...children) {
-  const element = make("a", "", ...children);
-  element.href = element.title = href;
-  element.target = "_blank";
-  element.rel = "noopener noreferrer nofollow";
-  return element;
 }
