@@ -28,6 +28,14 @@ class Pass(Protocol):
         """
 
 
+class SharedPass(Pass, Protocol):
+    """A pass over a cache where layers may share keys and values."""
+
+    def look(self, layer: int, q: Tensor) -> Tensor:
+        """Attend to the keys and values that this layer has written, or the earlier one whose keys and values it
+        shares. q and the result: see `attend`."""
+
+
 class RecurrentPass(Pass, Protocol):
     """A pass over a cache that keeps states of recurrent layers too."""
 

@@ -170,16 +170,19 @@ class SlabCache(SlotTable):
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
     ) -> None:
-        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of
-        a draft that is never committed. `choose`: from a prompt's length to what the model chooses by it (see
-        `KVCache.prompts`)."""
+        """`layers`: None for one that does not attend. `kv_heads`, `head_dim`: of layers that do not say. `limit`: the
+        context length; a slab may exceed it by the rows of a draft that is never committed. `choose`: from a prompt's
+        length to what the model chooses by it (see `KVCache.prompts`)."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
-        empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = Counter(layer.kind for layer in layers if layer)
-        self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
+        self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
+        self.slabs = tuple(
+            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=device), limit + BLOCK)
+            for (window, _, heads), count in self._kinds.items()
+            for kv, size in (heads or (kv_heads, head_dim),)
+        )
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
         self._tops: dict[int, int] = {}
@@ -290,7 +293,7 @@ class SlabCache(SlotTable):
         places = [self._places[slot] for slot in rows.slots]
         plans = [
             SlabPlan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
-            for slab, (window, mutual) in zip(self.slabs, self._kinds, strict=True)
+            for slab, (window, mutual, _) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, self._indices, rows.prefill)
 

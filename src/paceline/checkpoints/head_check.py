@@ -31,7 +31,7 @@ def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
 
 def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
-    needed, allowed = _layer(c.layer, 0, 2 * h)
+    needed, allowed = _layers(c.layer, 2 * h)
     needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
     if c.norm_before_fc:
         needed["input_norm.weight"] = (wide,)
@@ -48,7 +48,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
 
 def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
-    needed, allowed = _layer(c.layer, 0, h)
+    needed, allowed = _layers(c.layer, h)
     norm = "layers.0.input_layernorm.weight"  # absent in the reference, whose input was normed by the target
     allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
     return needed | {"fc.weight": (h, 2 * h)}, allowed
@@ -67,10 +67,8 @@ def _medusa(c: MedusaConfig) -> tuple[Shapes, Shapes]:
 def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
     needed: Shapes = {"fc.weight": (h, len(c.taps) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-    allowed: Shapes = {}
-    for index in range(c.layer.layers):
-        must, may = _layer(c.layer, index, h)
-        needed, allowed = needed | must, allowed | may
+    must, allowed = _layers(c.layer, h)
+    needed |= must
     if c.draft_vocab not in (0, c.layer.vocab_size):
         maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (c.layer.vocab_size,)}
         needed |= maps | {"lm_head.weight": (c.draft_vocab, h)}
@@ -82,6 +80,16 @@ def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
     if c.rank:
         needed |= {"proj.down.weight": (c.rank, c.hidden), "proj.up.weight": (c.hidden, c.rank)}
     return needed, {}
+
+
+def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
+    """Return the tensors of all layers; `width` is the first one's, see `_layer`."""
+    needed, allowed = _layer(c, 0, width)
+    for index in range(1, c.layers):
+        must, may = _layer(c, index, c.hidden)
+        needed |= must
+        allowed |= may
+    return needed, allowed
 
 
 def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:

@@ -17,7 +17,7 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Attention, Layer, Mixture, SharedMixture
+from paceline.models.layers import Attention, Layer, Mixture, MixtureBeside, SharedMixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -126,6 +126,7 @@ class NativeLayers:
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
+        assert layer.mlp_norm
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
         experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
@@ -177,7 +178,9 @@ class _Parts(NamedTuple):
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
-    if not isinstance(layer.attention, Attention) or layer.attention.gated or isinstance(layer.mlp, SharedMixture):
+    if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
+        return None
+    if isinstance(layer.mlp, (SharedMixture, MixtureBeside)) or layer.token_input or layer.scale is not None:
         return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)

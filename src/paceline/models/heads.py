@@ -4,12 +4,15 @@ Tensors travel under one set of names, those of the `speculators` layout:
 
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
-             layers.0.mlp.{gate,up,down}_proj.weight, norm.weight, lm_head.weight [draft_vocab, H], d2t [draft_vocab],
-             t2d [vocab] (token = row + d2t[row], rising; t2d marks the same tokens; neither is needed where
+             layers.0.mlp.{gate,up,down}_proj.weight, layers.{1, ...}.* as in Llama, norm.weight,
+             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab] (token = row + d2t[row], rising; t2d
+             marks the same tokens; neither is needed where
              draft_vocab is the whole vocabulary); a missing lm_head is the
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
+    mtp      (the target's own, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight [H],
+             norm.weight, and the layer of its target; optional lm_head.weight
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
@@ -34,14 +37,16 @@ from paceline.types import Tap
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858).
+    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
+    of version 1, it is the target's multi-token-prediction layer (Qwen3-Next, Qwen3.5; arXiv 2412.19437).
 
-    `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is that of the file (2048 in many
-    published ones) and not a limit: the target's counts. `taps`: its input taps, in order; () in a file that leaves
-    them to the target, and `head_fit.fits` then fills them in. `norm_before_residual`: the residual stream of the layer
-    is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
-    concatenation is. `norm_output`: the normed output is fed back to the next step, not the raw one. `head_tokens`: cut
-    the output head over the whole vocabulary to these tokens, ascending; not in the file.
+    `layer`: the decoder layer or layers, with the target's vocabulary; only the first sees the embedding. Its
+    `context_length` is that of the file (2048 in many published ones) and not a limit: the target's counts. `taps`: its
+    input taps, in order; () in a file that leaves them to the target, and `head_fit.fits` then fills them in.
+    `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
+    normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
+    to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
+    ascending; not in the file.
     """
 
     layer: ModelConfig
@@ -53,6 +58,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    built_in: bool = False
     head_tokens: Tensor | None = field(default=None, compare=False)
 
 
@@ -116,7 +122,9 @@ HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "medusa", "block" or "exit"."""
+    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
+    if isinstance(config, EagleConfig) and config.built_in:
+        return "mtp"
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
     return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
@@ -131,7 +139,7 @@ def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm" or "paceline".
+    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm", "paceline" or "built in".
 
     `target`: the model it was trained for, as its config names it, or None. `target_layers`: its number of layers, if
     the file says so. `extra`: other data in the config (under "paceline"), such as the measured acceptance by category

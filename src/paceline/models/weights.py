@@ -27,7 +27,7 @@ class Weights:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors, self._dtype, self.device = tensors, dtype, device
+        self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
         """Whether nothing keeps the codes that the file has it in, if they have more bits."""
@@ -51,7 +51,7 @@ class Weights:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
         self._check(name, tuple(tensor.shape), shape)
-        return tensor.to(device=self.device, dtype=dtype or self._dtype)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
@@ -74,12 +74,12 @@ class Weights:
         the file's own codes, or, if the head is tied, of floats."""
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         shared = own is not None and not own.is_float if self._bits else tied
-        if shared and takes_stored(self._dtype, self._bits is not None, self.device):
+        if shared and takes_stored(self.dtype, self._bits is not None, self.device):
             return NativeLinear(replace(self._stored(name, shape, self._bits), fewer=False), None)
         return self.get(name, shape)
 
     def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
-        if takes_stored(self._dtype, bits is not None, self.device):
+        if takes_stored(self.dtype, bits is not None, self.device):
             return self._stored(name, shape, bits)
         return self._coded(name, shape, bits) if bits else self.get(name, shape)
 
@@ -88,7 +88,7 @@ class Weights:
         if own is None or not (bits or own.is_float):
             own = Stored.floats(self.get(name, shape, torch.float32 if bits else None), None)
         self._check(name, own.shape, shape)
-        return replace(own, form=(own.form or bits) if bits else self._dtype, fewer=self.requantises)
+        return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
         """An output head of rows of another model, quantised if these weights are. `cut`: one that was cut for speed
@@ -138,7 +138,11 @@ class Weights:
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
             return self.get(name + ".bias", (out,))
-        return torch.zeros(out, dtype=self._dtype, device=self.device)
+        return torch.zeros(out, dtype=self.dtype, device=self.device)
+
+    def ones(self, size: int) -> Tensor:
+        """The weight of a norm without one."""
+        return torch.ones(size, dtype=self.dtype, device=self.device)
 
     def skip(self, name: str) -> None:
         """Mark a tensor as known but unused."""

@@ -103,6 +103,10 @@ class DevicePass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
         self.write(layer, k, v)
+        return self.look(layer, q)
+
+    def look(self, layer: int, q: Tensor) -> Tensor:
+        """See `protocols.SharedPass.look`."""
         keys, values, _, spec = self._layers[layer]
         if self._prompt is None or spec.softcap is not None or spec.sinks is not None:
             return attend(q, keys, values, self._table, spec)
