@@ -62,9 +62,9 @@ class Scheduler:
     fewest running replies.
 
     Between two rounds `quota` prompt tokens are fed, so that a long prompt does not stall running replies; times the
-    number of tasks that could start, up to `_MAX_CATCH_UP`, until one of them is complete: its first token does not wait
-    for the others' prompts. When memory gets short, the latest reply gives its slot
-    back and continues later, with the same text. A reply that fails ends alone.
+    number of tasks that could start, up to `_MAX_CATCH_UP`, until one of them is complete: its first token does not
+    wait for the others' prompts. When memory gets short, the latest reply gives its slot back and continues later, with
+    the same text. A reply that fails ends alone.
     """
 
     def __init__(
