@@ -17,7 +17,7 @@ from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
 from paceline.engine.engine import Engine
 from paceline.engine.prediction import predicted_ids
-from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.request import Request
 from paceline.engine.results import Batch, Completion, Stream
 from paceline.engine.scheduler import Task
@@ -226,20 +226,20 @@ class LLM:
         sample: int = 0,
         source: Request | None = None,
         speculation: Speculation | None = None,
-        scores: PromptLogprobs | None = None,
+        scores: PromptReader | None = None,
     ) -> Request:
-        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects the prompt's
-        log-probabilities."""
+        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects
+        log-probabilities or states of the prompt."""
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
         drafter = (speculation or self.engine.policies.default).drafter
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, speculation)
-        request.prompt_logprobs = scores
+        request.prompt_reader = scores
         if sampling.prediction:
             request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size))
-        if self.recorder:
+        if self.recorder and sampling.max_new_tokens:
             self.recorder.watch(request, sampling, sample)
         return request
 

@@ -23,6 +23,7 @@ from paceline.server import (
     schema,
     schema_answers,
     schema_completions,
+    schema_embeddings,
     schema_messages,
     schema_ollama,
     schema_responses,
@@ -46,10 +47,11 @@ _BODIES = (
     *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
     *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
     *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
+    *(schema_embeddings.EmbeddingsRequest, schema_embeddings.OllamaEmbedRequest),
 )
 _ANSWERS = (
     *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
-    schema_answers.OllamaModelAbout,
+    *(schema_answers.OllamaModelAbout, schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings),
 )
 _REF = "#/components/schemas/{model}"
 
@@ -165,12 +167,13 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest", "TokenCount")
     _add_ollama(router, service)
+    _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
     _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")
     _add_get(router, "/v1/responses/{response_id}", service.response)
-    deleted = {200: {"model": schema_answers.DeletedResponse}, **_errors("/v1")}
+    deleted: dict[int | str, dict[str, Any]] = {200: {"model": schema_answers.DeletedResponse}, **_errors("/v1")}
     router.add_api_route(
         "/v1/responses/{response_id}",
         service.delete_response,
@@ -210,6 +213,7 @@ def _add_ollama(router: APIRouter, service: Service) -> None:
     _add_post(router, "/api/generate", service.ollama_generate, "OllamaGenerateRequest", stream="application/x-ndjson")
     _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest", "OllamaModelAbout")
     _add_post(router, "/api/pull", service.ollama_pull, "PullRequest", stream="application/x-ndjson")
+    _add_post(router, "/api/embed", service.ollama_embed, "OllamaEmbedRequest", "OllamaEmbeddings")
     _add_get(router, "/api/version", service.ollama.version, schema_answers.OllamaVersion)
     _add_get(router, "/api/tags", service.ollama.tags, schema_answers.OllamaModelList)
     _add_get(router, "/api/ps", service.ollama.ps, schema_answers.OllamaModelList)
@@ -221,7 +225,7 @@ def _add_get(
     router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: type[BaseModel] | None = None
 ) -> None:
     """Add a route for GET, and for HEAD, by which clients probe. `answer`: the model of its body."""
-    described = {200: {"model": answer}} if answer else {}
+    described: dict[int | str, dict[str, Any]] = {200: {"model": answer}} if answer else {}
     router.add_api_route(path, handler, response_model=None, responses={**_errors(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
