@@ -15,6 +15,7 @@ from paceline.cache.slab import SlabCache
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
+from paceline.kernels.low_rank import Factors
 from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.layers import (
     Attention,
@@ -56,12 +57,15 @@ class Decoder:
         device: torch.device,
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
+        adapters: Sequence[Factors] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. Raises `CorruptModel` for missing or misshapen tensors."""
+        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). Raises
+        `CorruptModel` for missing or misshapen tensors, and as `Weights.finish` for adapters."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
-        weights = Weights(tensors, dtype, device)
+        weights = Weights(tensors, dtype, device, adapters)
+        self.adapters = tuple(adapter.name for adapter in adapters)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.embedding("model.embed_tokens.weight", table, config.tied)
         # As the published models do: the root is rounded to the model's dtype first.
@@ -105,15 +109,26 @@ class Decoder:
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
         first, x = self._enter(rows, cache)
-        return self._run(rows, first, x, cache.begin(rows), [cache.prompts[slot] for slot in rows.slots], want)
+        prompts = [cache.prompts[slot] for slot in rows.slots]
+        adapters = [cache.adapters[slot] for slot in rows.slots] if self.adapters else ()
+        return self._run(rows, first, x, cache.begin(rows), prompts, want, adapters)
 
-    def _run(self, rows: Rows, first: int, x: Tensor, attention: Pass, prompts: Sequence[int], want: Want) -> Forward:
+    def _run(
+        self,
+        rows: Rows,
+        first: int,
+        x: Tensor,
+        attention: Pass,
+        prompts: Sequence[int],
+        want: Want,
+        adapters: Sequence[int] = (),
+    ) -> Forward:
         """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
         given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
-        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given)
+        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given, adapters=adapters)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)

@@ -70,7 +70,8 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     if len(types) != base.layers or {*types} - {FULL, SLIDING}:
         raise CorruptModel(f"layer_types must name {base.layers} layers, each {FULL} or {SLIDING}", CORRECT)
     own = base.layers - raw["num_kv_shared_layers"]
-    if not {*types[own:]} <= {*types[: max(0, own)]}:
+    # A model without any keys of its own is an assistant, which sees another's (`assistant.py`).
+    if own and not {*types[own:]} <= {*types[: max(0, own)]}:
         raise CorruptModel(f"{raw['num_kv_shared_layers']} layers share keys that no other layer has", CORRECT)
     sizes = _sizes(raw, base, types)
     ropes = {kind: _rope(raw, kind, sizes[types.index(kind)]["head_dim"]) for kind in {*types}}
@@ -82,7 +83,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
             kv_heads=size["num_key_value_heads"],
             head_dim=size["head_dim"],
             ffn=base.ffn * 2 if raw["use_double_wide_mlp"] and i >= own else 0,
-            source=_last(types[:own], kind) if i >= own else None,
+            source=_last(types[:own], kind) if own and i >= own else None,
             keys_as_values=raw["attention_k_eq_v"] and kind == FULL,
         )
         for i, (kind, size) in enumerate(zip(types, sizes, strict=True))

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPass
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
+from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer, SharedAttention
@@ -72,19 +73,22 @@ class LayerStack:
         entry: Tensor | None = None,
         taps: Sequence[int] = (),
         given: Tensor | None = None,
+        adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Run layers first..end - 1. Returns the stream after them, and the stream that enters each of `taps`.
 
         x [B, T, H]: the stream. `ropes`: all rotary factors. `entry` [B, T, *]: input of the first layer's attention,
         if not the normed stream. `taps`: first to end, ascending. `given` [B, T, layers, P]: see `layers.TokenInput`.
+        `adapters`: of each slot (`kernels.low_rank`).
         """
         if self.native and isinstance(attention, SlabPass):
-            return self.native.run(x, first, end, ropes, attention, entry, taps)
+            return self.native.run(x, first, end, ropes, attention, entry, taps, adapters)
         states: dict[Tap, Tensor] = {}
-        for index in range(first, end):
-            if index in taps:
-                states[index] = x
-            own = None if given is None else given[:, :, index]
-            x = self._layers[index](x, index, ropes[self.ropes.index[index]], attention, entry, own)
-            entry = None
+        with adapted_pass(adapters):
+            for index in range(first, end):
+                if index in taps:
+                    states[index] = x
+                own = None if given is None else given[:, :, index]
+                x = self._layers[index](x, index, ropes[self.ropes.index[index]], attention, entry, own)
+                entry = None
         return x, states | ({end: x} if end in taps else {})

@@ -56,7 +56,8 @@ class TokenCount(Answer):
 
 
 class ServedModel(Answer):
-    """A model, for OpenAI's and Anthropic's clients. `paceline`: `loaded`, and then drafters, context and sampling."""
+    """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
+    context and sampling."""
 
     id: str
     object: Literal["model"]
@@ -66,6 +67,7 @@ class ServedModel(Answer):
     display_name: str
     created_at: str
     lifecycle: Literal["active"]
+    parent: str | None = None
     paceline: dict[str, Any]
 
 

@@ -39,11 +39,11 @@ class DeviceCache(SlabCache):
         self._addresses: list[tuple[int, torch.Size]] = []
         self._spare: int | None = None
 
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         """The first place is taken by a spare slot of no request: the padding slots of a graph write there."""
         if self._spare is None:
             self._spare = super().acquire()
-        return super().acquire(prompt)
+        return super().acquire(prompt, adapter)
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
