@@ -182,7 +182,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         responses=deleted,
     )
     _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
-    _add_get(router, "/v1/models", service.models, schema_answers.ServedModels)
+    _add_get(router, "/v1/models", service.models, schema_answers.ModelListing)
     _add_get(router, "/v1/models/{name:path}", service.model, schema_answers.ServedModel)
 
     @router.get("/metrics", response_class=Response, responses=_errors("/metrics"))

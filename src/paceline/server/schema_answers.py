@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
+class PlainAnswer(BaseModel):
     """Body of an answer, with all its keys."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Health(Answer):
+class Health(PlainAnswer):
     """Whether the server accepts requests."""
 
     status: Literal["ok", "stopping"]
@@ -21,14 +21,14 @@ class Health(Answer):
     waiting: int
 
 
-class TokenPiece(Answer):
+class TokenPiece(PlainAnswer):
     """A token with its text."""
 
     id: int
     piece: str
 
 
-class Tokens(Answer):
+class Tokens(PlainAnswer):
     """Token ids of a text."""
 
     tokens: list[int] | list[TokenPiece]
@@ -36,26 +36,26 @@ class Tokens(Answer):
     max_model_len: int
 
 
-class DecodedText(Answer):
+class DecodedText(PlainAnswer):
     """Text of token ids, under vLLM's name and llama.cpp's."""
 
     prompt: str
     content: str
 
 
-class RenderedPrompt(Answer):
+class RenderedPrompt(PlainAnswer):
     """A chat's prompt."""
 
     prompt: str
 
 
-class TokenCount(Answer):
+class TokenCount(PlainAnswer):
     """Tokens of a prompt."""
 
     input_tokens: int
 
 
-class ServedModel(Answer):
+class ServedModel(PlainAnswer):
     """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
     context and sampling."""
 
@@ -71,7 +71,7 @@ class ServedModel(Answer):
     paceline: dict[str, Any]
 
 
-class ServedModels(Answer):
+class ModelListing(PlainAnswer):
     """All models."""
 
     object: Literal["list"]
@@ -81,13 +81,13 @@ class ServedModels(Answer):
     has_more: bool
 
 
-class OllamaVersion(Answer):
+class OllamaVersion(PlainAnswer):
     """The version of Ollama whose API this is."""
 
     version: str
 
 
-class OllamaDetails(Answer):
+class OllamaDetails(PlainAnswer):
     """About a model's files."""
 
     parent_model: str
@@ -98,7 +98,7 @@ class OllamaDetails(Answer):
     quantization_level: str
 
 
-class OllamaModel(Answer):
+class OllamaModel(PlainAnswer):
     """A model as Ollama lists it; `size_vram` to `expires_at`: of one in memory."""
 
     name: str
@@ -112,13 +112,13 @@ class OllamaModel(Answer):
     expires_at: str | None = None
 
 
-class OllamaModelList(Answer):
+class OllamaModelList(PlainAnswer):
     """All models, or those in memory."""
 
     models: list[OllamaModel]
 
 
-class OllamaModelAbout(Answer):
+class OllamaModelAbout(PlainAnswer):
     """What a model is and can do."""
 
     license: str
@@ -131,7 +131,7 @@ class OllamaModelAbout(Answer):
     modified_at: str
 
 
-class DeletedResponse(Answer):
+class DeletedResponse(PlainAnswer):
     """A response that has been forgotten."""
 
     id: str

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paceline.server.compat import Ignored, Strict, accepts
 from paceline.server.schema import ModelName, Text, TokenIds
-from paceline.server.schema_answers import Answer
+from paceline.server.schema_answers import PlainAnswer
 
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Dimensions = Annotated[int, Field(ge=1, lt=2**20, description="Numbers of each vector that are kept.")]
@@ -36,7 +36,7 @@ class OllamaEmbedRequest(Strict):
     dimensions: Dimensions | None = None
 
 
-class Embedding(Answer):
+class Embedding(PlainAnswer):
     """One vector of length 1, as numbers or as little-endian float32 in base64."""
 
     object: Literal["embedding"]
@@ -44,14 +44,14 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(PlainAnswer):
     """Tokens of all texts."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class Embeddings(Answer):
+class Embeddings(PlainAnswer):
     """Body of the answer of /v1/embeddings."""
 
     object: Literal["list"]
@@ -60,7 +60,7 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
-class OllamaEmbeddings(Answer):
+class OllamaEmbeddings(PlainAnswer):
     """Body of the answer of /api/embed. Durations are nanoseconds."""
 
     model: str
