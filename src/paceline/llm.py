@@ -18,7 +18,7 @@ from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
 from paceline.engine.engine import Engine
 from paceline.engine.prediction import predicted_ids
-from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.request import Request
 from paceline.engine.results import Batch, Completion, Stream
 from paceline.engine.scheduler import Task
@@ -249,11 +249,11 @@ class LLM:
         sample: int = 0,
         source: Request | None = None,
         speculation: Speculation | None = None,
-        scores: PromptLogprobs | None = None,
+        scores: PromptReader | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects the prompt's
-        log-probabilities."""
+        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects
+        log-probabilities or states of the prompt."""
         number = self.model.adapter_number(adapter := adapter or self.adapter)
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
@@ -261,10 +261,10 @@ class LLM:
         how = speculation or self.speculation(adapter)
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), how.drafter, adapter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)
-        request.prompt_logprobs = scores
+        request.prompt_reader = scores
         if sampling.prediction:
             request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size))
-        if self.recorder:
+        if self.recorder and sampling.max_new_tokens:
             self.recorder.watch(request, sampling, sample)
         return request
 

@@ -144,19 +144,20 @@ class Engine:
         `limit`: the most tokens of a chunk; ignored on machines where the cut would change bits (`seamless`).
         """
         clock = Clock(self._timer)
-        scores = request.prompt_logprobs
-        done = self.cache.lengths[request.slot] or (0 if scores else self._load_prefix(request))
+        reader = request.prompt_reader
+        done = self.cache.lengths[request.slot] or (0 if reader else self._load_prefix(request))
         limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
         chunk = request.token_ids[done : min(chunk_end(done, limit), request.position)]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
-            out = self._forward(rows, Want("all" if scores else "none", taps=taps([request])))
+            want = reader.want if reader else Want("none")
+            out = self._forward(rows, Want(want.logits, taps=tuple(dict.fromkeys((*taps([request]), *want.taps)))))
             self.cache.commit(rows, [range(1, len(chunk))])
             if request.policy:
                 states = {tap: x[0, : len(chunk)] for tap, x in out.taps.items()}
                 request.policy.drafter.feed(request.slot, chunk, states)
-            if scores:
-                scores.push(done, request.token_ids[done + 1 : done + 1 + len(chunk)], out.logits[0, : len(chunk)])
+            if reader:
+                reader.read(done, request.token_ids[done + 1 : done + 1 + len(chunk)], out)
             if done + len(chunk) == request.position:
                 self._save_prefix(request)
         clock.lap("prefill")
@@ -181,8 +182,9 @@ class Engine:
         return known
 
     def _save_prefix(self, request: Request) -> None:
-        """Keep the text's state in the prefix cache, memory permitting. That of a failed request is not kept."""
-        if self.prefixes is None or request.error:
+        """Keep the text's state in the prefix cache, memory permitting; not that of a failed one or an embedding."""
+        reader = request.prompt_reader
+        if self.prefixes is None or request.error or (reader and reader.want.logits == "none"):
             return
         policy = request.policy
         with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.engine.detokenizer import TextStream, Trimmed
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.prediction import PredictedReply
-from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.stats import Stats
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, DraftBudget, FinishReason
@@ -22,8 +22,8 @@ class Request:
     """A reply in progress. Its state advances only when a round commits, so a round that fails before can be repeated.
 
     `token_ids`: prompt and reply so far; the last one is the pending token, chosen but not yet in the cache.
-    `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_logprobs`: collects the prompt's own
-    log-probabilities; such a prompt is fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
+    `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_reader`: collects
+    something of the prompt, which is then fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
     length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
     `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `on_finish`: called once, when the
     request has ended.
@@ -37,7 +37,7 @@ class Request:
     slot: int
     policy: DraftPolicy | None = None
     max_draft: DraftBudget | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_reader: PromptReader | None = None
     prediction: PredictedReply | None = None
     num_seen_tokens: int = 0
     finish: FinishReason | None = None

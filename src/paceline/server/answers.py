@@ -95,11 +95,18 @@ class RunningRequest:
                     yield round_
                 if round_.over:
                     running -= 1
+                    if not reply.job.sampling.max_new_tokens and not reply.handle.error:
+                        reply.finish_reason = "length"  # without a token there was no round to say so
                     if reply.handle.error or reply.finish_reason is None:
                         raise reply.handle.error or ServerStopping()
         except Exception as error:
             self.error = error
             raise
+
+    async def finish(self) -> None:
+        """Wait until all replies are over. Raises the first error of one."""
+        async for _ in self.rounds():
+            pass
 
     def _count(self, reply: RunningReply, round_: ReplyRound) -> None:
         self.model.metrics.observe_round(round_, reply.first is None)

@@ -21,7 +21,9 @@ import paceline
 from paceline.server import (
     errors,
     schema,
+    schema_answers,
     schema_completions,
+    schema_embeddings,
     schema_messages,
     schema_ollama,
     schema_responses,
@@ -45,6 +47,11 @@ _BODIES = (
     *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
     *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
     *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
+    *(schema_embeddings.EmbeddingsRequest, schema_embeddings.OllamaEmbedRequest),
+)
+_ANSWERS = (
+    *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
+    *(schema_answers.OllamaModelAbout, schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings),
 )
 _REF = "#/components/schemas/{model}"
 
@@ -158,19 +165,25 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
     _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
-    _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest")
+    _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest", "TokenCount")
     _add_ollama(router, service)
-    _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest")
-    _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest")
+    _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
+    _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
+    _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
-    _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest")
+    _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")
     _add_get(router, "/v1/responses/{response_id}", service.response)
+    deleted: dict[int | str, dict[str, Any]] = {200: {"model": schema_answers.DeletedResponse}, **_errors("/v1")}
     router.add_api_route(
-        "/v1/responses/{response_id}", service.delete_response, methods=["DELETE"], responses=_errors("/v1")
+        "/v1/responses/{response_id}",
+        service.delete_response,
+        methods=["DELETE"],
+        response_model=None,
+        responses=deleted,
     )
     _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
-    _add_get(router, "/v1/models", service.models)
-    _add_get(router, "/v1/models/{name:path}", service.model)
+    _add_get(router, "/v1/models", service.models, schema_answers.ModelListing)
+    _add_get(router, "/v1/models/{name:path}", service.model, schema_answers.ServedModel)
 
     @router.get("/metrics", response_class=Response, responses=_errors("/metrics"))
     async def metrics() -> Response:
@@ -185,7 +198,9 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    answers: dict[int | str, dict[str, Any]] = {status: {"model": schema_answers.Health} for status in (200, 503)}
+
+    @app.get("/health", responses=answers)
     async def health() -> JSONResponse:
         """Report whether the server accepts requests; 503 if it does not."""
         load, alive = service.loader.load, service.loader.alive
@@ -196,29 +211,37 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _add_ollama(router: APIRouter, service: Service) -> None:
     _add_post(router, "/api/chat", service.ollama_chat, "OllamaChatRequest", stream="application/x-ndjson")
     _add_post(router, "/api/generate", service.ollama_generate, "OllamaGenerateRequest", stream="application/x-ndjson")
-    _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest")
+    _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest", "OllamaModelAbout")
     _add_post(router, "/api/pull", service.ollama_pull, "PullRequest", stream="application/x-ndjson")
-    for path, handler in (
-        ("version", service.ollama.version),
-        ("tags", service.ollama.tags),
-        ("ps", service.ollama.ps),
-    ):
-        _add_get(router, f"/api/{path}", handler)
+    _add_post(router, "/api/embed", service.ollama_embed, "OllamaEmbedRequest", "OllamaEmbeddings")
+    _add_get(router, "/api/version", service.ollama.version, schema_answers.OllamaVersion)
+    _add_get(router, "/api/tags", service.ollama.tags, schema_answers.OllamaModelList)
+    _add_get(router, "/api/ps", service.ollama.ps, schema_answers.OllamaModelList)
     for path in ("create", "copy", "push", "delete"):
         router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
 
 
-def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
-    """Add a route for GET, and for HEAD, by which clients probe."""
-    router.add_api_route(path, handler, responses=_errors(path))
+def _add_get(
+    router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: type[BaseModel] | None = None
+) -> None:
+    """Add a route for GET, and for HEAD, by which clients probe. `answer`: the model of its body."""
+    described: dict[int | str, dict[str, Any]] = {200: {"model": answer}} if answer else {}
+    router.add_api_route(path, handler, response_model=None, responses={**_errors(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_post(
-    router: APIRouter, path: str, handler: Callable[[Request], Awaitable[Response]], body: str, stream: str = ""
+    router: APIRouter,
+    path: str,
+    handler: Callable[[Request], Awaitable[Response]],
+    body: str,
+    answer: str = "",
+    stream: str = "",
 ) -> None:
-    """Add a route for bodies of a named model. `stream`: media type of a response that is a stream."""
-    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    """Add a route for bodies of a named model. `answer`: the model of its own body. `stream`: media type of a response
+    that is a stream."""
+    schema = {"$ref": _REF.format(model=answer)} if answer else {"type": "object"}
+    answers: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
         answers[stream] = {"schema": {"type": "string"}}
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
@@ -232,10 +255,10 @@ def _add_post(
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document. FastAPI does not know the models of the bodies, because `BodyReader` reads them."""
+    """Return the OpenAPI document. FastAPI does not know the models of bodies that `BodyReader` reads."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
+        _, bodies = models_json_schema([(body, "validation") for body in (*_BODIES, *_ANSWERS)], ref_template=_REF)
         document["components"]["schemas"] |= bodies["$defs"]
         for path in document["paths"].values():
             for operation in path.values():

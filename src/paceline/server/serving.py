@@ -21,6 +21,7 @@ from paceline.server import (
     chat,
     chat_completions,
     completions,
+    embeddings,
     infilling,
     messages,
     ollama,
@@ -32,12 +33,14 @@ from paceline.server import (
 )
 from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest
 from paceline.server.bodies import BodyReader
+from paceline.server.embeddings import EmbeddingJobs
 from paceline.server.errors import LOG, REQUEST_ID, bad_request
 from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.ollama_models import OllamaModels
 from paceline.server.preprocessing import PoolName, Preprocessor, client_of
+from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
 from paceline.server.schema_ollama import (
     NamedModelRequest,
@@ -172,6 +175,46 @@ class Service:
                 return {"prompt": chat.chat_text(model.llm, body, body.tools)}
 
             return await self._compute(request, body.model, work)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Return a vector for each text."""
+        async with self.bodies.read(request, EmbeddingsRequest) as (body, pool):
+            name, done, _ = await self._embed(request, body, pool)
+            return Response(dumps(embeddings.openai(body, name, done)), media_type="application/json")
+
+    async def ollama_embed(self, request: Request) -> Response:
+        """Return a vector for each text (Ollama's API)."""
+        async with self.bodies.read(request, OllamaEmbedRequest) as (body, pool):
+            name, done, seconds = await self._embed(request, body, pool)
+            times = {"total_duration": int(1e9 * seconds), "load_duration": 0, "prompt_eval_count": done.num_tokens}
+            answer = {"model": name, "embeddings": done.vectors(), **times}
+            return Response(dumps(answer), media_type="application/json")
+
+    async def _embed(
+        self, request: Request, body: EmbeddingsRequest | OllamaEmbedRequest, pool: PoolName
+    ) -> tuple[str, EmbeddingJobs, float]:
+        """Return the model's name, the jobs, which are over, and the seconds that they took."""
+        began, timeout = time.monotonic(), self.settings.timeout
+        self.limit.acquire()
+        try:
+            model = await self._take(request, body.model, timeout)
+        except BaseException:
+            self.limit.release()
+            raise
+        running = RunningRequest(
+            uuid.uuid4().hex, model, self.limit, self.tracer.for_request(request.headers, model.name)
+        )
+        try:
+            done = await self._preprocess(
+                request, pool, partial(embeddings.prepare, model.llm, self.settings, body), timeout
+            )
+            running.start(
+                [replace(job, client=client_of(request), timeout=timeout, adapter=model.adapter) for job in done.jobs]
+            )
+            await _unless_disconnected(running.finish(), request.receive)
+        finally:
+            running.close()
+        return model.name, done, time.monotonic() - began
 
     async def infill(self, request: Request) -> Response:
         """Fill the gap between two texts (llama.cpp's API)."""

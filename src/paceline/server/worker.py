@@ -16,7 +16,7 @@ from math import inf
 
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
-from paceline.engine.prompt_logprobs import PromptLogprobs
+from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Event, Scheduler, Task
 from paceline.engine.stats import Stats
@@ -66,7 +66,7 @@ class ReplyJob:
 
     `tokens`: the prompt's token ids. `sampling`: must have a seed. `sample`: index among several samples of the prompt.
     `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
-    prompt. `client`: waiting clients get slots in turn. `scores`: receives the prompt's log-probabilities.
+    prompt. `client`: waiting clients get slots in turn. `scores`: collects log-probabilities or states of it.
     `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
     until the reply begins.
     """
@@ -78,7 +78,7 @@ class ReplyJob:
     timeout: float | None = None
     group: Hashable | None = None
     client: Hashable | None = None
-    scores: PromptLogprobs | None = None
+    scores: PromptReader | None = None
     prompt_only: bool = False
     adapter: str | None = None
     keep_alive: object = None

@@ -1,0 +1,86 @@
+"""Vectors of texts: the mean of the model's last hidden states, with length 1."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.engine.draft_policy import OFF
+from paceline.engine.prompt_logprobs import PooledStates
+from paceline.llm import LLM
+from paceline.server import options
+from paceline.server.errors import bad_request
+from paceline.server.limits import Settings
+from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest
+from paceline.server.worker import ReplyJob, ServerStopping
+
+_MOST_TEXTS = 128
+"""Texts of one request; more may not fit into the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingJobs:
+    """A job for each text, and what collects its states. `size`: numbers of each vector; None: all."""
+
+    jobs: Sequence[ReplyJob]
+    states: Sequence[PooledStates]
+    size: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(job.tokens) - 1 for job in self.jobs)
+
+    def vectors(self) -> list[list[float]]:
+        """Return the vectors, once all jobs are over. Raises `ServerStopping` if the server stopped before, and
+        `ApiError` 400 for more dimensions than there are."""
+        for job, states in zip(self.jobs, self.states, strict=True):
+            if states.count < len(job.tokens) - 1:
+                raise ServerStopping
+        found = [states.vector(self.size) for states in self.states]
+        if self.size and len(found[0]) < self.size:
+            raise bad_request(f"dimensions must be <= {len(found[0])}, the model's, got {self.size}", "dimensions")
+        return found
+
+
+def prepare(llm: LLM, settings: Settings, body: EmbeddingsRequest | OllamaEmbedRequest) -> EmbeddingJobs:
+    """Return the jobs of a request. Raises `ApiError` 400."""
+    cut = isinstance(body, OllamaEmbedRequest) and body.truncate is not False
+    texts = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else body.input
+    if len(texts) > _MOST_TEXTS:
+        raise bad_request(f"input must have at most {_MOST_TEXTS} texts, got {len(texts)}", "input")
+    sampling = llm.sampling(max_new_tokens=0).seeded()
+    jobs, states = [], []
+    for i, text in enumerate(texts):
+        param = "input" if text is body.input else f"input.{i}"
+        tokens = _tokens(llm, settings, text, param, cut)
+        states.append(PooledStates())
+        # A prompt's last token is left to the first round, and there is none: so one more.
+        jobs.append(ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=states[-1], prompt_only=True))
+    return EmbeddingJobs(jobs, states, body.dimensions)
+
+
+def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> list[int]:
+    limit = min(llm.model.target.context_length - 1, settings.max_prompt or llm.model.target.context_length)
+    if cut and llm.tokenizer.max_token_chars is not None:
+        text = text[: limit * llm.tokenizer.max_token_chars]
+    if not cut:
+        options.check_length(llm, settings, text, param)
+    tokens = options.token_ids(llm, text, param)[: limit if cut else None]
+    options.check_length(llm, settings, tokens, param)
+    return tokens
+
+
+def openai(body: EmbeddingsRequest, name: str, done: EmbeddingJobs) -> dict[str, Any]:
+    """Return the answer in OpenAI's shape."""
+    shown = _packed if body.encoding_format == "base64" else list
+    data = [{"object": "embedding", "index": i, "embedding": shown(x)} for i, x in enumerate(done.vectors())]
+    usage = {"prompt_tokens": done.num_tokens, "total_tokens": done.num_tokens}
+    return {"object": "list", "data": data, "model": name, "usage": usage}
+
+
+def _packed(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

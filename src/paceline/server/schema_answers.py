@@ -1,0 +1,139 @@
+"""Bodies of the answers that generate no text, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class PlainAnswer(BaseModel):
+    """Body of an answer, with all its keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Health(PlainAnswer):
+    """Whether the server accepts requests."""
+
+    status: Literal["ok", "stopping"]
+    running: int
+    waiting: int
+
+
+class TokenPiece(PlainAnswer):
+    """A token with its text."""
+
+    id: int
+    piece: str
+
+
+class Tokens(PlainAnswer):
+    """Token ids of a text."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+
+
+class DecodedText(PlainAnswer):
+    """Text of token ids, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class RenderedPrompt(PlainAnswer):
+    """A chat's prompt."""
+
+    prompt: str
+
+
+class TokenCount(PlainAnswer):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
+class ServedModel(PlainAnswer):
+    """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
+    context and sampling."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    parent: str | None = None
+    paceline: dict[str, Any]
+
+
+class ModelListing(PlainAnswer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class OllamaVersion(PlainAnswer):
+    """The version of Ollama whose API this is."""
+
+    version: str
+
+
+class OllamaDetails(PlainAnswer):
+    """About a model's files."""
+
+    parent_model: str
+    format: Literal["gguf", "safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(PlainAnswer):
+    """A model as Ollama lists it; `size_vram` to `expires_at`: of one in memory."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    size_vram: int | None = None
+    context_length: int | None = None
+    expires_at: str | None = None
+
+
+class OllamaModelList(PlainAnswer):
+    """All models, or those in memory."""
+
+    models: list[OllamaModel]
+
+
+class OllamaModelAbout(PlainAnswer):
+    """What a model is and can do."""
+
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class DeletedResponse(PlainAnswer):
+    """A response that has been forgotten."""
+
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool

@@ -1,0 +1,70 @@
+"""Bodies of /v1/embeddings and /api/embed, and of their answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.server.compat import Ignored, Strict, accepts
+from paceline.server.schema import ModelName, Text, TokenIds
+from paceline.server.schema_answers import PlainAnswer
+
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+Dimensions = Annotated[int, Field(ge=1, lt=2**20, description="Numbers of each vector that are kept.")]
+
+
+class EmbeddingsRequest(Strict):
+    """Body of /v1/embeddings."""
+
+    model: ModelName | None = None
+    input: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+    user: Ignored = None
+
+
+@accepts("options keep_alive", ())
+class OllamaEmbedRequest(Strict):
+    """Body of /api/embed."""
+
+    model: ModelName | None = None
+    input: Text | Texts
+    truncate: Annotated[bool, Field(description="Cut texts that are too long. True unless said otherwise.")] | None = (
+        None
+    )
+    dimensions: Dimensions | None = None
+
+
+class Embedding(PlainAnswer):
+    """One vector of length 1, as numbers or as little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(PlainAnswer):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(PlainAnswer):
+    """Body of the answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class OllamaEmbeddings(PlainAnswer):
+    """Body of the answer of /api/embed. Durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int

@@ -1,0 +1,74 @@
+"""Vectors of texts, through OpenAI's client and Ollama's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.llm import LLM
+from paceline.types import Rows, Want
+from paceline.verify.tree import pack_prefix
+from tests.server.running import Serving
+
+TEXTS = ["abc abc", "the long text of a toy", "b"]
+
+
+def expected(llm: LLM, text: str) -> list[float]:
+    """The mean of the final states of one pass over the text."""
+    target, tokens = llm.model.target, llm.encode(text, raw=True)
+    cache = target.new_cache()
+    rows: Rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
+    states = target.forward(rows, cache, Want("none", taps=("final",))).taps["final"][0, : len(tokens)]
+    return torch.nn.functional.normalize(states.float().mean(0), dim=0).tolist()
+
+
+def test_each_text_has_the_mean_of_its_states(served: Serving, plain: LLM) -> None:
+    made = served.openai.embeddings.create(model="toy", input=TEXTS)  # which asks for base64
+    assert [one.index for one in made.data] == [0, 1, 2]
+    assert made.usage.prompt_tokens == sum(len(plain.encode(text, raw=True)) for text in TEXTS)
+    for text, one in zip(TEXTS, made.data, strict=True):
+        assert one.embedding == pytest.approx(expected(plain, text), abs=1e-6)
+    assert served.idle()
+
+
+def test_inputs_may_be_tokens_and_vectors_cut(served: Serving, plain: LLM) -> None:
+    whole = expected(plain, TEXTS[0])
+    for given in (TEXTS[0], plain.encode(TEXTS[0], raw=True), [plain.encode(TEXTS[0], raw=True)]):
+        made = served.post("/v1/embeddings", {"input": given, "encoding_format": "float"}).json()["data"]
+        assert [one["embedding"] for one in made] == [pytest.approx(whole, abs=1e-6)]
+    [cut] = served.post("/v1/embeddings", {"input": TEXTS[0], "dimensions": 5}).json()["data"]
+    assert cut["embedding"] == pytest.approx(torch.nn.functional.normalize(torch.tensor(whole[:5]), dim=0).tolist())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a"] * 257}, "input"),
+        ({"input": ["a", "b" * 100_000]}, "input.1"),
+        ({"input": "a", "dimensions": 10_000}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "nonsense": 1}, "nonsense"),
+        ({"input": [99_999]}, "input"),
+    ],
+    ids=str,
+)
+def test_refusals(served: Serving, body: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/embeddings", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_ollamas_client(served: Serving, plain: LLM) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(served.address)
+    made = client.embed("toy", TEXTS)
+    assert made.prompt_eval_count == sum(len(plain.encode(text, raw=True)) for text in TEXTS)
+    for text, vector in zip(TEXTS, made.embeddings, strict=True):
+        assert vector == pytest.approx(expected(plain, text), abs=1e-6)
+    assert len(client.embed("toy", "abc" * 100_000).embeddings) == 1, "cut, unless it is forbidden"
+    with pytest.raises(ollama.ResponseError, match="300000 tokens, the limit is 255"):
+        client.embed("toy", "abc" * 100_000, truncate=False)
