@@ -196,5 +196,5 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.{PrefixRouter.__name__}"),
         ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
     )
-    front = serve.deployment(Front, max_ongoing_requests=1000)
+    front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1})
     return front.bind(replicas.bind(arguments), given["max_body"])
