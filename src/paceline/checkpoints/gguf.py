@@ -114,7 +114,8 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     that is missing, `CorruptModel`, `UnsupportedModel`."""
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
-    if any(len(found) != 1 for found in widths) or (widths and meta.architecture != "lfm2"):
+    mixed = meta.architecture == "gemma4"  # which reads these lists itself
+    if not mixed and (any(len(found) != 1 for found in widths) or (widths and meta.architecture != "lfm2")):
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
@@ -147,7 +148,7 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     }
     config |= own(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
-    if rotated != head_dim * config.get("partial_rotary_factor", 1):
+    if not mixed and rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
 
@@ -271,6 +272,59 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _gemma4(meta: Metadata, config: Config) -> Config:
+    """Gemma 4, of which the metadata names the sizes of both kinds of layers, and the planes that turn by the factors
+    of their wavelengths."""
+    layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
+    shared = meta.get("attention.shared_kv_layers", 0)
+    widths = _by_layer(config["intermediate_size"], layers)
+    double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
+    if widths not in (double, widths[:1] * layers):
+        raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
+    heads = _by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
+    turning = factors.count(1.0)
+    if any(factor < 1e20 for factor in factors[turning:]):
+        raise UnsupportedModel(f"{meta.file.path.name} stretches some wavelengths", "Use another model")
+    sizes = {False: config["head_dim"], True: meta.get("attention.key_length_swa", config["head_dim"])}
+    slides = [kind == "sliding_attention" for kind in types]
+    whole = {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+    near = meta.get("rope.dimension_count_swa", sizes[True]) / sizes[True]
+    return {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": heads[0],
+        "head_dim": sizes[True],
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths != widths[:1] * layers,
+        "layer_types": types,
+        "per_layer_config": {
+            str(i): {"head_dim": sizes[slides[i]], "num_key_value_heads": heads[i]} for i in range(layers)
+        },
+        "rope_parameters": {
+            "full_attention": {**whole, "rope_theta": config["rope_theta"]},
+            "sliding_attention": {"rope_theta": meta.get("rope.freq_base_swa"), "partial_rotary_factor": near},
+        },
+        **dict.fromkeys(("rope_freqs", "rope_scaling")),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": meta.get("embedding_length_per_layer_input", 0),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in meta.file.tensors for i in range(layers - shared)),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+        "enable_moe_block": bool(meta.get("expert_count")),
+        "num_experts": meta.get("expert_count") or None,
+        "top_k_experts": meta.get("expert_used_count"),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+    }
+
+
+def _by_layer(value: Any, layers: int) -> list[int]:
+    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
+    if not isinstance(value, list):
+        return [int(value)] * layers
+    if len(value) < layers or not all(isinstance(size, int) and 0 < size < 2**24 for size in value):
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
+    return value[:layers]
+
+
 def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
     window)."""
@@ -306,6 +360,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "seed_oss": _named("seed_oss"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
 }
 """GGUF architecture -> its fields of the config: Hugging Face's model type, and what differs from its defaults (as for
 the layers of SmolLM3 without rotary embedding, which the metadata does not name)."""
@@ -334,7 +389,7 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
 
 _EOS_TOKENS = {
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
+    *("<EOT>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
 }
 _HARMONY = {"<|return|>", "<|call|>"}
 """In gpt-oss's chat format these end a reply, and "<|end|>" ends a message, of which a reply may have several."""

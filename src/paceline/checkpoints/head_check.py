@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import ModelConfig
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig, TrainableConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,7 +20,7 @@ MAPS = ("d2t", "t2d", "token_map")
 """Tensors that map the rows of a draft vocabulary to the target's tokens."""
 
 
-def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
+def shapes_of(config: TrainableConfig) -> tuple[Shapes, Shapes]:
     """Return the tensors (see `heads.py` for their names) that a head must have, and those it may have."""
     if isinstance(config, EagleConfig):
         return _eagle3(config) if config.version == 3 else _eagle(config)
@@ -111,7 +111,7 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
     return {f"{start}{name}.weight": shape for name, shape in (parts | norms).items()}, biases
 
 
-def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise `CorruptModel` for a tensor that is missing, misshapen, not finite or unknown to the config, and for
     inconsistent token maps or configs; `UnsupportedModel` for quantised weights."""
     _check_config(where, config)
@@ -128,7 +128,7 @@ def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
     _check_maps(where, config, tensors)
 
 
-def _check_config(where: Path, config: HeadConfig) -> None:
+def _check_config(where: Path, config: TrainableConfig) -> None:
     if isinstance(config, MedusaConfig):
         for path in config.paths:
             if not path or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in path):
@@ -160,7 +160,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
         )
 
 
-def _check_maps(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+def _check_maps(where: Path, config: TrainableConfig, tensors: Mapping[str, Tensor]) -> None:
     if "d2t" in tensors and isinstance(config, (EagleConfig, BlockConfig)):
         targets = torch.arange(config.draft_vocab) + tensors["d2t"]
         _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.assistant import ASSISTANT, open_assistant
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
@@ -27,7 +28,7 @@ from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, HEAD_IDENTITY, check
 from paceline.models.config import ModelConfig
 from paceline.models.families import read_config
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 
 Raw = Mapping[str, Any]
@@ -61,7 +62,7 @@ class _Folder:
         return value
 
 
-Found = tuple[str, HeadConfig, Tensors]
+Found = tuple[str, TrainableConfig, Tensors]
 """Layout, config, and tensors by canonical name."""
 
 
@@ -82,6 +83,8 @@ def open_head(
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
+    if raw.get("model_type") == ASSISTANT:
+        return open_assistant(path, allow_pickle=allow_pickle)
     reader = None if path.is_file() else _reader(path, raw)
     if reader is None:
         if path.is_file() and (stored := open_head_gguf(path)):
@@ -108,7 +111,7 @@ def open_head(
     return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
-def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
+def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors with token maps in int64 and bool, and d2t and t2d derived from each other if one is missing.
 
     Malformed maps (not integers, not one row) are left for `check_tensors` to report.
@@ -133,7 +136,10 @@ def holds_head(path: Path) -> bool:
     if path.is_file():
         return is_head_gguf(path)
     file = path / "config.json"
-    return file.exists() and _reader(path, read_json(file, HEAD_IDENTITY)) is not None
+    if not file.exists():
+        return False
+    raw = read_json(file, HEAD_IDENTITY)
+    return raw.get("model_type") == ASSISTANT or _reader(path, raw) is not None
 
 
 def _check_fields(file: Path, raw: Raw) -> None:

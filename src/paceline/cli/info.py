@@ -37,6 +37,7 @@ _HEADS = {
     "mtp": ("multi-token prediction", "", ""),
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
+    "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
     "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
 }
 """Kind -> title, and a row of its own: name and value."""
@@ -256,9 +257,12 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
 
 
 def _head_sizes(head: HeadFile) -> dict[str, Any]:
-    from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
+    from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, MedusaConfig
 
     c = head.config
+    if isinstance(c, AssistantConfig):
+        vocab = c.layer.vocab_size
+        return {"hidden": c.target_hidden, "vocab_size": vocab, "draft_vocab": vocab, "layers": c.layer.layers}
     if isinstance(c, EagleConfig):
         return {"hidden": c.target_hidden, "vocab_size": c.layer.vocab_size, "draft_vocab": c.draft_vocab}
     if isinstance(c, MedusaConfig):

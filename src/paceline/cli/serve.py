@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import LOG_FORMAT, option, options_of
-from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, parse_adapters, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
@@ -275,7 +275,8 @@ def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]
     from paceline.server.models import ModelSource
 
     names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
-    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve())
+    adapters = tuple(parse_adapters(model.adapter or ())[1])
+    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve(), adapters=adapters)
 
 
 def _pull(
@@ -318,6 +319,7 @@ def _open_worker(
     off = model.drafter == "none"
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
     llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
+    llm.adapter = None  # requests name theirs
     if record:
         recorders.append(llm.record(record))
     return Worker(llm, limits.worker_limits(llm), OFF if off else None)
@@ -331,6 +333,8 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
 
     loaded = [model for source in models.sources if (model := models.get(source.names[0]))]
     about = ", ".join(f"{model.name} (drafter: {_default_drafter(model.worker)})" for model in loaded)
+    if adapters := [name for source in models.sources for name in source.adapters]:
+        about += f", with adapters {', '.join(adapters)},"
     others = len(models.sources) - len(loaded)
     if others:
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"

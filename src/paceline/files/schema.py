@@ -168,6 +168,22 @@ GEMMA: Mapping[str, FieldKind] = {
     "rope_local_base_freq": _BASE,
     "sliding_window_pattern": whole(1),
 }
+GEMMA4_LAYER: Mapping[str, FieldKind] = {"head_dim": _SIZE, "num_key_value_heads": _SIZE}
+"""What a layer of Gemma 4 may have of its own."""
+GEMMA4: Mapping[str, FieldKind] = {
+    "hidden_activation": TEXT,
+    **_each(_SIZE | NULL, "global_head_dim", "num_global_key_value_heads"),
+    "sliding_window": whole(1),
+    "rope_parameters": OBJECT,
+    "use_bidirectional_attention": TEXT | NULL,
+    "hidden_size_per_layer_input": whole(0, 2**16) | NULL,
+    "vocab_size_per_layer_input": whole(0, MOST_ROWS),
+    **_each(FLAG, "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
+    "num_kv_shared_layers": whole(0, LAYERS),
+    "per_layer_config": OBJECT | NULL,
+    **_each(_EXPERTS | NULL, "num_experts", "top_k_experts"),
+    "moe_intermediate_size": _ROWS | NULL,
+}
 GRANITE = _each(_FACTOR, "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 MIXTURE: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
@@ -271,6 +287,9 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "block_count": _LAYERS,
     **_each(_TOKENS, "context_length", "rope.scaling.original_context_length"),
     **_each(_SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
+    **_each(_SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
+    "embedding_length_per_layer_input": whole(0, 2**16),
+    "attention.shared_kv_layers": whole(0, LAYERS),
     "feed_forward_length": _ROWS | _PER_LAYER,
     **_each(_SIZE | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
     "attention.layer_norm_rms_epsilon": _EPS,

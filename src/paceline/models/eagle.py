@@ -41,7 +41,7 @@ class EagleNetwork:
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
         widths = [self._entry.width, *[None] * (layer.layers - 1)]  # later layers are the family's own
         layers = [
-            make_layer(layer, kind.sparse, weights, f"layers.{i}.", width)
+            make_layer(layer, kind, weights, f"layers.{i}.", width)
             for i, (kind, width) in enumerate(zip(layer.plan, widths, strict=True))
         ]
         self._stack = LayerStack(layer, layers, host)

@@ -18,6 +18,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3
+    assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
+             (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
 
 Any projection may have a bias beside its weight.
@@ -118,21 +120,35 @@ class ExitConfig:
     rank: int = 0
 
 
-HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    """Gemma 4's assistant: layers of queries alone, which see the target's keys and values. `layer`: its layers, with
+    the target's vocabulary."""
+
+    layer: ModelConfig
+    target_hidden: int
+    taps: tuple[Tap, ...] = ("final",)
+
+
+TrainableConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
+"""Heads that Paceline trains, and writes, too."""
+HeadConfig = TrainableConfig | AssistantConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
+    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
     if isinstance(config, EagleConfig) and config.built_in:
         return "mtp"
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
-    return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
+    return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit", AssistantConfig: "assistant"}[
+        type(config)
+    ]
 
 
 def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
     """The head's input taps; () if EAGLE-3's default was left to the target."""
-    if isinstance(config, (EagleConfig, BlockConfig)):
+    if isinstance(config, (EagleConfig, BlockConfig, AssistantConfig)):
         return config.taps
     return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
 

@@ -107,6 +107,7 @@ _LANGUAGE = {"model.language_model.": "model."}
 TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_text": _LANGUAGE,
     "qwen3_5_moe_text": _LANGUAGE,
+    "gemma4_text": _LANGUAGE,
     "lfm2": {
         "model.embedding_norm.": "model.norm.",
         ".operator_norm.": ".input_layernorm.",
@@ -121,7 +122,7 @@ TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Model type -> parts of names in its files, and those of Llama's names in their place."""
 
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models that also see -> their language model, which runs by itself here."""
 
 

@@ -51,14 +51,17 @@ class Metrics:
         self._speed = self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.")
         self._models: dict[str, ModelMetrics] = {}
 
-    def of(self, model: str) -> ModelMetrics:
-        """Return the metrics of one model, which continue where it is loaded again."""
+    def of(self, model: str, adapter: bool = False) -> ModelMetrics:
+        """Return the metrics of one model, which continue where it is loaded again. `adapter`: of an adapter, whose
+        load is a part of its model's."""
         if model not in self._models:
             mine = self._models[model] = ModelMetrics(self, model)
+            self._speed.labels(model).set_function(mine.tokens_per_second)
+            if adapter:
+                return mine
             self._running.labels(model).set_function(lambda: self._load(model).running)
             self._waiting.labels(model).set_function(lambda: self._load(model).waiting)
             self._cache.labels(model).set_function(lambda: self._load(model).cache)
-            self._speed.labels(model).set_function(mine.tokens_per_second)
         return self._models[model]
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
