@@ -92,7 +92,7 @@ def measure() -> dict[str, float]:
             parts[f"{kind}: CPU us an event of a stream"] = used / events[-1] * 1e6
         parts.update(alone(model))
         few, many = idle(2), idle(14)
-        parts["controller: CPU ms a second, for each replica"] = (many - few) / 12 * 1e3
+        parts["controller: CPU ms a second, for each replica"] = round((many - few) / 12 * 1e3, 2)
         parts["controller: CPU ms a second, without replicas"] = few * 1e3
     return parts
 

@@ -65,7 +65,7 @@ class Replicas(Serving):
         return [process for process in found if "Replica:paceline:Replica" in _title(process)]
 
     @staticmethod
-    def wait(done: Callable[[], bool], seconds: float = 90) -> None:
+    def wait(done: Callable[[], bool], seconds: float = 240) -> None:
         """Wait until `done`."""
         until = time.monotonic() + seconds
         while not done():

@@ -79,7 +79,7 @@ def test_sessions_keep_their_server_and_a_server_that_stops_costs_no_request(
         for i, session in enumerate(sessions):
             answer = it.post(CHAT, asked(str(i)), headers=session)
             assert content(answer) == expected[i]
-            assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
+            assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 50) == (turn > 0)
     # A stream comes in parts, not at the end.
     with httpx.stream("POST", it.address + CHAT, json=asked("a", 2000) | {"stream": True}, timeout=60) as answer:
         parts = [time.monotonic() for _ in answer.iter_lines()]

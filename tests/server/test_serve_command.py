@@ -11,6 +11,8 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.cli.commands import parsed
+from paceline.cli.serve import application
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.errors import ModelNotFound, UnsupportedModel
@@ -188,3 +190,15 @@ def test_the_server_says_where_it_is_and_what_it_serves(capsys: pytest.CaptureFi
     assert "anyone who can reach" in said[2]
     announce(Models(others), True, True, "http://127.0.0.1:1")
     assert capsys.readouterr().err == ""
+
+
+def test_options_by_name_make_the_same_application(started: list[Models]) -> None:
+    given = {"model": "/srv/my-model", "drafter": "none", "served_model_name": ["one", "two"], "slots": "3"}
+    context = parsed(application, {**given, "log_prompts": "true", "quiet": False, "port": 0})
+    assert not started, "parsed, but not run"
+    assert (context.params["slots"], context.params["log_prompts"], context.params["quiet"]) == (3, True, False)
+    assert context.command.invoke(context).models is started[0]
+    assert started[0].sources[0].names == ("one", "two")
+    for wrong, message in (({"modle": "x"}, "No such option: --modle"), ({"slots": 0}, "greater|range")):
+        with pytest.raises(Exception, match=message):
+            parsed(application, wrong)

@@ -35,11 +35,8 @@ from paceline.server.preprocessing import LONG, Preprocessor, client_of
 
 _ATTEMPTS = 2
 """Replicas that may die before they have begun to answer a request."""
-_SCOPE = (
-    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
-    *("headers", "client"),
-)
-_ID = b"x-request-id"
+_PAUSE = 0.02
+"""Seconds between two parts of a stream: each costs processor time in three processes (benchmarks/replicas.py)."""
 
 
 class PrefixRouter(RequestRouter):
@@ -100,6 +97,8 @@ class Replica:
                     messages.append(sent.get_nowait())
                 if found := [message for message in messages if message]:
                     yield found
+                if not task.done():
+                    await asyncio.sleep(_PAUSE)
             await task
         finally:
             gone.set()
@@ -127,7 +126,7 @@ class Front:
             return api_error(_known(error)).response(path)
         start, *rest = head
         response = StreamingResponse(_parts(stream, rest, path), start["status"])
-        response.raw_headers = [(name, value) for name, value in start["headers"] if name != _ID]  # Ray sends it
+        response.raw_headers = [pair for pair in start["headers"] if pair[0] != b"x-request-id"]  # Ray sends it
         return response
 
     async def _route(self, request: Request, body: bytes) -> Route:
@@ -137,9 +136,9 @@ class Front:
     async def _begin(self, request: Request, body: bytes, route: Route) -> tuple[Any, list[Message]]:
         """Return the stream of a replica's answer, and its first messages: all, unless the answer is streamed. Another
         replica takes the place of one that dies meanwhile, since nothing has been sent to the client."""
-        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        sent = {name: value for name, value in request.scope.items() if isinstance(value, str | bytes | list | tuple)}
         for left in reversed(range(_ATTEMPTS)):
-            stream = self._replicas.answer.remote(scope=scope, body=body, route=route)
+            stream = self._replicas.answer.remote(scope=sent, body=body, route=route)
             try:
                 head = await anext(stream)
                 if any(name == b"content-length" for name, _ in head[0]["headers"]):
@@ -196,5 +195,5 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.{PrefixRouter.__name__}"),
         ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
     )
-    front = serve.deployment(Front, max_ongoing_requests=1000)
+    front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1})
     return front.bind(replicas.bind(arguments), given["max_body"])
