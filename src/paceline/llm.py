@@ -57,7 +57,7 @@ class LLM:
         their requests (None: that of the others)."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
-        self.draft, self.adapters = draft, dict(adapters or {})
+        self.draft, self.adapters = draft, {**dict.fromkeys(model.adapters), **(adapters or {})}
         self.adapter: str | None = None
         """The adapter of replies that name none."""
         self.recorder: ReplyRecorder | None = None
@@ -339,7 +339,7 @@ def load(
     """Load a target model and a drafter.
 
     model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
-    adapter in PEFT's layout, which names its base model itself; or a causal model already loaded with transformers,
+    adapter in PEFT's layout, which names its base model itself; or a causal model or PeftModel already loaded,
     with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model. adapters: by name, those to hold beside it:
     each request may name its own. A `paceline.Adapter` adds up several, or has a drafter of its own.

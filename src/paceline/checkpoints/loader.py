@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -64,9 +64,14 @@ class Loaded:
     head_tokens: Tensor | None = None
     has_mtp: bool = False
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters that requests may name."""
+        return self.target.adapters if isinstance(self.target, Adaptable) else ()
+
     def adapter_number(self, name: str | None) -> int:
         """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` for an unknown one."""
-        names = ["", *(self.target.adapters if isinstance(self.target, Adaptable) else ())]
+        names = ["", *self.adapters]
         if (name or "") not in names:
             raise InvalidOption(f"no adapter {name!r} is loaded", f"Loaded adapters: {', '.join(names[1:]) or 'none'}")
         return names.index(name or "")
@@ -312,12 +317,17 @@ def check_held(moved: bool, quantized: bool, adapted: bool) -> None:
     if quantized:
         raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
     if adapted:
-        raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
+        raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
 
 
 def wrap(model: Any, tokenizer: Any) -> Loaded:
-    """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
-    wrappable = False
+    """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
+    wrappable, wrapper = False, None
+    if type(model).__module__.startswith("peft."):
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            wrapper, model = model, model.get_base_model()
     if find_spec("transformers"):
         from transformers import PreTrainedModel
         from transformers.generation import GenerationMixin
@@ -326,8 +336,7 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     if not wrappable:
         raise InvalidOption(
             f"model is a {type(model).__name__}",
-            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
-            "(of a PEFT model, what merge_and_unload() returns)",
+            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head, or one of PEFT",
         )
     if tokenizer is None:
         raise InvalidOption(
@@ -339,7 +348,7 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
-    return Loaded(CausalLM(model), tokenizer, eos, generation, Path(model.name_or_path))
+    return Loaded(CausalLM(model, wrapper), tokenizer, eos, generation, Path(model.name_or_path))
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:

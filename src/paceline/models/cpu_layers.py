@@ -18,7 +18,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, Layer, Mixture
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
@@ -145,9 +145,10 @@ class NativeLayers:
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
-        assert layer.mlp_norm
+        last = layer.mlp_norm or post[1]
+        assert last
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
-        norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
+        norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
         used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
         gated = parts.experts[0][0]
@@ -159,7 +160,7 @@ class NativeLayers:
             *((_Expert * len(experts))(*experts), len(experts), used, normalised),
             *(self._pointer(norm) for norm in norms),
             *(
-                layer.mlp_norm.eps,
+                last.eps,
                 layer.residual_scale,
                 parts.out.matrix.shape[0],
                 gated.out,
@@ -234,6 +235,8 @@ class _Parts(NamedTuple):
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
+        return None
+    if isinstance(layer.attention.norm, WideNorm):
         return None
     if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
         return None

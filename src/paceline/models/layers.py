@@ -62,6 +62,20 @@ class HeadNorm:
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
+class WideNorm:
+    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
+
+    def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
+        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
+        self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
+        keys = self._k(k.flatten(2)).view_as(k)
+        return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
+
+
 class Mixer(Protocol):
     """The part of a layer in which rows see others: attention, or a recurrence."""
 
@@ -83,7 +97,7 @@ class Attention(Mixer):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        norm: HeadNorm | None = None,
+        norm: HeadNorm | WideNorm | None = None,
         sinks: Tensor | None = None,
         gated: bool = False,
         value_norm: RMSNorm | None = None,

@@ -220,13 +220,13 @@ class LayerTask {
     }
 
     void shrink(const LowRank* on, int row, const float* x, int size) {
-        if (const LowRank* own = low_rank(on, row)) own->shrink(&s.shrunk[int64_t(row) * pass.rank], x, size);
+        if (const LowRank* own = low_rank(on, row)) own->template shrink<Element>(&s.shrunk[int64_t(row) * pass.rank], x, size);
     }
 
     // y, 16 outputs from `at` on of a product without adapters, with what the row's adapter adds.
     Floats grown(const LowRank* on, int row, int at, const Floats& y) const {
         const LowRank* own = low_rank(on, row);
-        return own ? own->grow(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
+        return own ? own->template grow<Element>(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
     }
 
     // A row of the stream, normed if there is a norm.
