@@ -171,7 +171,9 @@ def measure(rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[
     found = {"gloo": exchanges(ranks, sizes, 10 * rounds)}
     ranks.share_memory()
     found["memory"] = exchanges(ranks, sizes, 10 * rounds)
-    measured = wholes(Mirror(ranks), rows, rounds)
+    mirror = Mirror(ranks)
+    measured = wholes(mirror, rows, rounds)
+    mirror.end()
     kinds = ("least", "median")
     lines = []
     result: dict[str, Any] = {"provenance": provenance(rows=rows), "parts": parts, "exchanges": found}
