@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.gguf import Metadata, config_of, layer_types
+from paceline.checkpoints.gguf import config_of
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_metadata import Metadata, layer_types
 from paceline.checkpoints.gguf_tensors import LAYER, QK_NORMS, GGUFTensors, TensorLayout
 from paceline.checkpoints.head_dflash import block_layer
 from paceline.errors import CorruptModel, UnsupportedModel
