@@ -39,6 +39,7 @@ _PLAN = (LayerConfig(QWEN.rope, window=7), LayerConfig(QWEN.rope))
 WINDOWED = replace(BLOCK, layer=replace(QWEN, special=_PLAN), causal=(True, False))
 MUTUAL = replace(WINDOWED, causal=())
 REDUCED = replace(BLOCK, draft_vocab=16, from_anchor=True)
+DSPARK = replace(BLOCK, markov=8, confidence=40, from_anchor=True)
 EXIT = ExitConfig(32, 3, 4)
 
 

@@ -111,6 +111,13 @@ def block_tensors(config: BlockConfig = TINY_BLOCK, seed: int = 0) -> dict[str, 
         if name.startswith("model.layers.")
     }
     fc = torch.randn(c.hidden, len(config.taps) * c.hidden, generator=draw) * 0.3
+    if config.markov:
+        parts = {
+            "markov_head.markov_w1": (c.vocab_size, config.markov),
+            "markov_head.markov_w2": (c.vocab_size, config.markov),
+        }
+        parts |= {"confidence_head.proj": (1, config.confidence)} if config.confidence else {}
+        layers |= {name + ".weight": torch.randn(shape, generator=draw) for name, shape in parts.items()}
     norms = {name + ".weight": 1 + 0.2 * torch.randn(size, generator=draw) for name, size in shapes.items()}
     return layers | norms | {"fc.weight": fc}
 

@@ -100,6 +100,10 @@ class CacheError(PacelineError, ValueError):
     """A KV cache was used against its contract; it is unchanged."""
 
 
+class RankLost(PacelineError, ConnectionError):
+    """One of the processes that share a model has ended, and the model with it."""
+
+
 class NonFiniteLogits(PacelineError, ArithmeticError):
     """The model produced NaN or infinity where a token had to be chosen."""
 

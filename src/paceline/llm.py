@@ -27,6 +27,7 @@ from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.files.garbage import uncollected
 from paceline.kernels.quantize import Precision, check_precision
+from paceline.models.placement import DeviceMap
 from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
 from paceline.session import Session
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from paceline.text.tokenizer import Tokenizer
-
-_ONE = (str, Drafter, type(None))  # what names one drafter, or none
 
 
 class LLM:
@@ -58,7 +57,7 @@ class LLM:
         their requests (None: that of the others)."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
-        self.draft, self.adapters = draft, dict(adapters or {})
+        self.draft, self.adapters = draft, {**dict.fromkeys(model.adapters), **(adapters or {})}
         self.adapter: str | None = None
         """The adapter of replies that name none."""
         self.recorder: ReplyRecorder | None = None
@@ -304,7 +303,10 @@ class LLM:
         replies that have begun end with them. Raises `PacelineError`, and nothing has changed then.
         """
         if self.source is None or self.recorder or isinstance(self.source["drafter"], Drafter):
-            raise InvalidOption("objects keep their weights, and a recording its precision", "Load by name, unrecorded")
+            raise InvalidOption(
+                "objects and shared models keep their weights, and a recording its precision",
+                "Load by name, in one process, unrecorded",
+            )
         made = load(**{**self.source, "quantize": mode, "draft_quantize": draft or self.source["draft_quantize"]})
         self.model, self.engine, self.source = made.model, made.engine, made.source
 
@@ -330,35 +332,32 @@ def load(
     progress: bool = False,
     exact: bool = False,
     preset: Literal["fast", "low-memory", "exact"] | None = None,
+    tensor_parallel: bool = False,
+    device_map: DeviceMap | None = None,
+    draft_device_map: DeviceMap | None = None,
 ) -> LLM:
     """Load a target model and a drafter.
 
     model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
-    adapter in PEFT's layout, which names its base model itself; or a causal model already loaded with transformers,
+    adapter in PEFT's layout, which names its base model itself; or a causal model or PeftModel already loaded,
     with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
     adapter: a LoRA adapter, a folder or a hub id, to merge into the model. adapters: by name, those to hold beside it:
-    each request may name its own, and requests of several share passes. A `paceline.Adapter` adds up several, or has a
-    drafter of its own.
-    drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model; with an
-    adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF", "block:REF",
-    "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone comes with Paceline), "early-exit:LAYERS" (with
-    "@P", such as "early-exit:8@0.7", a chain ends below that probability instead of 0.5), several joined by "+", or a
-    `Drafter`. A list loads each of them, for requests that name theirs (as a server's do).
+    each request may name its own. A `paceline.Adapter` adds up several, or has a drafter of its own.
+    drafter: None, "auto" ("suffix"), "ngram", "suffix", "model:REF" (a small model; "model:REF@ADAPTER"), a head
+    trained for the model ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or
+    "medusa" alone comes with Paceline), "early-exit:LAYERS" ("early-exit:8@0.7" ends a chain below that probability),
+    several joined by "+", or a `Drafter`. A list loads each of them, for requests that name theirs.
     draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    quantize: "auto" runs a GGUF on the codes that it is stored in, and other files as they are; "none" (or a dtype)
-    asks for floats; "int8" and "int4" hold projections and output head as integers, in a GGUF file's own codes if it
-    has them (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" holds a draft model in 4 bits.
+    quantize: "auto" runs a GGUF on its own codes, and other files as they are; "none" (or a dtype) asks for floats,
+    "int8" and "int4" for integers (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" is 4 bits.
     draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
     ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
-    draft_revision: the `revision` of the drafter's hub id.
-    allow_pickle: read weights, of drafters too, from `pytorch_model.bin` (a head: `medusa_lm_head.pt`) if there are no
-    safetensors.
-    progress: show bars for download and load on stderr.
-    exact: load only if speculation keeps the text bit for bit on this device, according to a self-check that runs in
-    any case (`LLM.guarantee`). On CUDA this uses slower kernels, in which no row of a pass depends on the others.
-    preset: "fast" (`quantize="int4"`), "low-memory" (that, and `drafter="suffix"`) or "exact" (`quantize="none",
-    exact=True`); options given beside it count.
+    draft_revision: the `revision` of the drafter's hub id. progress: show bars for download and load on stderr.
+    allow_pickle: read `pytorch_model.bin` (of a head `medusa_lm_head.pt`) where there are no safetensors.
+    exact: load only if speculation keeps the text bit for bit (`LLM.guarantee`); on CUDA it takes slower kernels.
+    preset: "fast", "low-memory" or "exact". tensor_parallel: share the target among the processes of torchrun.
+    device_map: layers by device, as {"cuda:0": 20, "cpu": None} (the rest), or "auto". draft_device_map: a drafter's.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
@@ -369,32 +368,33 @@ def load(
     budget = to_tree(draft)
     beside = check_adapters(adapters or {})
     own = {name: one.drafter and spec_name(one.drafter) for name, one in beside.items()}
-    given_drafters = [drafter] if isinstance(drafter, _ONE) else list(drafter)
+    given_drafters = [drafter] if isinstance(drafter, str | Drafter | None) else list(drafter)
     check_specs([*given_drafters, *filter(None, own.values())], draft_quantize)
     check_precision(quantize)
     check_draft_vocab(draft_vocab)
-    read = partial(load_model, dtype=dtype, device=device, token=token, allow_pickle=allow_pickle, progress=progress)
+    read = partial(load_model, dtype=dtype, token=token, allow_pickle=allow_pickle, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact, adapters=beside)
+        own_options = ("device", "device_map", "tensor_parallel", "adapter", "revision", "quantize", "exact")
+        loaded = read(model, adapters=beside, **{name: given[name] for name in own_options})
         advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
-        moved = (dtype, device, revision) != ("auto", "auto", None)
+        moved = (dtype, device, revision, device_map, tensor_parallel) != ("auto", "auto", None, None, False)
         check_held(moved, quantize not in ("auto", "none"), adapter is not None or bool(beside))
         loaded = wrap(model, tokenizer)
     opened = partial(
         open_drafter,
         target=loaded,
         quantize=draft_quantize,
-        read=partial(read, revision=draft_revision),
+        read=partial(read, device_map=draft_device_map, device=device, revision=draft_revision),
         head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
         draft_vocab=draft_vocab,
     )
     llm = LLM(loaded, open_drafters(drafter, [*filter(None, own.values())], loaded, opened), budget, own)
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
-    llm.source = given if isinstance(model, (str, Path)) else None
+    llm.source = given if isinstance(model, (str, Path)) and not tensor_parallel else None
     if exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm

@@ -14,6 +14,7 @@ import paceline
 from paceline.checkpoints.adapters import MAX_ADAPTERS, Adapter, check_adapters, read_factors
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.lora import merge
+from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption, PacelineError, UnsupportedModel
 from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
@@ -21,8 +22,12 @@ from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 from tests.checkpoints.test_lora import ATTENTION, VARIANTS, base_model, train
+from tests.toys import toy_tokenizer
 
-peft = pytest.importorskip("peft")
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+from paceline.models.transformers import CausalLM  # noqa: E402
+
 CPU = torch.device("cpu")
 TOKENS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 BESIDE = ("a list of modules", "all linear, rank-stabilised", "a regex with patterns")
@@ -129,6 +134,55 @@ def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
         llm.generate([TOKENS] * 2, adapter=["one"])
     with pytest.raises(PacelineError, match="without adapters beside it"):
         llm.record(tmp_path / "recording.jsonl")
+
+
+def gpt2(seed: int = 0) -> Any:
+    """A tiny GPT-2, which transformers runs."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    config = transformers.GPT2Config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+def peft_model(**options: Any) -> Any:
+    """With two adapters, of which the first is active."""
+    plain: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "r": 4, "lora_alpha": 30}
+    model = peft.get_peft_model(gpt2(), peft.LoraConfig(**plain | options), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig(**plain | options | {"target_modules": ["c_proj"]}))
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    return model.double().eval()
+
+
+def test_a_peft_model_runs_through_transformers() -> None:
+    # The same model as a drafter: it knows no adapters.
+    drafter = DraftModel(CausalLM(gpt2()), 37)
+    llm = paceline.load(peft_model(), tokenizer=toy_tokenizer(), drafter=drafter, draft=3)
+    names = [None, "one", "two"]
+    replies = llm.generate([TOKENS] * 3, adapter=names, max_new_tokens=24, ignore_eos=True)
+    merged = {}
+    for name in ("one", "two"):
+        model = peft_model()
+        model.set_adapter(name)
+        own = paceline.load(model.merge_and_unload(), tokenizer=toy_tokenizer(), drafter=None)
+        merged[name] = own.generate(TOKENS, max_new_tokens=24, ignore_eos=True).token_ids
+    assert [reply.token_ids for reply in replies] == [merged["one"], merged["one"], merged["two"]]
+    assert merged["one"] != merged["two"]
+    assert all(reply.stats.drafted for reply in replies)
+
+
+def test_peft_models_whose_adapters_cannot_share_a_pass() -> None:
+    dora = paceline.load(peft_model(use_dora=True), tokenizer=toy_tokenizer())
+    assert len(dora.generate(TOKENS, max_new_tokens=3, ignore_eos=True).token_ids) == 3
+    with pytest.raises(InvalidOption, match="no adapter 'one' is loaded"):
+        dora.generate(TOKENS, adapter="one")
+    prompt = peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(UnsupportedModel, match="a learned prompt"):
+        paceline.load(prompt, tokenizer=toy_tokenizer())
+    with pytest.raises(InvalidOption, match="cannot be added to a model object"):
+        paceline.load(gpt2(), tokenizer=toy_tokenizer(), adapters={"x": "y"})
 
 
 def test_without_a_drafter_an_adapter_may_have_one(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
-from paceline.errors import UnsupportedModel
+from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import BlockConfig
-from tests.random_heads import BLOCK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
+from tests.random_heads import BLOCK, DSPARK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
 
 
 def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:
@@ -133,3 +133,37 @@ def test_variants_of_dflash_in_speculators_are_refused_by_name(key: str, value: 
     raw = json.loads((folder / "config.json").read_text()) | {key: value}
     with pytest.raises(UnsupportedModel, match=key):
         open_head(folder_of(folder, raw, dict(head_of(REDUCED).tensors)))
+
+
+def test_dspark_as_its_authors_spell_it(tmp_path: Path) -> None:
+    """Its fields beside those of the layers or within an object; copies of the target's tensors are left out."""
+    copies = {name: torch.ones(64, 32) for name in ("embed_tokens.weight", "lm_head.weight")}
+    tensors = {**head_of(DSPARK).tensors, **copies}
+    own = {"mask_token_id": 63, "target_layer_ids": [1, 4], "markov_rank": 8, "markov_head_type": "vanilla"}
+    base = QWEN3 | {"block_size": 4, "num_target_layers": 8}
+    spelled = [own, {"dspark_config": own}, {"dflash_config": own}]
+    for i, fields in enumerate(spelled):
+        config = base | {"architectures": ["Qwen3DSparkModel"]} | fields
+        read = open_head(folder_of(tmp_path / str(i), config, tensors))
+        assert read.config == DSPARK
+        assert {*read.tensors} == {*head_of(DSPARK).tensors}
+    config = base | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+    with pytest.raises(UnsupportedModel, match="which token its first entry predicts"):
+        open_head(folder_of(tmp_path / "unclear", config, tensors))
+    said = config | {"dflash_config": own | {"sample_from_anchor": True}}
+    assert open_head(folder_of(tmp_path / "said", said, tensors)).config == DSPARK
+    gated = said | {"dflash_config": own | {"sample_from_anchor": True, "markov_head_type": "gated"}}
+    with pytest.raises(UnsupportedModel, match="markov_head_type"):
+        open_head(folder_of(tmp_path / "gated", gated, tensors))
+
+
+def test_dspark_of_speculators(tmp_path: Path) -> None:
+    few = replace(DSPARK, draft_vocab=16)
+    config = speculators("dspark", block_size=4, mask_token_id=63, draft_vocab_size=16, markov_rank=8)
+    config |= {"transformer_layer_config": QWEN3, "aux_hidden_state_layer_ids": [2, 5], "sample_from_anchor": True}
+    read = open_head(folder_of(tmp_path / "a", config, dict(head_of(few).tensors)))
+    assert read.config == few
+    tensors = {name: x for name, x in head_of(few).tensors.items() if "w2" not in name}
+    folder = folder_of(tmp_path / "b", config, tensors)
+    with pytest.raises(CorruptModel, match=r"lacks markov_head\.markov_w2\.weight"):
+        open_head(folder)

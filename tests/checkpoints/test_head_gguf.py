@@ -23,7 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, run, tiny_target
 from paceline.types import DraftBudget
 from tests.cli.toy_cli import run as run_command
-from tests.random_heads import BLOCK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
+from tests.random_heads import BLOCK, DSPARK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
 from tests.tiny_heads import eagle_config, eagle_tensors
 
 EAGLE = replace(EAGLE3, fc_norm=False, norm_output=False)  # 3.1 has no GGUF
@@ -31,9 +31,10 @@ EAGLES = {
     "eagle-3": EAGLE,
     "normed, all tokens": replace(EAGLE, norm_before_fc=True, norm_before_residual=True, draft_vocab=64),
 }
-BLOCKS = {"block": BLOCK, "windows": WINDOWED, "windows, not causal": MUTUAL, "fewer tokens": REDUCED}
+BLOCKS = {"block": BLOCK, "windows": WINDOWED, "windows, not causal": MUTUAL, "fewer tokens": REDUCED, "dspark": DSPARK}
 CONFIGS: dict[str, EagleConfig | BlockConfig] = {**EAGLES, **BLOCKS}
 NAMES = {"fc": "fc", "input_norm": "enc.output_norm", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+NAMES |= {f"markov_head.markov_w{i}": f"markov_w{i}" for i in (1, 2)} | {"confidence_head.proj": "conf_proj"}
 NAMES |= {"selector": "selector_hidden", "lm_head": "output", "embed_tokens": "token_embd"}
 NAMES |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"} | {f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"}
 NAMES |= {"self_attn.o_proj": "attn_output"} | {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}

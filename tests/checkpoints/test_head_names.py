@@ -26,7 +26,7 @@ from paceline.drafters.factory import check_spec, make_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.heads import ExitConfig, HeadConfig
+from paceline.models.heads import AssistantConfig, ExitConfig, HeadConfig
 from paceline.protocols import TargetWithHead
 from paceline.testing import Oracle
 from paceline.testing.tiny import random_tensors
@@ -138,8 +138,9 @@ def test_names_that_there_are_not(spec: str) -> None:
 def test_every_kind_has_its_drafter() -> None:
     from paceline.models.heads import kind_of
 
-    mtp = replace(EAGLE, built_in=True)
-    assert {kind_of(c) for c in (EAGLE3, EAGLE, mtp, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
+    mtp, parallel = replace(EAGLE, built_in=True), replace(EAGLE3, mask_token=1)
+    assistant = AssistantConfig(LAYER, 32)
+    assert {kind_of(c) for c in (EAGLE3, parallel, EAGLE, mtp, MEDUSA, BLOCK, EXIT, assistant)} == set(make._CLASSES)
 
 
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:

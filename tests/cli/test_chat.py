@@ -102,6 +102,13 @@ def test_chat_commands(shop: Shop) -> None:
         assert part in result.stdout
 
 
+def test_a_mistyped_command_is_not_sent_to_the_model(asked: list[list[dict[str, str]]], tmp_path: Path) -> None:
+    result = chat(f"/modle other\n/tmp is a folder\n/load {tmp_path / 'none.json'}\n")
+    assert "There is no command /modle. Did you mean /model?" in result.stdout
+    assert [one[-1]["content"] for one in asked] == ["/tmp is a folder"]
+    assert f"error: {tmp_path / 'none.json'}: No such file or directory" in result.output
+
+
 def test_several_lines_are_one_message(asked: list[list[dict[str, str]]]) -> None:
     result = chat('"""one\n\n  two\n"""\n"""/quit"""\n"""\n/reset\n"""\n"""three\nfour')
     assert result.exit_code == 0, result.output

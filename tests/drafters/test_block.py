@@ -133,10 +133,11 @@ class Watched(Block):
         super().__init__(*args)  # type: ignore[arg-type]
         self.seen: list[tuple[list[int], Tensor]] = []
 
-    def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
-        logits = super()._guess(asks, depth)
+    def _read(self, asks: Sequence[Ask], depth: int) -> Tensor:
+        states = super()._read(asks, depth)
+        logits = self._network.logits(states)
         self.seen += [(list(ask.token_ids), row) for ask, row in zip(asks, logits, strict=True)]
-        return logits
+        return states
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

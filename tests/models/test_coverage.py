@@ -87,6 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, Qwen2.5": ("Qwen2", {}),
     "Qwen3": ("Qwen3", {}),
     "Qwen3, experts": ("Qwen3Moe", EXPERTS),
+    "Qwen3-VL (text)": ("Qwen3VLText", {}),
     "Qwen3-Next": ("Qwen3Next", {**EXPERTS, **DELTA}),
     "Qwen3.5": ("Qwen3_5Text", DELTA),
     "Qwen3.5, experts": ("Qwen3_5MoeText", {**EXPERTS, **DELTA}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,9 @@ from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import gated, linear, packs_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from paceline.models.hybrids import TENSOR_NAMES
 from paceline.models.layers import Dense, Mixture
+from paceline.models.lazy import LanguageTensors
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
@@ -114,6 +117,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("Gemma", {"head_dim": 16}),
     "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3, sliding": ("Olmo3", {"sliding_window": 18}),
+    "olmo3, sliding, stretched": (
+        "Olmo3",
+        {
+            "sliding_window": 18,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": None, "head_dim": 16, "layer_types": ["full_attention"] * 4}),
+    "exaone4, sliding": ("Exaone4", {"sliding_window": 18, "sliding_window_pattern": 2, "head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",
@@ -143,7 +164,9 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         config = read_config(json.loads((Path(folder) / "config.json").read_text()))
-        tensors = load_file(Path(folder) / "model.safetensors")
+        tensors: Mapping[str, torch.Tensor] = load_file(Path(folder) / "model.safetensors")
+        if renamed := TENSOR_NAMES.get(config.family):
+            tensors = LanguageTensors(tensors, renamed)
         return theirs, Decoder(config, ExpertTensors(tensors) if name == "GptOss" else tensors, dtype, CPU)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import packs_bfloat16
+from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.hybrids import TENSOR_NAMES
@@ -63,6 +64,14 @@ def tiny(case: str, dtype: torch.dtype = torch.float64) -> Any:
         if tensor.dim() == 1:
             torch.nn.init.normal_(tensor, 1.0, 0.1 if key.endswith("layer_scalar") else 0.3)
     return theirs.to(dtype).eval()
+
+
+def tensors_of(case: str) -> LanguageTensors:
+    """The tensors that transformers' model saves, under the names of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny(case).save_pretrained(folder)
+        read = read_config(json.loads((Path(folder) / "config.json").read_text()))
+        return LanguageTensors(load_file(Path(folder) / "model.safetensors"), TENSOR_NAMES[read.family])
 
 
 @cache
@@ -126,3 +135,33 @@ def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
     assert guarantee(models(case, torch.bfloat16)[1]) == "bits"
+
+
+ADAPTED = (
+    *("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
+)
+
+
+@pytest.mark.parametrize("case", ["small", "large"])
+def test_an_adapter_beside_the_weights_is_the_merged_one(case: str) -> None:
+    """In the inputs that layers get by the token itself too."""
+    ours, tokens, draw = models(case)[1], text(20), torch.Generator().manual_seed(1)
+    tensors = {name: x.double() for name, x in tensors_of(case).items()}
+    factors = {}
+    for name, x in tensors.items():
+        if name.removesuffix(".weight").endswith(ADAPTED):
+            shapes = ((3, x.shape[1]), (x.shape[0], 3))
+            a, b = (torch.randn(shape, generator=draw, dtype=torch.float64) * 0.3 for shape in shapes)
+            factors[name.removesuffix(".weight")] = a, b
+            tensors[name] = x + b @ a
+    assert {name.rpartition(".")[2] for name in factors} >= set(ADAPTED[: 8 if case == "small" else 5])
+    adapted = Decoder(ours.config, tensors_of(case), torch.float64, CPU, adapters=[Factors("x", factors)])
+    merged = Decoder(ours.config, tensors, torch.float64, CPU)
+    rows = []
+    for model, number in ((ours, 0), (adapted, 1), (merged, 0)):
+        cache = model.new_cache()
+        rows.append(feed(model, cache, cache.acquire(20, number), tokens))
+    plain, beside, whole = rows
+    assert_close(beside, whole)
+    assert float((beside - plain).abs().max()) > 1e-2

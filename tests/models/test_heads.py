@@ -146,10 +146,7 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (speculators("peagle"), "P-EAGLE"),
-        (speculators("dspark"), "DSpark"),
         (speculators("mtp"), "MTP"),
-        ({"architectures": ["DSparkDraftModel"], "dflash_config": {}}, "DSpark"),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash2"),
         (speculators("medusa9"), "type 'medusa9'"),
     ],

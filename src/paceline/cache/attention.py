@@ -23,7 +23,7 @@ _ROWS = 64
 """Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
 
 
-Kind = tuple[int | None, bool, tuple[int, int] | None]
+Kind = tuple[int | None, bool, tuple[int, int] | None, int]
 """What layers that share a slab have in common: see `LayerAttention`."""
 
 
@@ -33,7 +33,7 @@ class LayerAttention:
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
     too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
     `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
-    it sees, if it has none of its own."""
+    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`)."""
 
     scale: float
     window: int | None = None
@@ -42,11 +42,12 @@ class LayerAttention:
     sinks: Tensor | None = field(default=None, compare=False)
     heads: tuple[int, int] | None = None
     source: int | None = None
+    part: int = 0
 
     @property
     def kind(self) -> Kind:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual, self.heads
+        return self.window, self.mutual, self.heads, self.part
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:

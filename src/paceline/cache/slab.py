@@ -169,18 +169,21 @@ class SlabCache(SlotTable):
         dtype: torch.dtype,
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """`layers`: None for one that does not attend. `kv_heads`, `head_dim`: of layers that do not say. `limit`: the
         context length; a slab may exceed it by the rows of a draft that is never committed. `choose`: from a prompt's
-        length to what the model chooses by it (see `KVCache.prompts`)."""
+        length to what the model chooses by it (see `KVCache.prompts`). `devices`: of the layers' parts; () if all lie
+        on `device`."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
         self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
+        where = devices or (device,)
         self.slabs = tuple(
-            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=device), limit + BLOCK)
-            for (window, _, heads), count in self._kinds.items()
+            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=where[part]), limit + BLOCK)
+            for (window, _, heads, part), count in self._kinds.items()
             for kv, size in (heads or (kv_heads, head_dim),)
         )
         self._places: dict[int, int] = {}
@@ -293,7 +296,7 @@ class SlabCache(SlotTable):
         places = [self._places[slot] for slot in rows.slots]
         plans = [
             SlabPlan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
-            for slab, (window, mutual, _) in zip(self.slabs, self._kinds, strict=True)
+            for slab, (window, mutual, *_) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, self._indices, rows.prefill)
 

@@ -5,55 +5,16 @@ A new family takes one entry in `ARCHITECTURES` and one in `gguf_tensors.LAYOUTS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, layer_types
+from paceline.checkpoints.gguf_more import MORE
 from paceline.checkpoints.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import GGUF, GGUF_ARCHITECTURE, check, check_value
-
-Fields = Mapping[str, Any]
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """A file's metadata by key without the architecture's name in front.
-
-    Each value is checked against `schema.GGUF_ARCHITECTURE` when it is read.
-    """
-
-    file: GGUFFile
-    architecture: str
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or `default` where the file has none."""
-        name = f"{self.architecture}.{key}"
-        if name in self.file.fields:
-            check_value(self.file.path, name, self.file.fields[name], GGUF_ARCHITECTURE[key])
-        value = self.file.fields.get(name, default)
-        # Stored as float32; the shortest decimal that rounds to it is what config.json says.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def __getitem__(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise KeyError(f"{self.architecture}.{key}")
-        return value
-
-    def factors(self, name: str) -> list[float] | None:
-        """Return the tensor `name` of `ROPE_FACTORS`, or None where the file has none."""
-        tensor = self.file.tensors.get(name)
-        if tensor is None:
-            return None
-        tensor.check()
-        return tensor.read().to(torch.float64).flatten().tolist()
+from paceline.files.schema import GGUF, check
 
 
 def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
@@ -272,67 +233,6 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
     }
 
 
-def _gemma4(meta: Metadata, config: Config) -> Config:
-    """Gemma 4, of which the metadata names the sizes of both kinds of layers, and the planes that turn by the factors
-    of their wavelengths."""
-    layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
-    shared = meta.get("attention.shared_kv_layers", 0)
-    widths = _by_layer(config["intermediate_size"], layers)
-    double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
-    if widths not in (double, widths[:1] * layers):
-        raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
-    heads = _by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
-    factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
-    turning = factors.count(1.0)
-    if any(factor < 1e20 for factor in factors[turning:]):
-        raise UnsupportedModel(f"{meta.file.path.name} stretches some wavelengths", "Use another model")
-    sizes = {False: config["head_dim"], True: meta.get("attention.key_length_swa", config["head_dim"])}
-    slides = [kind == "sliding_attention" for kind in types]
-    whole = {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
-    near = meta.get("rope.dimension_count_swa", sizes[True]) / sizes[True]
-    return {
-        "model_type": "gemma4_text",
-        "num_key_value_heads": heads[0],
-        "head_dim": sizes[True],
-        "intermediate_size": widths[0],
-        "use_double_wide_mlp": widths != widths[:1] * layers,
-        "layer_types": types,
-        "per_layer_config": {
-            str(i): {"head_dim": sizes[slides[i]], "num_key_value_heads": heads[i]} for i in range(layers)
-        },
-        "rope_parameters": {
-            "full_attention": {**whole, "rope_theta": config["rope_theta"]},
-            "sliding_attention": {"rope_theta": meta.get("rope.freq_base_swa"), "partial_rotary_factor": near},
-        },
-        **dict.fromkeys(("rope_freqs", "rope_scaling")),
-        "num_kv_shared_layers": shared,
-        "hidden_size_per_layer_input": meta.get("embedding_length_per_layer_input", 0),
-        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in meta.file.tensors for i in range(layers - shared)),
-        "final_logit_softcapping": meta.get("final_logit_softcapping"),
-        "enable_moe_block": bool(meta.get("expert_count")),
-        "num_experts": meta.get("expert_count") or None,
-        "top_k_experts": meta.get("expert_used_count"),
-        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
-    }
-
-
-def _by_layer(value: Any, layers: int) -> list[int]:
-    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
-    if not isinstance(value, list):
-        return [int(value)] * layers
-    if len(value) < layers or not all(isinstance(size, int) and 0 < size < 2**24 for size in value):
-        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
-    return value[:layers]
-
-
-def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
-    """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
-    window)."""
-    pattern = meta.get("attention.sliding_window_pattern", every)
-    windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
-    return ["sliding_attention" if window else "full_attention" for window in windowed]
-
-
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
     """Return what the metadata lacks: the head's size, except in the 27B models, told by their depth as in
     llama.cpp."""
@@ -360,7 +260,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "seed_oss": _named("seed_oss"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gemma4": _gemma4,
+    **MORE,
 }
 """GGUF architecture -> its fields of the config: Hugging Face's model type, and what differs from its defaults (as for
 the layers of SmolLM3 without rotary embedding, which the metadata does not name)."""

@@ -128,6 +128,10 @@ LAYOUTS = {
     "gemma": TensorLayout(LAYER, shifted=True),
     "seed_oss": TensorLayout({**LAYER, "post_attention_norm": "post_attention_layernorm"}),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
+    **dict.fromkeys(("olmo2", "exaone4"), TensorLayout({**_GEMMA, **QK_NORMS})),
+    "glm4": TensorLayout({**_GEMMA, "ffn_up": "mlp.gate_up_proj"}),
+    "ernie4_5": TensorLayout(LAYER),
+    "qwen3vl": TensorLayout({**LAYER, **QK_NORMS}),
     "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),
     "gemma4": TensorLayout(
         {

@@ -33,6 +33,8 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
     needed, allowed = _layers(c.layer, 2 * h)
     needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
+    if c.mask_token is not None:
+        needed["mask_hidden"] = (1, 1, wide)
     if c.norm_before_fc:
         needed["input_norm.weight"] = (wide,)
     if c.fc_norm:
@@ -72,6 +74,12 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     if c.draft_vocab not in (0, c.layer.vocab_size):
         maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (c.layer.vocab_size,)}
         needed |= maps | {"lm_head.weight": (c.draft_vocab, h)}
+    if c.markov:
+        needed["markov_head.markov_w1.weight"] = (c.layer.vocab_size, c.markov)
+        needed["markov_head.markov_w2.weight"] = (c.draft_vocab or c.layer.vocab_size, c.markov)
+    if c.confidence:
+        needed["confidence_head.proj.weight"] = (1, c.confidence)
+        allowed["confidence_head.proj.bias"] = (1,)
     return needed, allowed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from paceline.checkpoints.assistant import ASSISTANT, open_assistant
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
+from paceline.checkpoints.head_dflash import read_dflash, read_speculators_dflash
+from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
 from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
 from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
@@ -31,12 +33,9 @@ from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 
-Raw = Mapping[str, Any]
-Tensors = dict[str, Tensor]
-
 _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
-_FOREIGN = {"peagle": "P-EAGLE", "dspark": "DSpark", "mtp": "MTP", "dflash2": "DFlash2"}
+_FOREIGN = {"mtp": "MTP", "dflash2": "DFlash2"}
 """Kinds of drafters that Paceline does not run."""
 
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -44,26 +43,6 @@ EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
 """Tensors that some files hold and nothing needs."""
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """Input of a reader: the folder, its config.json and its tensors under the names of the file."""
-
-    path: Path
-    raw: Raw
-    tensors: Tensors
-
-    def number(self, key: str, raw: Raw | None = None) -> int:
-        """Return a number that the config (or `raw`, a part of it) must hold."""
-        value: int | None = (self.raw if raw is None else raw).get(key)
-        if value is None:
-            raise CorruptModel(f"config.json of the head {self.path} lacks {key}", _AGAIN)
-        return value
-
-
-Found = tuple[str, TrainableConfig, Tensors]
-"""Layout, config, and tensors by canonical name."""
 
 
 def open_head(
@@ -96,7 +75,7 @@ def open_head(
             "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers; name a draft model as model:REF",
         )
     _check_fields(path / "config.json", raw)
-    folder = _Folder(path, raw, _tensors(path, allow_pickle))
+    folder = HeadFolder(path, raw, _tensors(path, allow_pickle))
     try:
         layout, config, tensors = reader(folder)
     except KeyError as missing:
@@ -145,7 +124,7 @@ def holds_head(path: Path) -> bool:
 def _check_fields(file: Path, raw: Raw) -> None:
     """Raise `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
     check(file, raw, HEAD)
-    for key in ("paceline", "eagle_config", "dflash_config", "speculators_config"):
+    for key in ("paceline", "eagle_config", "dflash_config", "dspark_config", "speculators_config"):
         check(file, raw.get(key) or {}, HEAD)
     check(file, _verifier(raw), HEAD)
 
@@ -154,18 +133,21 @@ def _verifier(raw: Raw) -> Raw:
     return (raw.get("speculators_config") or {}).get("verifier") or {}
 
 
-def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
+def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
     """Return the reader of this layout, or None where this is no head. Raises `UnsupportedModel` for foreign kinds."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     kind = str(raw.get("speculators_model_type") or "")
     for foreign, name in _FOREIGN.items():
         if kind == foreign or foreign in names:
             raise UnsupportedModel(
-                f"{path} holds a {name} head, which Paceline does not run", "Use an EAGLE-3, DFlash or Medusa head"
+                f"{path} holds a {name} head, which Paceline does not run",
+                "Use an EAGLE-3, DFlash, DSpark or Medusa head",
             )
     if kind:
         if kind not in _SPECULATORS:
-            raise UnsupportedModel(f"{path} holds a speculator of type {kind!r}", "Use one of type eagle3 or dflash")
+            raise UnsupportedModel(
+                f"{path} holds a speculator of type {kind!r}", "Use one of type eagle3, dflash or dspark"
+            )
         return _SPECULATORS[kind]
     paceline = raw.get("paceline_kind")
     medusa = "medusa" in names or raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
@@ -175,8 +157,8 @@ def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
         return _read_medusa
     if medusa or _medusa_file(path):
         return _read_medusa_reference
-    if "dflash" in names or "dflash_config" in raw:
-        return _read_dflash
+    if any(name in names or f"{name}_config" in raw for name in ("dflash", "dspark")):
+        return read_dflash
     # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer; larger ones say "eagle".
     single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
     return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
@@ -201,20 +183,22 @@ def _canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
-def _eagle_tensors(folder: _Folder) -> Tensors:
+def _eagle_tensors(folder: HeadFolder) -> Tensors:
     """By canonical name, without norms of hidden states that only the first layer applies."""
     named = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
     return {name: x for name, x in named.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
 
 
-def _read_speculators_eagle3(folder: _Folder) -> Found:
+def _read_speculators_eagle3(folder: HeadFolder) -> Found:
     raw = folder.raw
     layer = _eagle_layers(folder, raw["transformer_layer_config"])
     config = _eagle3(folder, layer, tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ()))
+    if raw["speculators_model_type"] == "peagle":
+        config = replace(config, mask_token=folder.number("mask_token_id"))
     return "speculators", config, _eagle_tensors(folder)
 
 
-def _read_eagle(folder: _Folder) -> Found:
+def _read_eagle(folder: HeadFolder) -> Found:
     """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or 1 and 2, which have no `hidden_norm`."""
     raw = folder.raw
     tensors = _eagle_tensors(folder)
@@ -237,7 +221,7 @@ def _read_eagle(folder: _Folder) -> Found:
     return layout, _eagle3(folder, layer, tuple(taps)), tensors
 
 
-def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> EagleConfig:
+def _eagle3(folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...]) -> EagleConfig:
     raw = folder.raw
     flags: Any = {flag: bool(raw.get(flag)) for flag in EAGLE_FLAGS}
     return EagleConfig(
@@ -249,7 +233,7 @@ def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Eagle
     )
 
 
-def _eagle_layers(folder: _Folder, raw: Raw) -> ModelConfig:
+def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
     if any(layer.window for layer in config.plan):
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with a sliding window", "Use one without")
@@ -260,7 +244,7 @@ def _eagle_layers(folder: _Folder, raw: Raw) -> ModelConfig:
 # --- Medusa
 
 
-def _read_medusa_reference(folder: _Folder) -> Found:
+def _read_medusa_reference(folder: HeadFolder) -> Found:
     """Read `{head}.{layer}.linear.{weight,bias}`, and each head's own lm_head after its last layer.
 
     Heads and layers are counted by the tensors: published configs say 2 heads where the file holds 5.
@@ -275,7 +259,7 @@ def _read_medusa_reference(folder: _Folder) -> Found:
     return "reference", _medusa(folder, tensors, shared=False), tensors
 
 
-def _read_medusa(folder: _Folder) -> Found:
+def _read_medusa(folder: HeadFolder) -> Found:
     """Read vLLM's layout, or Paceline's, which may leave the output head to the target."""
     tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
     shared = not any(name.startswith("lm_head") for name in tensors)
@@ -290,7 +274,7 @@ def _read_medusa(folder: _Folder) -> Found:
     return "paceline" if folder.raw.get("paceline_kind") else "vllm", config, tensors
 
 
-def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
+def _medusa(folder: HeadFolder, tensors: Tensors, shared: bool) -> MedusaConfig:
     found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
     places = {(int(x[1]), int(x[2])) for x in found if x}
     heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
@@ -311,89 +295,18 @@ def _medusa(folder: _Folder, tensors: Tensors, shared: bool) -> MedusaConfig:
     )
 
 
-# --- DFlash, early exit
+# --- early exit
 
 
-def _read_dflash(folder: _Folder) -> Found:
-    """Read z-lab's layout, with the fields that vLLM's `qwen3_dflash.py` adds."""
-    raw, nested = folder.raw, folder.raw.get("dflash_config") or {}
-    layer = _block_layer({**raw, "model_type": "qwen3"})
-    _refuse_dflash(folder, {**raw, **nested}, any(x.window for x in layer.plan))
-    stated = raw.get("is_causal")
-    stated = nested.get("causal") if stated is None else stated
-    causal = tuple(x.window is not None if stated is None else bool(stated) for x in layer.plan)
-    ids = nested.get("target_layer_ids")
-    taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
-    return "reference", _block(folder, layer, taps, nested, causal), folder.tensors
-
-
-def _read_speculators_dflash(folder: _Folder) -> Found:
-    raw = folder.raw
-    layer = _block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
-    _refuse_dflash(folder, raw, sliding=False)
-    causal = tuple(x.window is not None and not raw.get("sliding_window_non_causal") for x in layer.plan)
-    taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
-    config = _block(folder, layer, taps, raw, causal)
-    # Copies of the target's, which are never trained; a head over all tokens is the target's too.
-    unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
-    return "speculators", config, {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
-
-
-def _refuse_dflash(folder: _Folder, raw: Raw, sliding: bool) -> None:
-    """Raise `UnsupportedModel` for features that `BlockNetwork` does not have. `sliding`: some layers have a window."""
-    found = {
-        **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
-        "swa_window_size": sliding and raw.get("swa_window_size"),
-        "attention_value_scale": raw.get("attention_value_scale") not in (None, 1),
-        "is_neox_style": raw.get("is_neox_style") is False,
-        "use_aux_hidden_state": raw.get("use_aux_hidden_state") is False,
-        "projector_type": raw.get("projector_type") not in (None, "dflash"),
-        "shift_label": raw.get("shift_label"),
-        "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
-    }
-    if used := [name for name, present in found.items() if present]:
-        raise UnsupportedModel(
-            f"{folder.path} is a DFlash head with {', '.join(used)}, which Paceline does not run", "Use one without"
-        )
-
-
-def _block_layer(raw: Raw) -> ModelConfig:
-    """Read the layers, with windows even where they span the head's own context: the target's may be longer."""
-    layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
-    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
-    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
-
-
-def _block(
-    folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
-) -> BlockConfig:
-    """`nested`: the part of the config that holds mask_token_id, and block_size unless the config does itself."""
-    vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
-    return BlockConfig(
-        layer=layer,
-        taps=taps,
-        size=folder.number("block_size", folder.raw if folder.raw.get("block_size") else nested),
-        mask_token=folder.number("mask_token_id", nested),
-        causal=causal if any(causal) else (),
-        from_anchor=bool(folder.raw.get("sample_from_anchor")),
-        draft_vocab=vocab if vocab != layer.vocab_size else 0,
-    )
-
-
-def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
-    """Return DFlash's default taps: outputs of layers spread evenly from the second to the third from the end."""
-    if layers == 1:
-        return (target_layers // 2 + 1,)
-    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))
-
-
-def _read_exit(folder: _Folder) -> Found:
+def _read_exit(folder: HeadFolder) -> Found:
     config = ExitConfig(folder.number("hidden_size"), folder.number("layers"), folder.number("rank"))
     return "paceline", config, folder.tensors
 
 
-_SPECULATORS: dict[str, Callable[[_Folder], Found]] = {
+_SPECULATORS: dict[str, Callable[[HeadFolder], Found]] = {
     "eagle3": _read_speculators_eagle3,
-    "dflash": _read_speculators_dflash,
+    "peagle": _read_speculators_eagle3,
+    "dflash": read_speculators_dflash,
+    "dspark": read_speculators_dflash,
 }
 """speculators_model_type -> its reader."""

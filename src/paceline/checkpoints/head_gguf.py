@@ -1,4 +1,4 @@
-"""Learned drafters in GGUF files, as llama.cpp's converter writes them: EAGLE-3 and DFlash.
+"""Learned drafters in GGUF files, as llama.cpp's converter writes them: EAGLE-3, DFlash and DSpark.
 
 Taps are numbered as here: by the layer that the stream enters. Names of tensors are those of `models/heads.py` behind
 llama.cpp's; of a DFlash drafter, embedding and output head are copies of the target's unless it has tokens of its own.
@@ -7,17 +7,16 @@ llama.cpp's; of a DFlash drafter, embedding and output head are copies of the ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.gguf import Metadata, config_of, layer_types
+from paceline.checkpoints.gguf import config_of
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_metadata import Metadata, layer_types
 from paceline.checkpoints.gguf_tensors import LAYER, QK_NORMS, GGUFTensors, TensorLayout
+from paceline.checkpoints.head_dflash import block_layer
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import GGUF, check
-from paceline.models.config import ModelConfig
-from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile
 from paceline.models.lazy import Renamed
 from paceline.types import Tap
@@ -30,7 +29,11 @@ _LAYOUTS = {
     ),
     "dflash": TensorLayout(
         {**LAYER, **QK_NORMS},
-        top={"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
+        top={
+            **{"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
+            **{f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)},
+            **{f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")},
+        },
     ),
 }
 _STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
@@ -84,20 +87,13 @@ def _tensors(file: GGUFFile, layout: TensorLayout, raw: Mapping[str, Any]) -> Re
     return Renamed(tensors, {name.removeprefix("model."): name for name in tensors})
 
 
-def _layer(raw: Mapping[str, Any]) -> ModelConfig:
-    """The layers, with windows even where they span the drafter's own context: the target's may be longer."""
-    layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
-    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
-    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
-
-
 def _rows(tensors: Renamed, vocab: int) -> int:
     """Tokens that a drafter chooses from."""
     return tensors.shape("d2t")[0] if "d2t" in tensors else vocab
 
 
 def _eagle3(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConfig:
-    layer = _layer(raw)
+    layer = block_layer(raw)
     return EagleConfig(
         layer,
         tuple(meta["target_layers"]),
@@ -109,7 +105,7 @@ def _eagle3(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadCon
 
 
 def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConfig:
-    layer, stated = _layer(raw), meta.get("attention.causal")
+    layer, stated = block_layer(raw), meta.get("attention.causal")
     causal = tuple(x.window is not None if stated is None else stated for x in layer.plan)
     mask = meta.file.fields.get("tokenizer.ggml.mask_token_id")
     if mask is None:
@@ -123,4 +119,11 @@ def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConf
         causal if any(causal) else (),
         from_anchor=meta.get("sample_from_anchor", False),
         draft_vocab=rows if rows != layer.vocab_size else 0,
+        markov=_width(tensors, "markov_head.markov_w1.weight"),
+        confidence=_width(tensors, "confidence_head.proj.weight"),
     )
+
+
+def _width(tensors: Renamed, name: str) -> int:
+    """Columns of a matrix; 0 without it."""
+    return tensors.shape(name)[-1] if name in tensors else 0

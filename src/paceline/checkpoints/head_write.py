@@ -108,7 +108,7 @@ def _config_json(head: HeadFile, tensors: Tensors) -> Raw:
         return _eagle3(head, c, tensors)
     if isinstance(c, BlockConfig):
         # DFlash's own layout numbers layer outputs, so that the stream entering layer 0 has no number.
-        only_speculators = c.from_anchor or c.draft_vocab or 0 in c.taps
+        only_speculators = c.from_anchor or c.draft_vocab or 0 in c.taps or c.markov
         return (_speculators_dflash if only_speculators else _dflash)(head, c, tensors)
     if isinstance(c, MedusaConfig):
         return {
@@ -184,7 +184,8 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     vLLM borrows the target's embedding where the head stores none. `speculators` 0.9 means to do so too, but under
     transformers 5 it may keep what the memory held instead: a head for training on with it stores embed_tokens.weight.
     """
-    _refuse({"EAGLE-1 and 2": c.version != 3, "windows": any(x.window for x in c.layer.plan)})
+    _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
+    _refuse({"windows": any(x.window for x in c.layer.plan)})
     return _speculators(head, "eagle3", "Eagle3Speculator", _PROPOSED, tensors) | {
         "transformer_layer_config": _layer_fields(c.layer, "qwen3" if c.layer.qk_norm else "llama", tensors),
         "draft_vocab_size": c.draft_vocab,
@@ -210,18 +211,29 @@ def _dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
 
 
 def _speculators_dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
-    """See vllm-project/speculators, `models/dflash/config.py`."""
+    """See vllm-project/speculators, `models/dflash/config.py` and `models/dspark/config.py`."""
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and any(causal)})
-    return _speculators(head, "dflash", "DFlashSpeculator", c.depth, tensors) | {
-        "transformer_layer_config": _block_fields(c, tensors),
-        "draft_vocab_size": c.draft_vocab or c.layer.vocab_size,
-        "block_size": c.size,
-        "mask_token_id": c.mask_token,
-        "aux_hidden_state_layer_ids": list(c.taps),
-        "sliding_window_non_causal": causal != default,
-        "sample_from_anchor": c.from_anchor,
+    kind, architecture = ("dspark", "DSparkSpeculator") if c.markov else ("dflash", "DFlashSpeculator")
+    markov: Raw = {
+        "markov_rank": c.markov,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": c.confidence > 0,
+        "confidence_head_with_markov": c.confidence > c.layer.hidden,
     }
+    return (
+        _speculators(head, kind, architecture, c.depth, tensors)
+        | (markov if c.markov else {})
+        | {
+            "transformer_layer_config": _block_fields(c, tensors),
+            "draft_vocab_size": c.draft_vocab or c.layer.vocab_size,
+            "block_size": c.size,
+            "mask_token_id": c.mask_token,
+            "aux_hidden_state_layer_ids": list(c.taps),
+            "sliding_window_non_causal": causal != default,
+            "sample_from_anchor": c.from_anchor,
+        }
+    )
 
 
 def _causal(c: BlockConfig) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -27,10 +28,14 @@ from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
 from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
-from paceline.models.config import ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.divided import DividedDecoder
 from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
+from paceline.models.mirror import Mirror
+from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
+from paceline.models.ranks import Ranks
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.protocols import Adaptable, Target
@@ -59,9 +64,14 @@ class Loaded:
     head_tokens: Tensor | None = None
     has_mtp: bool = False
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters that requests may name."""
+        return self.target.adapters if isinstance(self.target, Adaptable) else ()
+
     def adapter_number(self, name: str | None) -> int:
         """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` for an unknown one."""
-        names = ["", *(self.target.adapters if isinstance(self.target, Adaptable) else ())]
+        names = ["", *self.adapters]
         if (name or "") not in names:
             raise InvalidOption(f"no adapter {name!r} is loaded", f"Loaded adapters: {', '.join(names[1:]) or 'none'}")
         return names.index(name or "")
@@ -99,18 +109,26 @@ def load_model(
     exact: bool = False,
     head_tokens: HeadTokens | None = None,
     adapters: Mapping[str, Adapter] | None = None,
+    device_map: DeviceMap | None = None,
+    tensor_parallel: bool = False,
 ) -> Loaded:
     """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
-    where = pick_device(device)
-    with progress_bar("compiling the CPU kernels, once", progress):
-        pick_dtype(dtype, where)  # raises before anything is fetched
-    checkpoint = open_model(
-        reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
-    )
+    mirror = Mirror(Ranks()) if tensor_parallel else None
+    parts = _checked_map(device_map, "auto" if head_tokens else device)
+    where = pick_device(next(iter(parts), "auto") if parts is not None else device)
+    where = mirror.ranks.device(where) if mirror else where
+    with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
+        with progress_bar("compiling the CPU kernels, once", progress):
+            pick_dtype(dtype, where)  # raises before anything is fetched
+        checkpoint = open_model(
+            reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
+        )
     config = native(checkpoint)
+    if mirror or parts is not None:
+        check_divisible(str(reference), config, exact or bool(adapters), bool(mirror and parts is not None))
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -126,14 +144,65 @@ def load_model(
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
-            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
+            if mirror:
+                target: Target = DividedDecoder(config, tensors, kind, where, advance, mirror)
+            elif parts is not None:
+                devices = _placed(parts, config, tensors, mode, kind)
+                target = Decoder(config, tensors, kind, devices[0], advance, kept, devices=devices)
+            else:
+                target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
+    if mirror:
+        mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
+
+
+def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:
+    """Return a device map whose devices are there; {} for "auto", None for none."""
+    if given is None:
+        return None
+    if device != "auto":
+        raise InvalidOption("a device map was given, and a device", "Give only one of them")
+    parts = parse_map(given)
+    for name in parts:
+        pick_device(name)
+    return parts
+
+
+def check_divisible(reference: str, config: ModelConfig | None, exact: bool, both: bool) -> None:
+    """Raise for a model that cannot be shared by processes or devices. `both`: it would be by both."""
+    if both:
+        raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
+    if config is None or exact:
+        what = "with exact=True, or adapters beside it," if config else "through transformers"
+        raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
+    if (
+        any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
+        or config.token_inputs
+    ):
+        raise UnsupportedModel(
+            f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
+            "Use one process and device",
+        )
+
+
+def _placed(
+    parts: Mapping[str, int | None],
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    mode: Mode | None,
+    dtype: torch.dtype,
+) -> Devices:
+    """The device of each layer, planned where there is no map."""
+    if parts:
+        return place(parts, config.layers)
+    matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize
+    return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
 
 
 def _read_adapters(
@@ -248,12 +317,17 @@ def check_held(moved: bool, quantized: bool, adapted: bool) -> None:
     if quantized:
         raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
     if adapted:
-        raise InvalidOption("an adapter cannot be merged into a model object", "Merge it with peft beforehand")
+        raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
 
 
 def wrap(model: Any, tokenizer: Any) -> Loaded:
-    """Wrap a model object of transformers and its tokenizer; see `paceline.load`."""
-    wrappable = False
+    """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
+    wrappable, wrapper = False, None
+    if type(model).__module__.startswith("peft."):
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            wrapper, model = model, model.get_base_model()
     if find_spec("transformers"):
         from transformers import PreTrainedModel
         from transformers.generation import GenerationMixin
@@ -262,8 +336,7 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     if not wrappable:
         raise InvalidOption(
             f"model is a {type(model).__name__}",
-            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head "
-            "(of a PEFT model, what merge_and_unload() returns)",
+            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head, or one of PEFT",
         )
     if tokenizer is None:
         raise InvalidOption(
@@ -275,7 +348,7 @@ def wrap(model: Any, tokenizer: Any) -> Loaded:
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
-    return Loaded(CausalLM(model), tokenizer, eos, generation, Path(model.name_or_path))
+    return Loaded(CausalLM(model, wrapper), tokenizer, eos, generation, Path(model.name_or_path))
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -28,16 +29,16 @@ _LARGEST = 1 << 24
 _ROLES = ("system", "user", "assistant")
 
 _HELP = f"""\
-/help           show this text
-/reset          start a new conversation
-/system [TEXT]  set the system message; without TEXT, remove it
+/help              show this text
+/reset             start a new conversation
+/system [TEXT]     set the system message; without TEXT, remove it
 /set [NAME VALUE]  change a sampling parameter, as in /set temperature 0.7; without one, show those in effect
-/retry          write the last reply again
-/model [NAME]   continue with another model; without NAME, show this one
-/save FILE      write the conversation to a file
-/load FILE      continue the conversation of a file
-/stats          show the time that the last reply took, and the gain from speculation
-/quit           leave; Ctrl-D does too
+/retry             write the last reply again, with another seed unless you set one
+/model [NAME]      continue with another model; without NAME, show this one
+/save FILE         write the conversation to a file
+/load FILE         continue the conversation of a file
+/stats             show the time that the last reply took, and the gain from speculation
+/quit              leave; Ctrl-D does too
 To send several lines, paste them, or put {_FENCE} before and after them.
 Ctrl-C stops a reply; the part that was written stays in the conversation."""
 
@@ -101,18 +102,22 @@ class _Chat:
         }
         while (message := _read_message()) is not None:
             name, _, rest = message.text.partition(" ")
-            if message.fenced or not re.fullmatch(r"/\w*", name) or (rest and name not in commands):
+            near = get_close_matches(name, [*commands, "/quit"], 1, 0.7)
+            if message.fenced or not re.fullmatch(r"/\w*", name) or (rest and not near):
                 if message.text:
                     self._answer(message.text)
             elif name == "/quit":
                 break
             elif name not in commands:
-                typer.echo(f"There is no command {name}; /help lists the commands.")
+                guess = f" Did you mean {near[0]}?" if near else ""
+                typer.echo(f"There is no command {name}.{guess} /help lists the commands.")
             else:
                 try:
                     commands[name](rest.strip())
-                except (PacelineError, OSError) as error:
+                except PacelineError as error:
                     print_error(error)
+                except OSError as error:
+                    print_error(f"{error.filename or rest}: {error.strerror or error}")
 
     def _reset(self, _: str) -> None:
         self._messages = list(self._opening)

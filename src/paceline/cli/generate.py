@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, note, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
 from paceline.cli.show import summary
@@ -88,7 +88,7 @@ def generate(
     if out.logprobs is not None and not out.as_json:
         raise InvalidOption("--logprobs needs JSON output", "Give --json too")
     sampling.check(logprobs=out.logprobs)
-    rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))] if out.prompts is None else read_rows(out.prompts)
+    rows = [] if follows() else _rows(prompt, out.prompts)
     with _destination(out.output, out.prompts) as file:
         llm = _load(load, model, out.raw, quiet)
         if out.output is not None:
@@ -100,6 +100,11 @@ def generate(
             failed = _write(writer, rows, out, quiet)
         if failed:
             raise typer.Exit(1)
+
+
+def _rows(prompt: str | None, file: Path | None) -> list[PromptRow]:
+    """Return the prompts: those of the file, or the one given."""
+    return [PromptRow(None, single_prompt(prompt, with_stdin=True))] if file is None else read_rows(file)
 
 
 def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet: bool) -> int:

@@ -35,6 +35,7 @@ _HEADS = {
     "eagle3": ("EAGLE-3", "", ""),
     "eagle": ("EAGLE (1 or 2)", "", ""),
     "mtp": ("multi-token prediction", "", ""),
+    "peagle": ("P-EAGLE", "", ""),
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
     "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
@@ -271,12 +272,16 @@ def _head_sizes(head: HeadFile) -> dict[str, Any]:
     if isinstance(c, BlockConfig):
         vocab, layers = c.layer.vocab_size, c.layer.layers
         sizes = {"hidden": c.layer.hidden, "vocab_size": vocab, "draft_vocab": c.draft_vocab or vocab}
-        return sizes | {"layers": layers, "block_size": c.size, "mask_token": c.mask_token}
+        own = {"layers": layers, "block_size": c.size, "mask_token": c.mask_token}
+        return sizes | own | {"markov_rank": c.markov, "confidence_head": c.confidence > 0}
     return {"hidden": c.hidden, "layers": c.layers, "rank": c.rank}
 
 
 def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     title, own, value = _HEADS[f["head"]]
+    if f.get("markov_rank"):
+        title = f"DSpark (block), Markov head of rank {f['markov_rank']}"
+        title += ", confidence head" if f["confidence_head"] else ""
     taps = ", ".join(map(str, f["taps"])) if f["taps"] else "2, L // 2, L - 3 (EAGLE-3's default)"
     layers = f", of {f['target_layers']} layers" if f["target_layers"] else ""
     rows = [

@@ -63,6 +63,14 @@ ModelName = Annotated[
 ]
 DataType = Annotated[str, _model("Precision: auto, float32, bfloat16 or float16.", metavar="DTYPE")]
 Device = Annotated[str, _model("Device: auto, cpu, cuda or mps.", metavar="DEVICE")]
+DeviceMap = Annotated[
+    str | None,
+    _model(
+        "Layers over several devices: auto, or a map such as cuda:0=20,cpu.\n\nauto fills the GPUs, then the CPU. A "
+        "map gives each device a number of layers; the last may be without, and takes the rest.",
+        metavar="MAP",
+    ),
+]
 Threads = Annotated[int | None, _model("CPU threads.", min=1, show_default="torch's choice")]
 Revision = Annotated[str | None, _model("Branch, tag or commit of a hub model.", metavar="NAME")]
 Token = Annotated[
@@ -108,6 +116,16 @@ def model_name(argument: str | None, option_value: str) -> str:
     return option_value if argument is None else argument
 
 
+def processes() -> int:
+    """Return the number of processes that torchrun started, which share a model; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def follows() -> bool:
+    """Return whether this process only computes for another, which reads the prompts."""
+    return processes() > 1 and os.environ["RANK"] != "0"
+
+
 def set_threads(threads: int | None) -> None:
     """Apply --threads, with a warning if it exceeds the number of cores."""
     import torch
@@ -143,6 +161,7 @@ class ModelOptions:
     token: Token = None
     allow_pickle: AllowPickle = False
     threads: Threads = None
+    device_map: DeviceMap = None
 
     def with_model(self: _Options, argument: str | None) -> _Options:
         """Return these options with the model named by the MODEL argument, if given. Raises `InvalidOption`."""
@@ -160,10 +179,11 @@ class ModelOptions:
         import paceline.llm
 
         set_threads(self.threads)
-        names = ("dtype", "device", "revision", "token", "allow_pickle")
+        names = ("dtype", "device", "device_map", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given |= {"progress": progress and not follows(), "tensor_parallel": processes() > 1}
         merged, beside = parse_adapters(self.adapter or ())
-        llm = paceline.llm.load(self.model, adapter=merged, adapters=beside, progress=progress, **given, **more)
+        llm = paceline.llm.load(self.model, adapter=merged, adapters=beside, **given, **more)
         llm.adapter = next(iter(beside), None)
         return llm
 
@@ -193,6 +213,9 @@ class LoadOptions(ModelOptions):
         default="auto",
     )
     draft_quantize: DraftQuantize = "auto"
+    draft_device_map: str | None = _speculation(
+        "The same as --device-map for a draft model; cpu puts all of it there.", metavar="MAP", default=None
+    )
     draft_revision: str | None = _speculation(
         "Branch, tag or commit of the drafter's hub id.", metavar="NAME", default=None
     )
@@ -212,6 +235,7 @@ class LoadOptions(ModelOptions):
             draft=parse_draft(self.draft),
             quantize=self.quantize,
             draft_quantize=self.draft_quantize,
+            draft_device_map=self.draft_device_map,
             draft_revision=self.draft_revision,
             draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
         )

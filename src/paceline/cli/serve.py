@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import LOG_FORMAT, option, options_of
-from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, parse_adapters, progress_wanted
+from paceline.cli.options import (
+    DEMO,
+    LoadOptions,
+    ModelArgument,
+    Quiet,
+    follows,
+    parse_adapters,
+    processes,
+    progress_wanted,
+)
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
@@ -219,7 +228,11 @@ def application(
     from paceline.server.listen import check_address
     from paceline.server.models import Models, ModelSource
 
+    if follows():
+        model.load(progress=False)  # does not return
     addresses = check_address(server.host, server.port)
+    if processes() > 1 and several.models:
+        raise InvalidOption("several processes share one model", "Leave out --models")
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
@@ -368,7 +381,7 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     if not position:
         return 1 << 20
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 if memory is None else memory * 2**30) / position))
+    return max(1, int((free / 4 / processes() if memory is None else memory * 2**30) / position))
 
 
 def _position_bytes(llm: LLM) -> float:

@@ -1,4 +1,4 @@
-"""A block drafter (DFlash): one pass of a small network drafts several tokens at once. See `models/block.py`."""
+"""A block drafter (DFlash, DSpark): one pass drafts several tokens at once. See `models/block.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedSlot, StateDrafter
 from paceline.drafters.independent import independent
+from paceline.drafters.markov import Blocks
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
@@ -43,23 +44,32 @@ class Block(StateDrafter[CachedSlot]):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         budgets = [ask.budget.within(self._config.depth) for ask in asks]
-        busy = [ask for ask, budget in zip(asks, budgets, strict=True) if budget.nodes]
-        guesses = iter(self._guess(busy, max(budget.depth for budget in budgets))) if busy else iter(())
-        return [
-            independent(ask, budget, next(guesses), self._network.subset) if budget.nodes else Draft()
-            for ask, budget in zip(asks, budgets, strict=True)
-        ]
+        busy = [i for i, budget in enumerate(budgets) if budget.nodes]
+        drafts = [Draft()] * len(asks)
+        if busy:
+            made = self._drafts([asks[i] for i in busy], [budgets[i] for i in busy])
+            for i, draft in zip(busy, made, strict=True):
+                drafts[i] = draft
+        return drafts
 
     @torch.inference_mode()
-    def _guess(self, asks: Sequence[Ask], depth: int) -> Tensor:
-        """Logits [B, depth, C] of the tokens that follow the pending ones (see `BlockNetwork.logits`)."""
+    def _drafts(self, asks: Sequence[Ask], budgets: Sequence[DraftBudget]) -> list[Draft]:
+        network, states = self._network, self._read(asks, max(budget.depth for budget in budgets))
+        if self._config.markov:
+            return Blocks(network, asks, states).drafts(asks, budgets)
+        guesses = zip(asks, budgets, network.logits(states), strict=True)
+        return [independent(ask, budget, guess, network.subset) for ask, budget, guess in guesses]
+
+    def _read(self, asks: Sequence[Ask], depth: int) -> Tensor:
+        """States [B, depth, H] from which the tokens after the pending ones are predicted: the input of
+        `BlockNetwork.logits`."""
         states = [self._slots[ask.slot] for ask in asks]
         self._catch_up(states)
         last = self._host.embed(torch.tensor([[ask.last] for ask in asks], device=self._mask.device))
         x = torch.cat([last, self._mask.expand(len(asks), self._config.size - 1, -1)], 1)
         x = self._network.draft(self._cache, [state.cache_slot for state in states], [ask.position for ask in asks], x)
         first = self._config.size - self._config.depth
-        return self._network.logits(x[:, first : first + depth])
+        return x[:, first : first + depth]
 
     def _read_pending(self, state: CachedSlot) -> None:
         # Hidden states take several times the memory of the keys and values made of them.

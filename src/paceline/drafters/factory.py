@@ -71,6 +71,7 @@ _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",
     "mtp": "paceline.drafters.eagle:Eagle",
+    "peagle": "paceline.drafters.parallel:ParallelEagle",
     "medusa": "paceline.drafters.medusa:Medusa",
     "block": "paceline.drafters.block:Block",
     "exit": "paceline.drafters.early_exit:EarlyExit",

@@ -251,7 +251,9 @@ HEAD_IDENTITY: Mapping[str, FieldKind] = {"architectures": listed(TEXT) | NULL, 
 """config.json of a folder that may be a learned drafter: the fields that tell it from a model."""
 
 HEAD: Mapping[str, FieldKind] = {
-    **_each(OBJECT | NULL, "speculators_config", "paceline", "eagle_config", "dflash_config", "verifier"),
+    **_each(
+        OBJECT | NULL, "speculators_config", "paceline", "eagle_config", "dflash_config", "dspark_config", "verifier"
+    ),
     "transformer_layer_config": OBJECT,
     **_each(
         listed(whole(0, LAYERS)) | NULL,
@@ -264,6 +266,7 @@ HEAD: Mapping[str, FieldKind] = {
     "mask_token_id": _ID | NULL,
     "layers": whole(0, LAYERS),
     "rank": whole(0, 2**20),
+    "markov_rank": whole(0, 2**20) | NULL,
     "paths": listed(listed(whole())),
     **_each(TEXT | NULL, "target", "name_or_path", "base_model_name_or_path"),
 }

@@ -70,10 +70,10 @@ class LowRank:
 
 
 class Adapted(Linear):
-    """A product with the changes of adapters; None for those that leave it as it is."""
+    """A product with the changes of adapters, in the model's dtype; None for those that leave it as it is."""
 
     def __init__(self, base: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
-        self.base, self.changes, self._dtype = base, changes, dtype
+        self.base, self.changes, self.dtype = base, changes, dtype
         self._products: list[tuple[Linear, Linear] | None] = []
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Adapted(Linear):
         return y
 
     def _product(self, change: LowRank) -> tuple[Linear, Linear]:
-        return linear(change.a.to(self._dtype)), linear(change.b.to(self._dtype))
+        return linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))
 
 
 def adapted(product: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> Linear:
@@ -136,14 +136,14 @@ class NativeChanges:
         self.c: Array[CLowRank] = (CLowRank * len(product.changes))()
         for own, change in zip(self.c, product.changes, strict=True):
             if change:
-                self._fill(own, change)
+                self._fill(own, change, product.dtype)
         self.rank = max(own.rank for own in self.c)
         product.changes = ()  # torch does not run what the kernels do
 
-    def _fill(self, own: CLowRank, change: LowRank) -> None:
+    def _fill(self, own: CLowRank, change: LowRank, dtype: torch.dtype) -> None:
         (rank, width), out = change.a.shape, len(change.b)
-        a = F.pad(change.a.float(), (0, -width % LANES, 0, -rank % 4)).contiguous()
-        b = F.pad(change.b.float(), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
+        a = F.pad(change.a.to(dtype), (0, -width % LANES, 0, -rank % 4)).contiguous()
+        b = F.pad(change.b.to(dtype), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
         table = np.zeros(len(b), _BLOCK)
         self._held += [a, table]
         # Of stacked projections each block has columns of its own; the zeros beside them are left out.

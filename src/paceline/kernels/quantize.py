@@ -56,6 +56,13 @@ class Codes:
         floor = None if self.floor is None else self.floor[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], floor=floor)
 
+    def columns(self, first: int, end: int) -> Codes:
+        """These columns, of whole groups."""
+        groups = slice(first // GROUP, -(-end // GROUP))
+        floor = None if self.floor is None else self.floor[:, groups]
+        codes = self.codes[:, groups.start * GROUP : groups.stop * GROUP]
+        return replace(self, codes=codes, scale=self.scale[:, groups], floor=floor, width=end - first)
+
     def to(self, device: torch.device) -> Codes:
         floor = None if self.floor is None else self.floor.to(device)
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), floor=floor)

@@ -79,6 +79,11 @@ class Stored:
         which = rows.numpy() if isinstance(rows, Tensor) else rows
         return replace(self, rows=self.rows[which], types=self.types[which])
 
+    def columns(self, first: int, end: int) -> Stored:
+        """These columns of rows of one type; both are borders of its blocks."""
+        size = self.held[0].shape[1]
+        return replace(self, rows=self.rows + first * size // self.width, width=end - first)
+
     def release(self) -> None:
         """Give mapped pages back to the system, which reads them again if they are needed."""
         for data in self.held if self.mapped else ():

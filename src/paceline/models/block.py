@@ -13,6 +13,9 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
   earlier part of the block: drafters with sliding windows are trained so. A window counts the entry itself.
 - **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
   already counts that way.
+- **Markov head** (DSpark; DeepSpec, speculators `models/dspark/`). The logits of an entry have W2 W1[t] added, t being
+  the token before the one that it predicts: the pending one, then drafted ones. A confidence head tells from the
+  entry's state, after `norm`, and from W1[t] how likely the best token is accepted.
 - **Embedding and head** are the target's (speculators may store some rows of the head, with their tokens in `d2t`);
   `norm` comes before the head.
 """
@@ -26,6 +29,8 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
+from paceline.errors import CorruptModel
+from paceline.kernels.linear import linear
 from paceline.models.decoder import make_layer, make_norm
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Attention
@@ -57,6 +62,7 @@ class BlockNetwork:
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """The tokens of the logits' columns (None: all of the target's), and logits [..., C] of a draft's states."""
+        self._markov = _Markov(config, weights, host.vocab_size) if config.markov else None
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -87,6 +93,13 @@ class BlockNetwork:
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
 
+    @torch.inference_mode()
+    def follow(self, tokens: Sequence[int], state: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of an entry with this input of `logits` [H], for each token that may come before the one that it predicts:
+        what to add to its logits [n, C], and the probability [n] that its best token is accepted, if a head tells."""
+        assert self._markov is not None
+        return self._markov(torch.tensor(tokens, device=self._device), state)
+
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[Rows, Pass, list[Rope]]:
@@ -100,3 +113,27 @@ class BlockNetwork:
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
         return rows, cache.begin(rows), ropes
+
+
+class _Markov:
+    """DSpark's Markov head, and its confidence head if there is one."""
+
+    def __init__(self, config: BlockConfig, weights: Weights, vocab: int) -> None:
+        rank, rows = config.markov, config.draft_vocab or vocab
+        if "d2t" in weights and not bool(weights.get("d2t", (rows,), torch.int64).diff().ge(0).all()):
+            raise CorruptModel("d2t of the head does not rise from row to row", "Fetch the head again")
+        self._before = weights.get("markov_head.markov_w1.weight", (vocab, rank))
+        self._after = linear(weights.head("markov_head.markov_w2.weight", (rows, rank))).precise
+        self._wide = config.confidence > config.layer.hidden
+        name = "confidence_head.proj."
+        self._sure = weights.get(name + "weight", (1, config.confidence))[0] if config.confidence else None
+        self._bias = weights.get(name + "bias", (1,)) if name + "bias" in weights else 0.0
+
+    def __call__(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
+        before = self._before[tokens]
+        bias = self._after(before)
+        if self._sure is None:
+            return bias, None
+        states = state.expand(len(tokens), -1)
+        known = torch.cat([states, before], -1) if self._wide else states
+        return bias, (known @ self._sure + self._bias).float().sigmoid()

@@ -117,6 +117,8 @@ class ModelConfig:
     norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
     `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
     `residual_scale`: factor of what attention and feed-forward add to the stream. `logits_divisor`: of the logits.
+    `prenorm`: attention and feed-forward see normed rows. `wide_norm`: the norms of queries and keys go over all heads.
+    `paired`: in the files, the two halves of each rotary pair lie side by side.
     `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
     `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
     """
@@ -147,6 +149,9 @@ class ModelConfig:
     sinks: bool = False
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
+    prenorm: bool = True
+    wide_norm: bool = False
+    paired: bool = False
     value_norm: bool = False
     layer_scale: bool = False
     token_inputs: int = 0

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan, slab_indices
+from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
 from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureBeside, SharedMixture
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, WideNorm
+from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
-from paceline.types import Tap
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
@@ -79,18 +79,26 @@ class _CPass(Structure):
         (POINTER(_Rotation), "rotations"),
         (c_void_p, "adapters"),
         (c_int32, "rank"),
+        (c_void_p, "reduce ranks"),
     )
 
 
 class NativeLayers:
     """Layers as the kernels read them, and a call that runs them (see `stack.LayerStack`)."""
 
-    def __init__(self, layers: Sequence[Layer], attentions: Sequence[LayerAttention], rope_of: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        attentions: Sequence[LayerAttention],
+        rope_of: Sequence[int],
+        ranks: Ranks | None = None,
+    ) -> None:
         """See `stack.LayerStack`."""
         self._held: list[Tensor] = []
         """Tensors that the structures point into."""
         self._changes: list[NativeChanges] = []
         self._layers = layers
+        self._sums = None if ranks is None else _Sums(ranks)
         each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
         table = [self._structure(layer, attention, *indices, rope) for layer, attention, indices, rope in each]
         self._table = (_CLayer * len(table))(*table)
@@ -105,37 +113,42 @@ class NativeLayers:
         first: int,
         end: int,
         ropes: Sequence[Rope],
-        attention: SlabPass,
+        plans: Sequence[SlabPlan],
         entry: Tensor | None,
         taps: Sequence[int],
         adapters: Sequence[int] = (),
-    ) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """See `stack.LayerStack.run`."""
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `stack.LayerStack.run`. `plans`: of the layers' slabs; `taps`: none after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
             rank = max((changes.rank for changes in self._changes), default=0)
-            passed = _KernelPass(attention.plans, ropes, adapters if rank else (), rank)
+            passed = _KernelPass(plans, ropes, adapters if rank else (), rank)
+            if self._sums:
+                passed.c.reduce, passed.c.ranks = self._sums.function()
             entry = None if entry is None else entry.contiguous()
-            if self._run(
+            failed = self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
                 *(byref(passed.c), FLOAT_KINDS[x.dtype], x.data_ptr()),
                 *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
-            ):
+            )
+            if failed == 2 and self._sums:
+                raise self._sums.error or lost("within a pass")
+            if failed:
                 raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
-        found: dict[Tap, Tensor] = dict(zip(inner, states, strict=True))
-        return x, found | {tap: entering if tap == first else x for tap in taps if tap in (first, end)}
+        return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
         parts = _parts(layer)
         assert parts
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
-        assert layer.mlp_norm
+        last = layer.mlp_norm or post[1]
+        assert last
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
-        norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
+        norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
         used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
         gated = parts.experts[0][0]
@@ -147,7 +160,7 @@ class NativeLayers:
             *((_Expert * len(experts))(*experts), len(experts), used, normalised),
             *(self._pointer(norm) for norm in norms),
             *(
-                layer.mlp_norm.eps,
+                last.eps,
                 layer.residual_scale,
                 parts.out.matrix.shape[0],
                 gated.out,
@@ -174,6 +187,31 @@ class NativeLayers:
         return self._held[-1].data_ptr()
 
 
+class _Sums:
+    """The sums of the ranks within a pass, as the kernels call them. `error`: why one through Python failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._reduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)(self._add)
+        self.error: Exception | None = None
+
+    def function(self) -> tuple[int | None, int | None]:
+        """Addresses of the function and of its first argument."""
+        if (exchange := self._ranks.exchange) is None:
+            return ctypes.cast(self._reduce, c_void_p).value, None
+        add = kernel("paceline_sum", c_void_p, c_void_p, c_int64)
+        return ctypes.cast(add, c_void_p).value, ctypes.addressof(exchange)
+
+    def _add(self, ranks: int, address: int, count: int) -> int:
+        try:
+            part = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
+            part.copy_(self._ranks.sum(part))
+            return 0
+        except Exception as error:
+            self.error = error
+            return 1
+
+
 def whole(size: int) -> int:
     """A size in whole lanes: that of heads in the cache of native layers."""
     return -(-size // LANES) * LANES
@@ -198,7 +236,9 @@ def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if isinstance(layer.mlp, (SharedMixture, MixtureBeside)) or layer.token_input or layer.scale is not None:
+    if isinstance(layer.attention.norm, WideNorm):
+        return None
+    if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
         return None
     mlp, qkv, out = layer.mlp, base_of(layer.attention.qkv), base_of(layer.out)
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)

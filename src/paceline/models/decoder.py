@@ -15,7 +15,7 @@ from paceline.cache.slab import SlabCache
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
-from paceline.kernels.low_rank import Factors
+from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.layers import (
     Attention,
@@ -30,7 +30,9 @@ from paceline.models.layers import (
     SharedAttention,
     SharedMixture,
     TokenInput,
+    WideNorm,
 )
+from paceline.models.ranks import Ranks
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -48,6 +50,8 @@ class Decoder:
     """A decoder-only transformer as a `Target`."""
 
     _cache_type: type[SlabCache] = SlabCache
+    ranks: Ranks | None = None
+    """Those that have the other parts of the model."""
 
     def __init__(
         self,
@@ -58,10 +62,12 @@ class Decoder:
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
         adapters: Sequence[Factors] = (),
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). Raises
-        `CorruptModel` for missing or misshapen tensors, and as `Weights.finish` for adapters."""
+        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). `devices`:
+        those of the layers, if not all are on `device`. Raises `CorruptModel` for missing or misshapen tensors, and as
+        `Weights.finish` for adapters."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device, adapters)
@@ -74,8 +80,8 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             name = f"model.layers.{index}."
-            layers.append(make_layer(config, layer, weights, name))
-        self._stack = LayerStack(config, layers, self)
+            layers.append(make_layer(config, layer, weights.at(devices[index]) if devices else weights, name))
+        self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
@@ -127,7 +133,8 @@ class Decoder:
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
-        given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
+        with adapted_pass(adapters):
+            given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
         x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given, adapters=adapters)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
@@ -226,10 +233,10 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
         name, width = "self_attn.o_proj", c.heads * c.head_dim
     beside = layer.sparse and c.experts is not None and c.experts.beside
     return Layer(
-        norm("input") if entry is None else None,
+        norm("input") if entry is None and c.prenorm else None,
         mixer,
         weights.linear({prefix + name: c.hidden}, width),
-        None if beside else norm("pre_feedforward" if c.sandwich else "post_attention"),
+        None if beside or not c.prenorm else norm("pre_feedforward" if c.sandwich else "post_attention"),
         make_mlp(c, weights, prefix + "mlp.")
         if not (layer.sparse and c.experts)
         else _mixture(c, c.experts, weights, prefix),
@@ -277,11 +284,25 @@ def make_attention(
         del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    norm = _head_norm(c, weights, prefix, ("q_norm", "k_norm"), c.kv_heads)
+    norm: HeadNorm | WideNorm | None = None
+    if c.wide_norm:
+        q_norm, k_norm = (norm_weight(c, weights, prefix + name, n) for name, n in (("q_norm", q), ("k_norm", kv)))
+        norm = WideNorm(q_norm, k_norm, c.kv_heads, c.norm_eps)
+    else:
+        norm = _head_norm(c, weights, prefix, ("q_norm", "k_norm"), c.kv_heads)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
-    product = weights.linear(parts, width)
+    product = weights.linear(parts, width, _unpaired(c, layer) if c.paired else None)
     return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm)
+
+
+def _unpaired(c: ModelConfig, layer: LayerConfig) -> Tensor:
+    """The order of queries, keys and values in which the first halves of rotary pairs come before the second ones."""
+    rotated = int(c.head_dim * layer.rope.share) if layer.rope else 0
+    within = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, c.head_dim)]
+    turned, size = c.heads + c.kv_heads, c.head_dim
+    order = [head * size + i for head in range(turned) for i in within]
+    return torch.tensor([*order, *range(turned * size, (turned + c.kv_heads) * size)])
 
 
 def _head_norm(c: ModelConfig, weights: Weights, prefix: str, names: tuple[str, str], kv_heads: int) -> HeadNorm | None:

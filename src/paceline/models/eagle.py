@@ -51,6 +51,8 @@ class EagleNetwork:
         self._feeds_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
+        self.mask = _mask(config, weights)
+        """P-EAGLE's mask token, and the features [taps * target H] that go with it."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -135,6 +137,15 @@ class _Eagle1Input:
             both = [norm(x) for norm, x in zip(self._norms, both, strict=True)]
         x = self._fc(torch.cat(both, -1))
         return (x if self._norm is None else self._norm(x)), x
+
+
+def _mask(config: EagleConfig, weights: Weights) -> tuple[int, Tensor] | None:
+    token, vocab = config.mask_token, config.layer.vocab_size
+    if token is None:
+        return None
+    if not 0 <= token < vocab:
+        raise CorruptModel(f"the head's mask token is {token}, of a vocabulary of {vocab}", "Fetch the head again")
+    return token, weights.get("mask_hidden", (1, 1, len(config.taps) * config.target_hidden))[0, 0]
 
 
 def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> Activation:

@@ -33,6 +33,7 @@ from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelCo
 from paceline.models.hybrids import LFM2, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
+from paceline.models.variants import VARIANTS
 
 Raw = Mapping[str, Any]
 
@@ -273,6 +274,7 @@ FAMILIES: dict[str, Family] = {
         },
         MIXTURE,
     ),
+    **{name: Family(*parts) for name, parts in VARIANTS.items()},
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
     "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
@@ -347,7 +349,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma4_text":
         scaling = scaling.get(gemma4.SLIDING) or {}
-    if raw["model_type"] == "gemma3_text":
+    if raw["model_type"] in ("gemma3_text", "olmo3"):
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] in TEXT_PARTS.values():
         # Which axis of an image turns a plane: in text all axes have the same position.

@@ -9,6 +9,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
              marks the same tokens; neither is needed where
              draft_vocab is the whole vocabulary); a missing lm_head is the
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+    peagle   as eagle3, with mask_hidden [1, 1, taps * target H]
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
     mtp      (the target's own, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight [H],
@@ -17,7 +18,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
-             its d2t (and t2d), as in eagle3
+             its d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
+             markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias}
     assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
@@ -48,7 +50,8 @@ class EagleConfig:
     `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
     normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
     to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
-    ascending; not in the file.
+    ascending; not in the file. `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands
+    for those that are not known yet.
     """
 
     layer: ModelConfig
@@ -61,6 +64,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     built_in: bool = False
+    mask_token: int | None = None
     head_tokens: Tensor | None = field(default=None, compare=False)
 
 
@@ -87,14 +91,16 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash (arXiv 2602.06036): one pass over the pending token and `size` - 1 mask tokens drafts a block.
+    """DFlash (arXiv 2602.06036) or DSpark: one pass over the pending token and `size` - 1 mask tokens drafts a block.
 
     `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
     `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none. Layers with a
     window are trained causal, unless the config says otherwise (speculators' `sliding_window_non_causal`, vLLM's
     `dflash_config.causal` and `is_causal`). `from_anchor`: entry j predicts the token after its own position, the
     pending token's entry included (speculators' `sample_from_anchor`). `draft_vocab`: number of tokens it chooses from,
-    with an `lm_head` of its own; 0 means all, by the target's head.
+    with an `lm_head` of its own; 0 means all, by the target's head. `markov`: rank of DSpark's correction of the logits
+    by the token before (0: none). `confidence`: inputs of DSpark's confidence head: the state of an entry and, unless
+    it is as wide as that alone, W1's row of the token before (0: no such head).
     """
 
     layer: ModelConfig
@@ -104,6 +110,8 @@ class BlockConfig:
     causal: tuple[bool, ...] = ()
     from_anchor: bool = False
     draft_vocab: int = 0
+    markov: int = 0
+    confidence: int = 0
 
     @property
     def depth(self) -> int:
@@ -136,11 +144,11 @@ HeadConfig = TrainableConfig | AssistantConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
-    if isinstance(config, EagleConfig) and config.built_in:
-        return "mtp"
+    """Name of the method: "eagle3", "peagle", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
     if isinstance(config, EagleConfig):
-        return "eagle3" if config.version == 3 else "eagle"
+        if config.mask_token is not None:
+            return "peagle"
+        return "mtp" if config.built_in else "eagle3" if config.version == 3 else "eagle"
     return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit", AssistantConfig: "assistant"}[
         type(config)
     ]

@@ -108,6 +108,12 @@ TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_text": _LANGUAGE,
     "qwen3_5_moe_text": _LANGUAGE,
     "gemma4_text": _LANGUAGE,
+    "qwen3_vl_text": _LANGUAGE,
+    "glm4": {
+        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    },
     "lfm2": {
         "model.embedding_norm.": "model.norm.",
         ".operator_norm.": ".input_layernorm.",
@@ -122,7 +128,12 @@ TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Model type -> parts of names in its files, and those of Llama's names in their place."""
 
-TEXT_PARTS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS = {
+    "gemma4": "gemma4_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Models that also see -> their language model, which runs by itself here."""
 
 

@@ -14,6 +14,7 @@ from paceline.kernels.activations import Activation, Gate
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
+from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass, SharedPass
 from paceline.verify.tree import MIN_ROWS
@@ -61,6 +62,20 @@ class HeadNorm:
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
+class WideNorm:
+    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
+
+    def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
+        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
+        self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
+        keys = self._k(k.flatten(2)).view_as(k)
+        return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
+
+
 class Mixer(Protocol):
     """The part of a layer in which rows see others: attention, or a recurrence."""
 
@@ -82,7 +97,7 @@ class Attention(Mixer):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        norm: HeadNorm | None = None,
+        norm: HeadNorm | WideNorm | None = None,
         sinks: Tensor | None = None,
         gated: bool = False,
         value_norm: RMSNorm | None = None,
@@ -261,8 +276,10 @@ class Layer:
         scale: Tensor | None = None,
     ) -> None:
         """`mlp_norm`: None where `mlp` norms the stream itself. `scale` [1]: factor of the layer's result."""
-        self.attn_norm, self.attention, self.out = attn_norm, attention, out
-        self.mlp_norm, self.mlp, self.post, self.residual_scale = mlp_norm, mlp, post, residual_scale
+        self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
+        self.out: Linear | Summed = out
+        self.mlp: FeedForward | Summed = mlp
+        self.post, self.residual_scale = post, residual_scale
         self.token_input, self.scale = token_input, scale
 
     def __call__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -167,3 +168,9 @@ class Quantised(Renamed):
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:
         super().__init__(tensors)
         self.bits, self.requantise = {"int8": 8, "int4": 4}[mode], requantise
+
+    def over(self, tensors: Mapping[str, Tensor]) -> Quantised:
+        """Return parts of these tensors, under the same names, to be held as these are."""
+        part = copy(self)
+        part._tensors = tensors
+        return part

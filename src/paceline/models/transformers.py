@@ -42,15 +42,17 @@ class CausalLM:
     at a time and verify chains. Both are checked at the start, against the model's plain forward.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Set the model to `eval()`. Raises `UnsupportedModel` for a model whose cache cannot drop rejected tokens, or
-        that otherwise does not verify."""
+    def __init__(self, model: PreTrainedModel, wrapper: Any = None) -> None:
+        """Set the model to `eval()`. `wrapper`: the `PeftModel` around it, of whose LoRA adapters each slot may have
+        one; number 0 is the model as it is, with the active adapter. Raises `UnsupportedModel` for a model whose cache
+        cannot drop rejected tokens, or that otherwise does not verify."""
         refuse(model)
         if model.get_input_embeddings().weight.device.type == "meta":
             raise UnsupportedModel(
                 f"the embedding of {type(model).__name__} is offloaded", "Load the model onto a device"
             )
-        self.model = model.eval()
+        self.model, self._wrapper = model.eval(), wrapper
+        self.adapters: tuple[str, ...] = mixable(wrapper) if wrapper else ()
         accepted = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in accepted
         self._keeps = "logits_to_keep" in accepted
@@ -100,7 +102,12 @@ class CausalLM:
             inputs["position_ids"] = rows.positions
         if self._keeps and want.logits != "all":
             inputs["logits_to_keep"] = 1
-        out = self.model(
+        numbers = [cache.adapters[slot] for slot in rows.slots]
+        run = self.model
+        if any(numbers):
+            names = (self._wrapper.active_adapter, *self.adapters)
+            run, inputs["adapter_names"] = self._wrapper, [names[number] for number in numbers]
+        out = run(
             input_ids=rows.tokens,
             past_key_values=cache.begin(rows),
             use_cache=True,
@@ -151,6 +158,16 @@ class CausalLM:
             return visible[:, None]
         zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
         return zeros.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
+
+
+def mixable(wrapper: Any) -> tuple[str, ...]:
+    """Return the names of the adapters of a `PeftModel` of which one pass can hold several: LoRA without DoRA. Raises
+    `UnsupportedModel` for one whose adapter is more than a change of products."""
+    configs = wrapper.peft_config
+    if any(config.is_prompt_learning for config in configs.values()):
+        raise UnsupportedModel("this PeftModel has a learned prompt, which is no part of its model", "Use a LoRA")
+    plain = all(config.peft_type.value == "LORA" and not config.use_dora for config in configs.values())
+    return tuple(configs) if plain and isinstance(wrapper.active_adapter, str) else ()
 
 
 def check_config(path: Path) -> None:

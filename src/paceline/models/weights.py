@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -52,6 +53,12 @@ class Weights:
             for name in tensors
             if not name.endswith(("rotary_emb.inv_freq", "masked_bias")) and not name.startswith("mtp.")
         }
+
+    def at(self, device: torch.device) -> Weights:
+        """The same tensors, to be taken to another device."""
+        part = copy(self)
+        part.device = device
+        return part
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -16,7 +16,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
 from paceline.files.jsonl import LONGEST, Journal, JsonlFile
-from paceline.protocols import Adaptable, Closable, TargetWithHead
+from paceline.protocols import Closable, TargetWithHead
 from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
 from paceline.sampling.parameters import Sampling
 
@@ -54,7 +54,7 @@ class ReplyRecorder(Closable):
         self.error: OSError | None = None
         self._journal: Journal | None = None
         self._last = 0.0
-        if isinstance(model.target, Adaptable) and model.target.adapters:
+        if model.adapters:
             raise InvalidData("a recording is of one model, without adapters beside it", "Leave out one of them")
         header = header_of(model)
         known = _begun(path)

@@ -16,6 +16,12 @@ from tests.server.page.fake_server import MODEL, SKY, Fake, serving
 TEXT = "".join(text for _, texts in SKY for text in texts)
 
 
+KEPT_ROUNDS = """async () => {
+  const { list, get } = await import('./store.js');
+  return (await get((await list())[0].id)).turns[0].replies[0]?.rounds.length;
+}"""
+
+
 def said(fake: Fake) -> list[tuple[str, str]]:
     """Roles and texts of the last request."""
     return [(message["role"], message["content"]) for message in fake.bodies[-1]["messages"]]
@@ -116,6 +122,20 @@ def test_another_conversation_opened_during_a_reply_keeps_what_there_is(tab: Tab
     expect(tab.page.locator(".bubble")).to_have_text("Two")
     expect(tab.page.locator(".text .token")).to_have_count(9)
     expect(tab.page.get_by_text("Stopped.")).to_be_visible()
+
+
+def test_a_page_closed_during_a_reply_keeps_what_there_is(tab: Tab, fake: Fake) -> None:
+    fake.hold_at = 2
+    tab.page.fill("#prompt", "Why?")
+    tab.page.press("#prompt", "Enter")
+    expect(tab.page.locator(".text .token")).to_have_count(9)
+    for _ in range(100):
+        if tab.page.evaluate(KEPT_ROUNDS) == 2:
+            break
+        tab.page.wait_for_timeout(100)
+    tab.page.reload()
+    tab.page.get_by_role("button", name="Why?", exact=True).click()
+    expect(tab.page.locator(".text .token")).to_have_count(9)
 
 
 def test_a_browser_that_keeps_nothing(open_tab: Open, address: str, fake: Fake) -> None:

@@ -44,6 +44,9 @@ struct Pass {
     const Rotation* rotations;
     const int32_t* adapters;  // of each row the number of its adapter from 1 on, or 0; null: no row has one
     int32_t rank;             // the largest of all adapters' products
+    // Adds what the other processes that share the model have, to `count` numbers, or returns 1; null: there are none.
+    int32_t (*reduce)(const void* ranks, float* numbers, int64_t count);
+    const void* ranks;
 };
 
 // Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
@@ -150,8 +153,8 @@ class LayerTask {
         : l(layer), pass(pass), s(scratch), locals(locals), team(team), heads(reinterpret_cast<Number*>(scratch.heads.data())),
           rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
-    // `entry` [rows, width]: input of attention; null: the normed stream.
-    void run(const float* entry, int width) {
+    // `entry` [rows, width]: input of attention; null: the normed stream. False if another process is lost.
+    bool run(const float* entry, int width) {
         each_row([&](int row, ThreadScratch& local) {
             if (entry)
                 s.to_mix.set({0, rows}, row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
@@ -165,6 +168,7 @@ class LayerTask {
         attend();
         each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
         multiply(l.out, s.to_out, s.added.data(), hidden, l.on_out);
+        if (!summed()) return false;
         each_row([&](int row, ThreadScratch& local) {
             add(row, l.after_mix, false);
             const float* x = normed_row(row, l.before_mlp, local);
@@ -173,7 +177,9 @@ class LayerTask {
         });
         route();
         feed_forward();
+        if (!summed()) return false;
         each_row([&](int row, ThreadScratch&) { add(row, l.after_mlp, true); });
+        return true;
     }
 
    private:
@@ -187,6 +193,8 @@ class LayerTask {
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
     float* added(int row) { return &s.added[int64_t(row) * hidden]; }
+
+    bool summed() { return !pass.reduce || pass.reduce(pass.ranks, s.added.data(), int64_t(rows) * hidden) == 0; }
 
     template <class Work>
     void each_row(Work work) {
@@ -212,13 +220,13 @@ class LayerTask {
     }
 
     void shrink(const LowRank* on, int row, const float* x, int size) {
-        if (const LowRank* own = low_rank(on, row)) own->shrink(&s.shrunk[int64_t(row) * pass.rank], x, size);
+        if (const LowRank* own = low_rank(on, row)) own->template shrink<Element>(&s.shrunk[int64_t(row) * pass.rank], x, size);
     }
 
     // y, 16 outputs from `at` on of a product without adapters, with what the row's adapter adds.
     Floats grown(const LowRank* on, int row, int at, const Floats& y) const {
         const LowRank* own = low_rank(on, row);
-        return own ? own->grow(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
+        return own ? own->template grow<Element>(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
     }
 
     // A row of the stream, normed if there is a norm.

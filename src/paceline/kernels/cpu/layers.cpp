@@ -3,6 +3,7 @@
 #include <new>
 
 #include "delta.h"
+#include "exchange.h"
 #include "groups.h"
 #include "noise.h"
 #include "floats.h"
@@ -45,12 +46,13 @@ struct Run {
     }
 
     // A layer, and copying the stream after it to `states` or x.
-    void layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
-        LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width);
+    bool layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
+        if (!LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width)) return false;
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
         Number* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
         for (int row = 0; to && row < pass.rows; row++)
             narrow_row<Element>(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
+        return true;
     }
 };
 
@@ -64,6 +66,7 @@ struct CallerState {
 thread_local CallerState state_of_caller;
 
 bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
+    if (pass.reduce) return false;  // all processes add in the same order
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
         // A group would read the weights of nearly all experts by itself.
@@ -105,7 +108,8 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* e
         });
     } else {
         run.enter(state.scratch, pass);
-        for (int i = 0; i < count; i++) run.layer(state.scratch, pass, i, state.threads.data(), team);
+        for (int i = 0; i < count; i++)
+            if (!run.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
     }
     team.passed(pass.rows);
     return 0;
@@ -144,7 +148,7 @@ EXPORTED const char* paceline_built_for() {
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
 // attention; null: the normed stream. `states` [taps, room, hidden] gets the stream after `taps[i]` layers (ascending,
 // each of 1 to count - 1). All of these and the slabs are of one type: `element` is that of its weights (`Kind`).
-// Returns 1 if out of memory.
+// Returns 1 if out of memory, 2 if `reduce` failed.
 EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
                              int width, const int32_t* taps, int tap_count, void* states) {
     width = entry ? width : 0;
@@ -160,6 +164,14 @@ EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     Groups groups;
     cut(groups, *pass, layers, count);
     return groups.count();
+}
+
+// Bytes that the ranks of one machine share.
+EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ranks); }
+
+// Adds the other ranks' numbers to x [n]; 1 if one of them has ended.
+EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
+    return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
 }
 
 // See `candidates`.

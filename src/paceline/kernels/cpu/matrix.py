@@ -140,6 +140,13 @@ def _kind(number: int) -> int:
     return int(kernel("paceline_kind", c_int32)(number))
 
 
+def block_elements(number: int) -> int:
+    """Elements of a block of this ggml type, at whose borders rows may be cut; 1 for floats."""
+    if number in FLOATS.values():
+        return 1
+    return GROUP if _bytes(_kind(number), LANES, GROUP) > 0 else _UNIT
+
+
 def _wanted(weight: Stored) -> int:
     """The kind that rows become which do not stay as they are; 0: all stay."""
     if weight.form is None:

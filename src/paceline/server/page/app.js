@@ -14,6 +14,7 @@ import { Turn } from "./turn.js";
 const field = $("#prompt");
 const keyForm = $("#key-form");
 const marks = $("#marks");
+const KEEP = 2000; // Milliseconds after which a growing reply is stored again.
 let current = empty();
 let running = null; // {controller, done}: the turn that is being answered.
 let chats; // The panel of conversations.
@@ -104,9 +105,11 @@ async function answer(turn) {
   Object.assign(owner, { model: model.id, system: chosen.system, updated: Date.now() });
   const controller = new AbortController();
   const done = (async () => {
-    const kept = keep(owner);
+    const asked = keep(owner);
+    const timer = setInterval(() => store.put(stored(owner)).catch(() => {}), KEEP); // The page may be closed meanwhile.
     await fill(turn, body, chosen, { model, signal: controller.signal });
-    await kept;
+    clearInterval(timer);
+    await asked;
     await keep(owner);
   })().finally(() => busy(null));
   busy({ controller, done });
@@ -226,10 +229,12 @@ async function settle() {
   await running?.done;
 }
 
+const stored = (conversation) => ({ ...conversation, turns: conversation.turns.map((turn) => turn.saved()) });
+
 /** Keeps a conversation in this browser, and shows the list. */
 async function keep(conversation) {
   try {
-    await store.put({ ...conversation, turns: conversation.turns.map((turn) => turn.saved()) });
+    await store.put(stored(conversation));
   } catch (error) {
     showStatus(`This browser does not keep the conversation: ${error.message}`);
   }

@@ -55,11 +55,11 @@ export function offer({ id, paceline: { drafters = [], guarantee, context_length
   off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
   select.value = chosen;
   if (!select.value) select.value = "auto";
-  const kept = guarantee === "bits" ? "bit for bit" : "up to rounding";
+  const exact = guarantee === "bits" ? "bit for bit" : "up to rounding";
   $("#promise").textContent = loaded === false
     ? `${id} is loaded at its first message. Its drafters are listed then.`
     : "Same prompt, seed and settings: the same text, with or without speculation" +
-      (guarantee ? ` (exact ${kept}).` : ".") +
+      (guarantee ? ` (exact ${exact}).` : ".") +
       (room ? ` Context: ${room.toLocaleString("en")} tokens.` : "");
 }
 

@@ -1,0 +1,96 @@
+"""Metadata of further architectures in Hugging Face's terms; see `gguf.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
+from paceline.checkpoints.gguf_tensors import ROPE_FACTORS
+from paceline.errors import CorruptModel, UnsupportedModel
+
+
+def _gemma4(meta: Metadata, config: Config) -> Config:
+    """Gemma 4, of which the metadata names the sizes of both kinds of layers, and the planes that turn by the factors
+    of their wavelengths."""
+    layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
+    shared = meta.get("attention.shared_kv_layers", 0)
+    widths = _by_layer(config["intermediate_size"], layers)
+    double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
+    if widths not in (double, widths[:1] * layers):
+        raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
+    heads = _by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
+    turning = factors.count(1.0)
+    if any(factor < 1e20 for factor in factors[turning:]):
+        raise UnsupportedModel(f"{meta.file.path.name} stretches some wavelengths", "Use another model")
+    sizes = {False: config["head_dim"], True: meta.get("attention.key_length_swa", config["head_dim"])}
+    slides = [kind == "sliding_attention" for kind in types]
+    whole = {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+    near = meta.get("rope.dimension_count_swa", sizes[True]) / sizes[True]
+    return {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": heads[0],
+        "head_dim": sizes[True],
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths != widths[:1] * layers,
+        "layer_types": types,
+        "per_layer_config": {
+            str(i): {"head_dim": sizes[slides[i]], "num_key_value_heads": heads[i]} for i in range(layers)
+        },
+        "rope_parameters": {
+            "full_attention": {**whole, "rope_theta": config["rope_theta"]},
+            "sliding_attention": {"rope_theta": meta.get("rope.freq_base_swa"), "partial_rotary_factor": near},
+        },
+        **dict.fromkeys(("rope_freqs", "rope_scaling")),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": meta.get("embedding_length_per_layer_input", 0),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in meta.file.tensors for i in range(layers - shared)),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+        "enable_moe_block": bool(meta.get("expert_count")),
+        "num_experts": meta.get("expert_count") or None,
+        "top_k_experts": meta.get("expert_used_count"),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+    }
+
+
+def _by_layer(value: Any, layers: int) -> list[int]:
+    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
+    if not isinstance(value, list):
+        return [int(value)] * layers
+    if len(value) < layers or not all(isinstance(size, int) and 0 < size < 2**24 for size in value):
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
+    return value[:layers]
+
+
+def _olmo(meta: Metadata, config: Config) -> Config:
+    """OLMo 2, or OLMo 3, which has windows."""
+    if not config["sliding_window"]:
+        return {"model_type": "olmo2"}
+    return {"model_type": "olmo3", "layer_types": layer_types(meta, config["num_hidden_layers"], 4)}
+
+
+def _exaone4(meta: Metadata, config: Config) -> Config:
+    every = 4 if config["sliding_window"] else 1
+    types = layer_types(meta, config["num_hidden_layers"], every)
+    return {
+        "model_type": "exaone4",
+        "layer_types": types,
+        "sliding_window_pattern": 4 if "sliding_attention" in types else 0,
+    }
+
+
+def _glm4(meta: Metadata, config: Config) -> Config:
+    share = meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    return {"model_type": "glm4", "partial_rotary_factor": share}
+
+
+MORE: dict[str, Callable[[Metadata, Config], Config]] = {
+    "gemma4": _gemma4,
+    "olmo2": _olmo,
+    "exaone4": _exaone4,
+    "glm4": _glm4,
+    "ernie4_5": lambda meta, config: {"model_type": "ernie4_5"},
+    "qwen3vl": lambda meta, config: {"model_type": "qwen3_vl_text"},
+}
+"""As `gguf.ARCHITECTURES`."""

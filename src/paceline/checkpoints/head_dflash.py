@@ -1,0 +1,110 @@
+"""Reading of block drafters: DFlash and DSpark, in their authors' layouts and that of `speculators`.
+
+DFlash names the layer whose *output* it taps, which is one less than the layer that the stream enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
+from paceline.errors import UnsupportedModel
+from paceline.models.config import ModelConfig
+from paceline.models.families import read_config
+from paceline.models.heads import BlockConfig
+from paceline.types import Tap
+
+_NESTED = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
+"""Fields of DSpark that may stand beside those of the layers."""
+
+
+def read_dflash(folder: HeadFolder) -> Found:
+    """Read z-lab's layout, with the fields that vLLM's `qwen3_dflash.py` adds, and DeepSpec's of DSpark, which lists
+    its own fields beside the others or within one of the objects."""
+    raw = folder.raw
+    nested = {**{key: raw[key] for key in _NESTED if key in raw}, **(raw.get("dflash_config") or {})}
+    nested |= raw.get("dspark_config") or {}
+    layer = block_layer({**raw, "model_type": "qwen3"})
+    _refuse_dflash(folder, {**raw, **nested}, any(x.window for x in layer.plan))
+    stated = raw.get("is_causal")
+    stated = nested.get("causal") if stated is None else stated
+    causal = tuple(x.window is not None if stated is None else bool(stated) for x in layer.plan)
+    ids = nested.get("target_layer_ids")
+    taps = tuple(x + 1 for x in ids) if ids else _spread(folder.number("num_target_layers"), layer.layers)
+    anchored = "dspark" in " ".join(map(str, raw.get("architectures") or [])).lower()
+    if nested.get("markov_rank") and not anchored and nested.get("sample_from_anchor") is None:
+        raise UnsupportedModel(
+            f"{folder.path} does not say which token its first entry predicts", "Set sample_from_anchor in config.json"
+        )
+    config = _block(folder, layer, taps, {"sample_from_anchor": anchored, **nested}, causal)
+    return "reference", config, _without_copies(folder, config)
+
+
+def read_speculators_dflash(folder: HeadFolder) -> Found:
+    raw = folder.raw
+    layer = block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
+    _refuse_dflash(folder, raw, sliding=False)
+    causal = tuple(x.window is not None and not raw.get("sliding_window_non_causal") for x in layer.plan)
+    taps = tuple(raw["aux_hidden_state_layer_ids"] or ())
+    config = _block(folder, layer, taps, raw, causal)
+    return "speculators", config, _without_copies(folder, config)
+
+
+def _without_copies(folder: HeadFolder, config: BlockConfig) -> Tensors:
+    """The tensors without copies of the target's, which are never trained; a head over all tokens is the target's
+    too."""
+    unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
+    return {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
+
+
+def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
+    """Raise `UnsupportedModel` for features that `BlockNetwork` does not have. `sliding`: some layers have a window."""
+    found = {
+        **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
+        "swa_window_size": sliding and raw.get("swa_window_size"),
+        "attention_value_scale": raw.get("attention_value_scale") not in (None, 1),
+        "is_neox_style": raw.get("is_neox_style") is False,
+        "use_aux_hidden_state": raw.get("use_aux_hidden_state") is False,
+        "projector_type": raw.get("projector_type") not in (None, "dflash", "dspark"),
+        "markov_head_type": raw.get("markov_head_type") not in (None, "vanilla"),
+        "dspark_backbone_conv_enabled": raw.get("dspark_backbone_conv_enabled"),
+        "shift_label": raw.get("shift_label"),
+        "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
+    }
+    if used := [name for name, present in found.items() if present]:
+        raise UnsupportedModel(
+            f"{folder.path} is a DFlash head with {', '.join(used)}, which Paceline does not run", "Use one without"
+        )
+
+
+def block_layer(raw: Raw) -> ModelConfig:
+    """Read the layers, with windows even where they span the head's own context: the target's may be longer."""
+    layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
+    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
+    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
+
+
+def _block(
+    folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
+) -> BlockConfig:
+    """`nested`: the part of the config that holds mask_token_id, and block_size unless the config does itself."""
+    vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
+    sure = folder.tensors.get("confidence_head.proj.weight")
+    return BlockConfig(
+        layer=layer,
+        taps=taps,
+        size=folder.number("block_size", folder.raw if folder.raw.get("block_size") else nested),
+        mask_token=folder.number("mask_token_id", nested),
+        causal=causal if any(causal) else (),
+        from_anchor=bool(nested.get("sample_from_anchor")),
+        draft_vocab=vocab if vocab != layer.vocab_size else 0,
+        markov=nested.get("markov_rank") or 0,
+        confidence=len(sure.T) if sure is not None and sure.ndim == 2 else 0,
+    )
+
+
+def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
+    """Return DFlash's default taps: outputs of layers spread evenly from the second to the third from the end."""
+    if layers == 1:
+        return (target_layers // 2 + 1,)
+    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))

@@ -1,0 +1,63 @@
+"""Trees from a block drafter whose next token hangs on the one before it (DSpark)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from paceline.drafters.base import Ask
+from paceline.drafters.growth import ROOT, Growth, grow_trees
+from paceline.models.block import BlockNetwork
+from paceline.sampling.sampler import Ranked
+from paceline.types import Draft, DraftBudget
+
+_LEAST = 1e-6
+"""Least probability that a confidence head is taken to say."""
+
+
+class Blocks:
+    """The drafts of one round. The pass is over: a level costs a small product for its tokens.
+
+    Where there is a confidence head, its probability that a depth's best token is accepted takes the place of the
+    token's own, and the chances of its siblings follow. So a chain ends where the head does not expect it to go on.
+    """
+
+    def __init__(self, network: BlockNetwork, asks: Sequence[Ask], states: Tensor) -> None:
+        """`states` [B, depth, H]: of the entries that predict the tokens after each ask's pending one."""
+        self._network = network
+        self._states = {ask.slot: line for ask, line in zip(asks, states, strict=True)}
+        self._logits = {ask.slot: line for ask, line in zip(asks, network.logits(states), strict=True)}
+        self._sure: dict[int, list[float]] = {}
+
+    def drafts(self, asks: Sequence[Ask], budgets: Sequence[DraftBudget]) -> list[Draft]:
+        growths = [Growth.begin(ask, budget) for ask, budget in zip(asks, budgets, strict=True)]
+        grow_trees(growths, self._level, self._level, self._rank)
+        return [growth.nodes.draft() for growth in growths]
+
+    def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
+        """Logits [len(chosen), C] after the chosen nodes of each tree."""
+        return [self._after(growth) for growth in growths]
+
+    def _after(self, growth: Growth) -> Tensor:
+        slot, nodes, first = growth.ask.slot, growth.nodes, growth.chosen[0]
+        depth = 0 if first == ROOT else nodes.depths[first]
+        tokens = [growth.ask.last if node == ROOT else nodes.tokens[node] for node in growth.chosen]
+        bias, sure = self._network.follow(tokens, self._states[slot][depth])
+        self._sure[slot] = [] if sure is None else sure.clamp(_LEAST).tolist()
+        logits: Tensor = self._logits[slot][depth]
+        return logits + bias
+
+    def _rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        ranked = growth.ask.rank(logits, paths, count, self._network.subset)
+        sure = self._sure[growth.ask.slot]
+        if growth.ask.draws or not sure:
+            return ranked
+        return [_trusted(one, math.log(share)) for one, share in zip(ranked, sure, strict=True)]
+
+
+def _trusted(ranked: Ranked, best: float) -> Ranked:
+    """The candidates, with `best` as the score of the first."""
+    return replace(ranked, scores=[score - ranked.scores[0] + best for score in ranked.scores])

@@ -1,0 +1,97 @@
+// Sums over the processes of one machine that share a model, through memory that all of them map.
+//
+// Every process writes its numbers into a box of its own, and adds up all boxes in the order of the ranks, so that all
+// have the same bits. A box has room for two messages, used in turns: whoever writes its next but one has seen that all
+// others have written their next, and so have read this.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+
+#include "pool.h"
+
+#if defined(__linux__)
+#include <cerrno>
+#include <csignal>
+#include <ctime>
+#endif
+
+namespace paceline {
+
+// A rank's view of the boxes. `memory` begins as zeros.
+struct Exchange {
+    static constexpr int64_t ROOM = 1 << 16;  // numbers of a message
+
+    struct alignas(64) Box {
+        std::atomic<uint64_t> written;  // messages
+        std::atomic<int64_t> process;
+    };
+
+    uint8_t* memory;
+    int32_t rank, ranks;
+
+    static int64_t bytes(int ranks) { return ranks * int64_t(sizeof(Box) + 2 * ROOM * sizeof(float)); }
+
+    // Adds what the other ranks have to x [n]; false if one has ended.
+    bool sum(float* x, int64_t n) const {
+        box(rank).process.store(process());
+        for (int64_t at = 0; at < n; at += ROOM)
+            if (!message(x + at, std::min(ROOM, n - at))) return false;
+        return true;
+    }
+
+   private:
+    Box& box(int r) const { return reinterpret_cast<Box*>(memory)[r]; }
+
+    float* room(int r, uint64_t turn) const {
+        return reinterpret_cast<float*>(memory + ranks * sizeof(Box)) + (2 * r + int64_t(turn & 1)) * ROOM;
+    }
+
+    bool message(float* x, int64_t n) const {
+        const uint64_t turn = box(rank).written.load(std::memory_order_relaxed);
+        std::copy_n(x, n, room(rank, turn));
+        box(rank).written.store(turn + 1, std::memory_order_release);
+        for (int r = 0; r < ranks; r++) {
+            if (!await(box(r), turn + 1)) return false;
+            const float* y = room(r, turn);
+            if (r == 0)
+                std::copy_n(y, n, x);
+            else
+                for (int64_t i = 0; i < n; i++) x[i] += y[i];
+        }
+        return true;
+    }
+
+    // Spins for as long as an exchange takes between processes that run, then lets others run, then sleeps.
+    static bool await(const Box& of, uint64_t count) {
+        for (int64_t tries = 0; of.written.load(std::memory_order_acquire) < count; tries++) {
+            if (tries < SPINS) continue;
+            if (tries < SPINS + YIELDS)
+                std::this_thread::yield();
+            else if (!rest(of, tries))
+                return false;
+        }
+        return true;
+    }
+
+    static constexpr int64_t SPINS = 20000, YIELDS = 200;
+
+#if defined(__linux__)
+    static int64_t process() { return getpid(); }
+
+    // False if the other process is no more.
+    static bool rest(const Box& of, int64_t tries) {
+        const timespec pause{0, 20000};
+        nanosleep(&pause, nullptr);
+        const int64_t other = of.process.load();
+        return tries % 1024 || !other || kill(pid_t(other), 0) == 0 || errno != ESRCH;
+    }
+#else
+    static int64_t process() { return 0; }
+    static bool rest(const Box&, int64_t) { return false; }
+#endif
+};
+
+}  // namespace paceline

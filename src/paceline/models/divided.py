@@ -1,0 +1,123 @@
+"""A decoder of which every rank has a part, and its cache: tensor parallelism behind `Target` and `KVCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from paceline.cache.slab import SavedSlabs, SlabCache
+from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder, Progress
+from paceline.models.lazy import Quantised
+from paceline.models.mirror import Mirror, Mirrored, repeated, together
+from paceline.models.ranks import Ranks
+from paceline.models.shards import RankTensors, divide
+from paceline.protocols import KVCache
+from paceline.types import Forward, Rows, Want
+
+
+@dataclass(frozen=True, eq=False)
+class SavedShards(SavedSlabs, Mirrored):
+    """One rank's part of what a slot has committed."""
+
+
+class DividedCache(SlabCache, Mirrored):
+    """Keys and values of this rank's heads."""
+
+    acquire = repeated(SlabCache.acquire)
+    fork = repeated(SlabCache.fork)
+    commit = repeated(SlabCache.commit)
+    truncate = repeated(SlabCache.truncate)
+    load = repeated(SlabCache.load)
+    release = repeated(SlabCache.release)
+
+    @repeated
+    def save(self, slot: int) -> SavedShards:
+        """See `protocols.KVCache.save`."""
+        saved = super().save(slot)
+        return SavedShards(**{field.name: getattr(saved, field.name) for field in fields(saved)})
+
+
+class DividedDecoder(Decoder, Mirrored):
+    """This rank's part of a decoder. At rank 0 it is the target, and what is called there runs on all ranks."""
+
+    _cache_type = DividedCache
+
+    ranks: Ranks
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        mirror: Mirror,
+    ) -> None:
+        """See `Decoder`; `tensors`: the whole ones."""
+        self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
+        division = divide(config, tensors, ranks.count)
+        spans = division.tokens()
+        self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
+        part = division.part(ranks.rank)
+        cut: Mapping[str, Tensor] = RankTensors(tensors, division, ranks.rank)
+        if isinstance(tensors, Quantised):
+            cut = tensors.over(cut)
+        super().__init__(part, cut, dtype, device, progress)
+        self.vocab_size = config.vocab_size
+        self.config = replace(part, vocab_size=config.vocab_size)
+        ranks.check_alike((division, dtype, device.type, self._stack.native is None, type(self._head)))
+        ranks.share_memory()
+        mirror.hold(self)
+
+    @repeated
+    def excerpt(self) -> DividedDecoder:
+        """See `protocols.Divisible`. The head is whole."""
+        part = super().excerpt()
+        assert isinstance(part, DividedDecoder)
+        part._head = self._head
+        return part
+
+    @repeated
+    def new_cache(self) -> SlabCache:
+        cache = super().new_cache()
+        assert isinstance(cache, DividedCache)
+        cache.mirror = self.mirror
+        return cache
+
+    def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        """See `protocols.Target.forward`."""
+        cache.begin(rows)  # so that misuse and lack of memory show before the other ranks are told
+        return self.forward_part(rows, cache, want)
+
+    @together
+    def forward_part(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+        """The pass on all ranks at once, of which rank 0 gets the logits."""
+        return super().forward(rows, cache, want)
+
+    @together
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `protocols.EmbeddingAndHead`. Exact: all ranks but one add zeros."""
+        foreign = (tokens < self._first) | (tokens >= self._end)
+        x = super().embed((tokens - self._first).masked_fill(foreign, 0))
+        return self.ranks.sum(x.masked_fill(foreign[..., None], 0))
+
+    @together
+    def logits(self, x: Tensor) -> Tensor:
+        """See `protocols.EmbeddingAndHead`."""
+        return self._gathered(super().logits(x))
+
+    def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
+        return self._gathered(super()._logits(head, x, rows))
+
+    @together
+    def head(self) -> Tensor:
+        """See `protocols.EmbeddingAndHead`."""
+        return self._gathered(super().head().T).T.contiguous()
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        return self.ranks.gather(logits, self._sizes)

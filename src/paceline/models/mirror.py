@@ -1,0 +1,200 @@
+"""Calls at rank 0 that every rank repeats, so that engine, drafters and server need not know of other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import itertools
+import pickle
+import signal
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from threading import RLock
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.errors import RankLost
+from paceline.models.ranks import Ranks
+
+
+class Mirrored:
+    """An object that every rank has one of, each with its part of the data."""
+
+    mirror: Mirror
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def together(method: MethodT) -> MethodT:
+    """A method in which the ranks exchange results: all call it at once. If it fails, the group ends."""
+
+    @wraps(method)
+    def run(self: Mirrored, *args: Any, **options: Any) -> Any:
+        with self.mirror.lock:
+            run = self.mirror.run_together if self.mirror.outermost else _run
+            return run(self, method, args, options)
+
+    return run  # type: ignore[return-value]
+
+
+def repeated(method: MethodT) -> MethodT:
+    """A method in which the ranks need nothing from each other: the others call it before their next pass, if it has
+    succeeded."""
+
+    @wraps(method)
+    def run(self: Mirrored, *args: Any, **options: Any) -> Any:
+        with self.mirror.lock:
+            run = self.mirror.run_repeated if self.mirror.outermost else _run
+            return run(self, method, args, options)
+
+    return run  # type: ignore[return-value]
+
+
+def _run(owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -> Any:
+    return method(owner, *args, **options)
+
+
+class Mirror:
+    """Messages of rank 0: what was called since the last, and what all call now.
+
+    Objects that `repeated` methods return have a number, the same on all ranks, until rank 0 no longer holds them.
+    Messages are pickled: the ranks trust each other, as torch.distributed does.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.lock = ranks, RLock()
+        self.outermost = ranks.rank == 0
+        """Whether a call is to be repeated: at rank 0, and not from within another."""
+        self._objects: dict[int, Any] = {}
+        """At the other ranks."""
+        self._numbers: dict[int, int] = {}
+        """At rank 0: number by `id`."""
+        self._next = itertools.count()
+        self._waiting: deque[bytes] = deque()
+        self._ended: str | None = None
+        if self.outermost:
+            atexit.register(self.end)
+
+    def hold(self, it: Mirrored) -> int:
+        """Number an object; on every rank the first is 0."""
+        number = next(self._next)
+        if self.ranks.rank:
+            self._objects[number] = it
+        else:
+            self._numbers[id(it)] = number
+            weakref.finalize(it, self._drop, id(it)).atexit = False
+        return number
+
+    def run_together(self, owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -> Any:
+        """See `together`."""
+        if self._ended:
+            raise RankLost(f"the processes of this model have ended: {self._ended}", "Start all of them again")
+        call = self._packed((owner, method.__name__, args, options, None))
+        try:
+            self.outermost = False
+            self._send(call)
+            return method(owner, *args, **options)
+        except BaseException as error:
+            self._ended = str(error) or type(error).__name__
+            self.ranks.leave()
+            raise
+        finally:
+            self.outermost = True
+
+    def run_repeated(self, owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -> Any:
+        """See `repeated`."""
+        try:
+            self.outermost = False
+            result = method(owner, *args, **options)
+        finally:
+            self.outermost = True
+        number = self.hold(result) if isinstance(result, Mirrored) else None
+        self._waiting.append(self._packed((owner, method.__name__, args, options, number)))
+        return result
+
+    def follow(self) -> None:
+        """At any rank but 0, repeat what rank 0 calls until it ends, and end the process with it; in the main thread.
+        Raises what a call raises, and `RankLost`.
+
+        Signals are rank 0's to handle: it may still have replies to finish.
+        """
+        if self.outermost:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            with torch.inference_mode():
+                while calls := pickle.loads(self.ranks.receive()):
+                    for call in calls:
+                        self._repeat(*_Unpickler(self._objects, call).load())
+        finally:
+            self.ranks.leave()
+        raise SystemExit
+
+    def _repeat(self, owner: Any, name: str, args: Any, options: Any, number: int | None) -> None:
+        if owner is None:
+            self._objects.pop(args)
+            return
+        result = getattr(owner, name)(*args, **options)
+        if number is not None:
+            self._objects[number] = result
+
+    def end(self) -> None:
+        """Let the other ranks end."""
+        with self.lock:
+            if not self._ended:
+                self._ended = "rank 0 has left"
+                with suppress(RankLost):  # then it has said so itself
+                    self.ranks.send(pickle.dumps([]))
+                self.ranks.leave()
+
+    def _drop(self, key: int) -> None:
+        """What is forgotten here is forgotten everywhere, with the next message. Any thread may come here."""
+        self._waiting.append(self._packed((None, "", self._numbers.pop(key), {}, None)))
+
+    def _send(self, call: bytes) -> None:
+        calls = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        self.ranks.send(pickle.dumps([*calls, call]))
+
+    def _packed(self, call: object) -> bytes:
+        buffer = io.BytesIO()
+        _Pickler(self._numbers, buffer).dump(call)
+        return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Mirrored objects by their numbers, tensors by their bytes."""
+
+    def __init__(self, numbers: dict[int, int], buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._known = numbers
+
+    def persistent_id(self, it: object) -> int | None:
+        return self._known[id(it)] if isinstance(it, Mirrored) else None
+
+    def reducer_override(self, it: object) -> Any:
+        if not isinstance(it, Tensor):
+            return NotImplemented
+        data = it.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, it.dtype, tuple(it.shape), it.device.type)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, objects: dict[int, Any], data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = objects
+
+    def persistent_load(self, number: int) -> Any:
+        return self._known[number]
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)

@@ -1,0 +1,104 @@
+"""A model's layers over several devices: which layer lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from math import prod
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidOption, OutOfMemory, install_line
+from paceline.models.lazy import shape_of
+
+DeviceMap = str | Mapping[str, int | None]
+"""Device -> number of layers, in the order of the layers; None: the rest. "auto" fills the GPUs and then the CPU. As a
+text: "cuda:0=20,cuda:1=10,cpu"."""
+
+Devices = tuple[torch.device, ...]
+"""The device of each layer; that of the first has embedding, norm and output head too."""
+
+_SHARE = 0.8
+"""Share of a device's free memory that weights may take; keys and values and the passes take the rest."""
+
+
+def parse_map(given: DeviceMap) -> dict[str, int | None]:
+    """Return the devices and their numbers of layers; {} for "auto". Raises `InvalidOption`."""
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif given == "auto":
+        return {}
+    else:
+        pairs = [part.strip().partition("=") for part in given.split(",")]
+        found = {name: None if not number else _number(number, given) for name, _, number in pairs}
+        if len(found) < len(pairs):
+            raise InvalidOption(f"device_map {given!r} names a device twice", "Name each once")
+    if not found or any(n is not None and (type(n) is not int or n < 1) for n in found.values()):
+        raise InvalidOption(f"device_map {given!r} must give each device one layer or more", _EXAMPLE)
+    if None in list(found.values())[:-1]:
+        raise InvalidOption(f"in device_map {given!r} only the last device can take the rest", _EXAMPLE)
+    return found
+
+
+_EXAMPLE = 'Write "auto", or for example "cuda:0=20,cpu"'
+
+
+def _number(text: str, given: DeviceMap) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise InvalidOption(f"device_map {given!r} must have numbers of layers, got {text!r}", _EXAMPLE)
+    return int(text)
+
+
+def place(given: Mapping[str, int | None], layers: int) -> Devices:
+    """Return the device of each layer of a map. Raises `InvalidOption` unless its numbers add up to `layers`."""
+    known = sum(number or 0 for number in given.values())
+    rest = layers - known if None in given.values() else 0
+    if known + rest != layers or (None in given.values() and rest < 1):
+        raise InvalidOption(
+            f"the device map places {known} layers and the model has {layers}", "Place each of them once"
+        )
+    counts = {name: rest if number is None else number for name, number in given.items()}
+    return tuple(torch.device(name) for name, count in counts.items() for _ in range(count))
+
+
+def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Devices:
+    """Fill the devices in their order: `sizes` are the bytes of the layers, `others` those of all else, which the first
+    device with a layer has too. Raises `OutOfMemory`."""
+    found: list[str] = []
+    for name, free in memory.items():
+        left = _SHARE * free - (0 if found else others)
+        while len(found) < len(sizes) and sizes[len(found)] <= left:
+            left -= sizes[len(found)]
+            found.append(name)
+    if len(found) < len(sizes):
+        total, all_free = (sum(sizes) + others) / 2**30, sum(memory.values()) / 2**30
+        raise OutOfMemory(
+            f"the model takes {total:.1f} GiB and {_SHARE:.0%} of {all_free:.1f} GiB are not enough or lie badly",
+            "Use quantize='int4', or a smaller model",
+        )
+    return tuple(map(torch.device, found))
+
+
+def sizes(tensors: Mapping[str, Tensor], layers: int, matrix: float, vector: int) -> tuple[list[int], int]:
+    """Return the bytes of each layer and of all else, with `matrix` bytes for each number of a matrix."""
+    of_layers, others = [0.0] * layers, 0.0
+    for name in tensors:
+        shape, number = shape_of(tensors, name), name.removeprefix("model.layers.").partition(".")[0]
+        size = prod(shape) * (matrix if len(shape) > 1 else vector)
+        if number.isdecimal() and int(number) < layers:
+            of_layers[int(number)] += size
+        else:
+            others += size
+    return [int(size) for size in of_layers], int(others)
+
+
+def free_memory() -> dict[str, int]:
+    """Return the free bytes of each GPU and then of the CPU, by accelerate. Raises `InvalidOption` without it."""
+    if not find_spec("accelerate"):
+        raise InvalidOption('device_map="auto" needs accelerate', f"Install it: {install_line('devices')}")
+    from accelerate.utils import get_max_memory
+
+    found = get_max_memory()
+    gpus = {f"cuda:{number}": size for number, size in found.items() if isinstance(number, int)}
+    return gpus | {"cpu": found["cpu"]}

@@ -1,0 +1,140 @@
+"""One of the processes of test_divided.py: tiny models of every kind, divided; rank 0 prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.base import Drafter
+from paceline.drafters.model import DraftModel
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import guarantee
+from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.divided import DividedDecoder
+from paceline.models.lazy import Quantised
+from paceline.models.mirror import Mirror
+from paceline.models.ranks import Ranks
+from paceline.protocols import KVCache
+from paceline.sampling.parameters import Sampling
+from paceline.testing import TINY, random_tensors, run_together
+from paceline.types import DraftBudget, Want
+from paceline.verify.tree import pack_prefix
+
+CPU = torch.device("cpu")
+WIDE = replace(TINY, hidden=96, heads=4, head_dim=32, ffn=200, vocab_size=101)
+Case = tuple[ModelConfig, dict[str, Tensor], torch.dtype, Any]
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Config, tensors, dtype and quantisation of each model."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        yield str(dtype), (TINY, random_tensors(TINY), dtype, None)
+    untied = replace(WIDE, tied=False, residual_scale=0.5, final_softcap=20.0, context_length=1200)
+    for mode in ("int8", "int4"):
+        yield mode, (untied, random_tensors(untied, scale=0.2), torch.bfloat16, mode)
+    yield "biases and sinks", (replace(TINY, sinks=True), with_biases(), torch.float32, None)
+    yield "joined projections", (TINY, joined(), torch.float64, None)
+    experts = Experts(4, 2, 40, True)
+    mixed = replace(TINY, experts=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
+    yield "experts", (mixed, with_experts(experts), torch.float32, None)
+
+
+def with_biases() -> dict[str, Tensor]:
+    tensors = random_tensors(replace(TINY, sinks=True))
+    projections = [name for name in tensors if name.endswith("_proj.weight")]
+    rows = {name: len(tensors[name]) for name in projections}
+    noise = torch.Generator().manual_seed(1)
+    return tensors | {
+        name.replace("weight", "bias"): torch.randn(count, generator=noise) for name, count in rows.items()
+    }
+
+
+def joined() -> dict[str, Tensor]:
+    """Phi-3's names."""
+    tensors = random_tensors(TINY)
+    for i in range(TINY.layers):
+        for block, names, whole in (("self_attn", "qkv", "qkv_proj"), ("mlp", ("gate", "up"), "gate_up_proj")):
+            parts = [tensors.pop(f"model.layers.{i}.{block}.{name}_proj.weight") for name in names]
+            tensors[f"model.layers.{i}.{block}.{whole}.weight"] = torch.cat(parts)
+    return tensors
+
+
+def with_experts(experts: Experts) -> dict[str, Tensor]:
+    tensors, noise = random_tensors(TINY), torch.Generator().manual_seed(1)
+    for i in range(TINY.layers):
+        mlp = f"model.layers.{i}.mlp."
+        tensors = {name: x for name, x in tensors.items() if not name.startswith(mlp)}
+        tensors[mlp + "gate.weight"] = torch.randn(experts.count, TINY.hidden, generator=noise)
+        for number in range(experts.count):
+            shapes = ((experts.ffn, TINY.hidden), (experts.ffn, TINY.hidden), (TINY.hidden, experts.ffn))
+            for name, shape in zip(experts.names, shapes, strict=True):
+                tensors[f"{mlp}experts.{number}.{name}.weight"] = torch.randn(shape, generator=noise) * 0.4
+    return tensors
+
+
+def texts(
+    target: Decoder, drafter: Drafter | None = None, draft: DraftBudget | None = None
+) -> tuple[list[list[int]], int]:
+    """Replies in batches, greedy and sampled, of an engine that keeps what it has fed; and accepted tokens."""
+    engine = Engine(target, drafter, draft)
+    engine.remember(1 << 20)
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5], [1, 2, 3, 1, 2, 3, 4, 4, 4, 4]]
+    ways = [Sampling(max_new_tokens=length, temperature=t, seed=3) for t, length in ((0.0, 9), (0.4, 12))]
+    replies = [reply for how in ways for reply in run_together(engine, prompts, [how, how, how])]
+    return [tokens for tokens, _, _ in replies], sum(stats.accepted for _, _, stats in replies)
+
+
+def held(target: Decoder) -> KVCache:
+    cache = target.new_cache()
+    cache.acquire()
+    return cache
+
+
+def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
+    """What a divided model says, beside the whole one."""
+    plain, _ = texts(divided)
+    sizes = DraftBudget.chain(4), DraftBudget(nodes=8, depth=4, branch=2)
+    chains, trees = (texts(divided, DraftModel(whole, whole.vocab_size), size) for size in sizes)
+    outcome = divided.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(divided), Want())
+    expected = whole.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(whole), Want())
+    x = torch.randn(3, whole.config.hidden, generator=torch.Generator().manual_seed(0)).to(whole.dtype)
+    tokens = torch.tensor([[0, whole.vocab_size - 1, 5]])
+    ours, theirs = divided.logits(x), whole.logits(x)
+    return {
+        "guarantee": guarantee(divided),
+        "same": chains[0] == plain and trees[0] == plain,
+        "accepted": [chains[1], trees[1]],
+        "error": float((outcome.logits - expected.logits).abs().max() / expected.logits.std()),
+        "embedding": torch.equal(divided.embed(tokens), whole.embed(tokens)),
+        "head": torch.equal(divided.head(), whole.head()),
+        "logits": float((ours - theirs).abs().max()),
+        "shared": divided.ranks.exchange is not None,
+        "native": divided._stack.native is not None,
+        "kv_heads": divided.config.kv_heads,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    mirror = Mirror(Ranks())
+    made: dict[str, tuple[Decoder, DividedDecoder]] = {}
+    for name, (config, tensors, dtype, mode) in cases():
+        held = Quantised(tensors, mode) if mode else tensors
+        divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror)
+        made[name] = Decoder(config, held, dtype, CPU), divided
+    mirror.follow()
+    if sys.argv[1:] == ["fail"]:
+        mirror.ranks.send(b"no pickle")
+        texts(made["torch.float32"][1])
+    print(json.dumps({name: compare(*pair) for name, pair in made.items()}))
+
+
+if __name__ == "__main__":
+    main()

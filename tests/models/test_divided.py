@@ -1,0 +1,153 @@
+"""Tensor parallelism: two processes that share a model write what it writes, with any draft."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoints.loader import check_divisible
+from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.matrix import Matrix, block_elements
+from paceline.kernels.quantize import quantize
+from paceline.models.config import DeltaNetConfig, LayerConfig
+from paceline.models.ranks import Ranks
+from paceline.models.shards import RankTensors, divide, spans
+from paceline.testing import TINY, random_tensors
+from tests.kernels.test_cpu_formats import number, stored
+from tests.server.server_process import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> list[subprocess.CompletedProcess[str]]:
+    """Run the worker in as many processes; in the order of the ranks."""
+    shared = os.environ | {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count if shared_memory else 1),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+    }
+    command = [sys.executable, "-m", "tests.models.divided_worker", *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}, **pipes) for rank in range(count)]
+    try:
+        ended = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [subprocess.CompletedProcess(command, r.returncode, *said) for r, said in zip(ranks, ended, strict=True)]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
+    first, second = run_ranks(shared_memory=shared_memory)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    found = json.loads(first.stdout)
+    assert len(found) == 8
+    for name, model in found.items():
+        assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
+        exact = "float64" in name or name == "joined projections"
+        assert model["same"], name
+        assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
+        assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
+        assert model["logits"] < 1e-5
+        assert model["error"] < (1e-12 if exact else 0.05 if "bfloat16" in name or "int" in name else 1e-4), name
+        if library() is not None and not exact:
+            assert (model["native"], model["guarantee"]) == (True, "bits"), name
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
+    first, second = run_ranks("fail", shared_memory=shared_memory)
+    assert min(first.returncode, second.returncode) > 0
+    assert "RankLost: another process of this model has ended" in first.stderr
+    assert "UnpicklingError" in second.stderr
+
+
+def test_spans_are_whole_units_but_for_the_last() -> None:
+    assert spans(10, 3) == [(0, 3), (3, 6), (6, 10)]
+    assert spans(8960, 2, 256) == [(0, 4352), (4352, 8960)]
+    assert spans(100, 2, 32) == [(0, 32), (32, 100)]
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None:
+    config = replace(TINY, heads=12, kv_heads=6)
+    with pytest.raises(UnsupportedModel, match=r"6 key heads cannot be divided by 4 .* Start 1 or 2 or 3 or 6"):
+        divide(config, {}, 4)
+
+
+def test_models_that_cannot_be_divided_are_refused() -> None:
+    recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
+    with pytest.raises(UnsupportedModel, match="recurrent"):
+        check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, both=False)
+    with pytest.raises(UnsupportedModel, match="transformers"):
+        check_divisible("x", None, exact=False, both=False)
+    with pytest.raises(UnsupportedModel, match="exact"):
+        check_divisible("x", TINY, exact=True, both=False)
+    with pytest.raises(InvalidOption, match="together"):
+        check_divisible("x", TINY, exact=False, both=True)
+
+
+def test_without_torchrun_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidOption, match="torchrun --nproc-per-node 2"):
+        Ranks()
+
+
+def test_the_parts_make_the_whole() -> None:
+    config, tensors = replace(TINY, tied=False), random_tensors(replace(TINY, tied=False))
+    division = divide(config, tensors, 2)
+    parts = [RankTensors(tensors, division, rank) for rank in range(2)]
+    for name, tensor in tensors.items():
+        cut = 1 if "o_proj" in name or "down_proj" in name else 0
+        pieces = [part[name] for part in parts]
+        assert [part.shape(name) for part in parts] == [tuple(piece.shape) for piece in pieces]
+        assert torch.equal(pieces[0] if tensor.ndim == 1 else torch.cat(pieces, cut), tensor), name
+    assert sum(part[name].numel() for part in parts for name in tensors if "norm" not in name) == sum(
+        x.numel() for name, x in tensors.items() if "norm" not in name
+    )
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "IQ4_NL", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_codes_are_cut_at_the_borders_of_their_blocks(kind: str) -> None:
+    block = block_elements(int(number(kind)))
+    assert block == (256 if kind.endswith(("K", "XS")) else 32)
+    whole, weight = stored(kind, 20, 3 * 256)
+    cut = whole.columns(block, 2 * 256)
+    assert torch.equal(Matrix(cut, None).weight(), Matrix(whole, None).weight()[:, block : 2 * 256])
+    assert torch.allclose(Matrix(cut, None).weight(), weight[:, block : 2 * 256], atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_without_kernels_are_cut_by_groups(bits: int) -> None:
+    codes = quantize(torch.randn(5, 100, generator=torch.Generator().manual_seed(0)), bits)
+    assert torch.equal(codes.columns(32, 100).dequantised(), codes.dequantised()[:, 32:100])
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_heads_that_end_within_a_block_are_refused() -> None:
+    config = replace(TINY, heads=6, kv_heads=2, head_dim=128)
+    tensors = {"model.layers.0.self_attn.o_proj.weight": torch.ones(2, 768)}
+
+    class Coded(RankTensors):
+        def __init__(self) -> None:
+            self._names, self._tensors = dict.fromkeys(tensors, ""), tensors
+
+        def stored(self, name: str) -> Any:
+            return stored("Q4_K", 2, 768)[0]
+
+    with pytest.raises(UnsupportedModel, match=r"384 columns .* no whole blocks of 256"):
+        divide(config, Coded(), 2)

@@ -1,0 +1,32 @@
+"""Models that also see, of which the language model runs here, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoints.checkpoint import open_folder
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from tests.models.test_families import SIZES, assert_close, expected, feed, text
+
+transformers = pytest.importorskip("transformers")
+
+MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
+VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 48}
+
+
+def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = transformers.Qwen3VLTextConfig(**SIZES, head_dim=16, rope_parameters=MROPE)
+    seeing = transformers.Qwen3VLVisionConfig(**VISION, deepstack_visual_indexes=[0], num_position_embeddings=16)
+    whole = transformers.Qwen3VLConfig(text_config=own, vision_config=seeing, tie_word_embeddings=False)
+    theirs = transformers.Qwen3VLForConditionalGeneration(whole).double().eval()
+    theirs.save_pretrained(tmp_path)
+    config, tensors = open_folder(tmp_path)
+    assert config["model_type"] == "qwen3_vl_text"
+    ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(60)
+    assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
