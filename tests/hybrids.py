@@ -13,7 +13,8 @@ from paceline.testing import TINY, random_tensors
 
 DELTA = DeltaNetConfig(key_heads=2, heads=4, key_dim=8, value_dim=4, width=4)
 _ROPE = RopeConfig(share=0.5)
-_LAYERS = (LayerConfig(None, recurrent=DELTA), LayerConfig(_ROPE), LayerConfig(None, recurrent=DELTA))
+_RECURRENT = LayerConfig(None, recurrent=DELTA, attends=False)
+_LAYERS = (_RECURRENT, LayerConfig(_ROPE), _RECURRENT)
 HYBRID = replace(
     TINY, family="qwen3_5_text", layers=3, context_length=1200, special=_LAYERS, rope=_ROPE, qk_norm=True, gated=True
 )

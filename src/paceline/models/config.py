@@ -24,11 +24,12 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetConfig:
-    """Gated DeltaNet: `heads` matrices [key_dim, value_dim] for `key_heads` keys and queries, after a convolution over
+class MatrixConfig:
+    """States that are `heads` matrices [key_dim, value_dim], for `key_heads` keys and queries, after a convolution over
     `width` tokens.
 
-    `tiled`: a head's key is that of its number modulo `key_heads` (in files of llama.cpp), not of neighbouring heads.
+    `tiled`: a head's key is that of its number modulo `key_heads` (Qwen3.5 in files of llama.cpp), not of neighbouring
+    heads.
     """
 
     key_heads: int
@@ -50,6 +51,22 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetConfig(MatrixConfig):
+    """Gated DeltaNet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config(MatrixConfig):
+    """Mamba-2: a group's B and C are its heads' key and query.
+
+    `steps`: bounds of a time step. `norm_first`: the norm of the output, if there is one, comes before its gate.
+    """
+
+    steps: tuple[float, float] = (0.0, float("inf"))
+    norm_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvConfig:
     """A convolution of each of `channels` over `width` tokens, between two gates (LFM2)."""
 
@@ -62,7 +79,7 @@ class ShortConvConfig:
         return (self.width - 1) * self.channels
 
 
-RecurrentConfig = DeltaNetConfig | ShortConvConfig
+RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +87,16 @@ class LayerConfig:
     """Properties that may differ from layer to layer.
 
     `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
-    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state, and does
-    not attend.
+    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state. `attends`:
+    it has attention, beside its state if both. `feeds`: it has a feed-forward part.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
     recurrent: RecurrentConfig | None = None
+    attends: bool = True
+    feeds: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +167,7 @@ class ModelConfig:
         A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
         this.
         """
-        attending = [layer for layer in self.plan if not layer.recurrent]
+        attending = [layer for layer in self.plan if layer.attends]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in attending]
         return 2 * sum(held) * self.kv_heads * self.head_dim * itemsize
 

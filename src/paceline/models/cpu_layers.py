@@ -177,7 +177,9 @@ class _Parts(NamedTuple):
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
-    if not isinstance(layer.attention, Attention) or layer.attention.gated or isinstance(layer.mlp, SharedMixture):
+    if not isinstance(layer.attention, Attention) or layer.attention.gated:
+        return None
+    if layer.mlp is None or isinstance(layer.mlp, SharedMixture):
         return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)

@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import linear
-from paceline.models.config import Experts, ModelConfig, RecurrentConfig
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
+from paceline.models.config import Experts, LayerConfig, Mamba2Config, ModelConfig
+from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, Part, RMSNorm, SharedMixture
+from paceline.models.mamba import Parallel, Summed, make_mamba
 from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -55,7 +56,7 @@ class Decoder:
         for index, layer in enumerate(config.plan):
             progress(index, config.layers)
             name = f"model.layers.{index}."
-            layers.append(make_layer(config, layer.sparse, weights, name, recurrent=layer.recurrent))
+            layers.append(make_layer(config, layer, weights, name))
         self._stack = LayerStack(config, layers, self)
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
@@ -156,36 +157,45 @@ class Decoder:
         return self._head.weight().to(self.dtype)
 
 
-def make_layer(
-    c: ModelConfig,
-    sparse: bool,
-    weights: Weights,
-    prefix: str,
-    entry: int | None = None,
-    recurrent: RecurrentConfig | None = None,
-) -> Layer:
+def make_layer(c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
     """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
-    width of the input of attention, if it is not the stream that the layer norms itself. `recurrent`: of a layer that
-    does not attend."""
+    width of the input of attention, if it is not the stream that the layer norms itself."""
 
     def norm(name: str) -> RMSNorm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
-    mixer: Mixer
-    if recurrent:
-        mixer, name, width = make_recurrent(c, recurrent, weights, prefix)
-    else:
-        mixer = make_attention(c, weights, prefix + "self_attn.", entry or c.hidden)
-        name, width = "self_attn.o_proj", c.heads * c.head_dim
+    mixer, out = _make_mixer(c, spec, weights, prefix, entry or c.hidden)
+    mlp: Dense | Mixture | SharedMixture | None = None
+    if spec.feeds:
+        sparse = spec.sparse and c.experts
+        mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
+    second = "pre_feedforward" if c.sandwich else "post_attention"
     return Layer(
-        norm("input") if entry is None else None,
+        norm("input") if mixer and entry is None else None,
         mixer,
-        weights.linear({prefix + name: c.hidden}, width),
-        norm("pre_feedforward" if c.sandwich else "post_attention"),
-        _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp."),
+        out,
+        norm(second if mixer else "input") if mlp else None,
+        mlp,
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
         c.residual_scale,
     )
+
+
+def _make_mixer(
+    c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
+) -> tuple[Mixer | None, Part | None]:
+    """The mixer of a layer, if it has one, and its output product."""
+    parts: list[tuple[Mixer, str, int]] = []
+    if spec.attends:
+        attention = make_attention(c, weights, prefix + "self_attn.", width)
+        parts.append((attention, "self_attn.o_proj", c.heads * c.head_dim))
+    if spec.recurrent:
+        make = make_mamba if isinstance(spec.recurrent, Mamba2Config) else make_recurrent
+        parts.append(make(c, spec.recurrent, weights, prefix))
+    products = [weights.linear({prefix + name: c.hidden}, wide) for _, name, wide in parts]
+    if len(parts) < 2:
+        return (parts[0][0], products[0]) if parts else (None, None)
+    return Parallel(attention, parts[1][0]), Summed(*products, parts[0][2])
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:

@@ -39,7 +39,7 @@ class EagleNetwork:
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
-        self._stack = LayerStack(layer, [make_layer(layer, False, weights, _LAYER, self._entry.width)], host)
+        self._stack = LayerStack(layer, [make_layer(layer, layer.plan[0], weights, _LAYER, self._entry.width)], host)
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
         self._feeds_normed = config.norm_output

@@ -27,7 +27,7 @@ from paceline.files.schema import (
     check,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
-from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import Experts, LayerConfig, MatrixConfig, ModelConfig, RopeConfig
 from paceline.models.hybrids import LFM2, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
@@ -370,7 +370,7 @@ def _check(c: ModelConfig) -> None:
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
-        uneven = isinstance(one, DeltaNetConfig) and one.heads % one.key_heads
+        uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
         if uneven or one.state_size > MOST_ROWS:
             raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
     if c.heads * c.head_dim > MOST_ROWS:

@@ -60,7 +60,7 @@ def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
         dense = raw.get("mlp_only_layers") or ()
         sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
     layers = [
-        LayerConfig(None, sparse=one, recurrent=recurrent)
+        LayerConfig(None, sparse=one, recurrent=recurrent, attends=False)
         if kind == _HYBRID[True]
         else LayerConfig(base.rope, sparse=one)
         for kind, one in zip(types, sparse, strict=True)
@@ -92,7 +92,10 @@ def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
     if len(names) != base.layers or set(names) - {*_SHORT}:
         raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_SHORT)}", CORRECT)
     recurrent = ShortConvConfig(base.hidden, raw["conv_L_cache"])
-    layers = [LayerConfig(None, recurrent=recurrent) if x == _SHORT[True] else LayerConfig(base.rope) for x in names]
+    layers = [
+        LayerConfig(None, recurrent=recurrent, attends=False) if x == _SHORT[True] else LayerConfig(base.rope)
+        for x in names
+    ]
     ffn = raw.get("block_ff_dim") or base.ffn
     if raw["block_auto_adjust_ff_dim"]:
         ffn, multiple = int(2 * ffn / 3), raw["block_multiple_of"]

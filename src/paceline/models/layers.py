@@ -61,6 +61,18 @@ class HeadNorm:
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
+class Part(Protocol):
+    """What adds to the stream: a feed-forward part, or the product that follows a mixer."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        ...
+
+
 class Mixer(Protocol):
     """The part of a layer in which rows see others: attention, or a recurrence."""
 
@@ -177,16 +189,17 @@ class Layer:
     """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
     `post` norms (Gemma 2 and 3).
 
-    Without an `attn_norm` the input of attention is always given as `entry`.
+    Either half may be missing (Mamba-2, Nemotron-H). Without an `attn_norm` the input of attention is always given as
+    `entry`.
     """
 
     def __init__(
         self,
         attn_norm: RMSNorm | None,
-        attention: Mixer,
-        out: Linear,
-        mlp_norm: RMSNorm,
-        mlp: Dense | Mixture | SharedMixture,
+        attention: Mixer | None,
+        out: Part | None,
+        mlp_norm: RMSNorm | None,
+        mlp: Dense | Mixture | SharedMixture | None,
         post: tuple[RMSNorm, RMSNorm] | None = None,
         residual_scale: float = 1.0,
     ) -> None:
@@ -195,17 +208,18 @@ class Layer:
 
     def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
         """`entry`: the input of attention, if not the normed stream."""
-        if entry is None:
-            entry = x if self.attn_norm is None else self.attn_norm(x)
-        mixed = self.attention.mix(entry, layer, rope, attention)
-        if self.post is None and self.residual_scale == 1.0:
-            x = self.out.onto(mixed, x)
-            return self.mlp.onto(self.mlp_norm(x), x)
         first, second = self.post or (None, None)
-        x = x + self._added(self.out(mixed), first)
-        return x + self._added(self.mlp(self.mlp_norm(x)), second)
+        if self.attention and self.out:
+            if entry is None:
+                entry = x if self.attn_norm is None else self.attn_norm(x)
+            x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, attention), first)
+        if self.mlp and self.mlp_norm:
+            x = self._plus(x, self.mlp, self.mlp_norm(x), second)
+        return x
 
-    def _added(self, y: Tensor, norm: RMSNorm | None) -> Tensor:
-        """What a part adds to the stream."""
-        y = y if norm is None else norm(y)
-        return y if self.residual_scale == 1.0 else y * self.residual_scale
+    def _plus(self, x: Tensor, part: Part, y: Tensor, norm: RMSNorm | None) -> Tensor:
+        """The stream x and what a part makes of y."""
+        if norm is None and self.residual_scale == 1.0:
+            return part.onto(y, x)
+        y = part(y) if norm is None else norm(part(y))
+        return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)

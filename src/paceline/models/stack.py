@@ -13,6 +13,7 @@ from paceline.cache.state import StateCache
 from paceline.models.config import ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer
+from paceline.models.mamba import Parallel
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
@@ -30,11 +31,10 @@ class LayerStack:
         all see each other; () for none."""
         self._layers, plan = layers, config.plan
         scale = config.query_scale or config.head_dim**-0.5
+        attentions = [_attention(layer) for layer in layers]
         self._attentions = [
-            LayerAttention(scale, spec.window, config.softcap, both, layer.attention.sinks)
-            if isinstance(layer.attention, Attention)
-            else None
-            for layer, spec, both in zip(layers, plan, mutual or (False,) * len(plan), strict=True)
+            LayerAttention(scale, spec.window, config.softcap, both, one.sinks) if one else None
+            for one, spec, both in zip(attentions, plan, mutual or (False,) * len(plan), strict=True)
         ]
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
@@ -75,3 +75,9 @@ class LayerStack:
             x = self._layers[index](x, index, ropes[self.ropes.index[index]], attention, entry)
             entry = None
         return x, states | ({end: x} if end in taps else {})
+
+
+def _attention(layer: Layer) -> Attention | None:
+    """The attention of a layer, if it has any."""
+    mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
+    return mixer if isinstance(mixer, Attention) else None
