@@ -59,10 +59,9 @@ class DeltaNetConfig(MatrixConfig):
 class Mamba2Config(MatrixConfig):
     """Mamba-2: a group's B and C are its heads' key and query.
 
-    `steps`: bounds of a time step. `norm_first`: the norm of the output, if there is one, comes before its gate.
+    `norm_first`: the norm of the output, if there is one, comes before its gate.
     """
 
-    steps: tuple[float, float] = (0.0, float("inf"))
     norm_first: bool = False
 
 
@@ -87,8 +86,8 @@ class LayerConfig:
     """Properties that may differ from layer to layer.
 
     `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
-    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state. `attends`:
-    it has attention, beside its state if both. `feeds`: it has a feed-forward part.
+    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
+    `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part.
     """
 
     rope: RopeConfig | None
@@ -104,7 +103,8 @@ class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
-    of what chooses among them. `shared`: width of one more expert that every row uses, by a share of its own (0: none).
+    of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
+    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights.
     """
 
     count: int
@@ -115,6 +115,9 @@ class Experts:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     shared: int = 0
+    shared_block: str = "mlp.shared_expert"
+    sigmoid: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

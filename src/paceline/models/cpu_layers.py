@@ -124,6 +124,7 @@ class NativeLayers:
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
         parts = _parts(layer)
         assert parts
+        assert layer.mlp_norm
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
@@ -179,7 +180,11 @@ def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated:
         return None
-    if layer.mlp is None or isinstance(layer.mlp, SharedMixture):
+    if (
+        layer.mlp is None
+        or isinstance(layer.mlp, SharedMixture)
+        or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid)
+    ):
         return None
     mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
+from paceline.kernels.activations import UNGATED
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
-from paceline.kernels.linear import linear
-from paceline.models.config import Experts, LayerConfig, Mamba2Config, ModelConfig
+from paceline.kernels.linear import Linear, linear
+from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, Part, RMSNorm, SharedMixture
-from paceline.models.mamba import Parallel, Summed, make_mamba
-from paceline.models.recurrent import make_recurrent
+from paceline.models.mamba import Parallel, Summed, make_state
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
@@ -185,17 +185,16 @@ def _make_mixer(
     c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
 ) -> tuple[Mixer | None, Part | None]:
     """The mixer of a layer, if it has one, and its output product."""
-    parts: list[tuple[Mixer, str, int]] = []
+    attention, state, products = None, None, list[Linear]()
     if spec.attends:
         attention = make_attention(c, weights, prefix + "self_attn.", width)
-        parts.append((attention, "self_attn.o_proj", c.heads * c.head_dim))
+        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim))
     if spec.recurrent:
-        make = make_mamba if isinstance(spec.recurrent, Mamba2Config) else make_recurrent
-        parts.append(make(c, spec.recurrent, weights, prefix))
-    products = [weights.linear({prefix + name: c.hidden}, wide) for _, name, wide in parts]
-    if len(parts) < 2:
-        return (parts[0][0], products[0]) if parts else (None, None)
-    return Parallel(attention, parts[1][0]), Summed(*products, parts[0][2])
+        state, name, wide = make_state(c, spec.recurrent, weights, prefix)
+        products.append(weights.linear({prefix + name: c.hidden}, wide))
+    if attention and state:
+        return Parallel(attention, state), Summed(products[0], products[1], c.heads * c.head_dim)
+    return attention or state, products[0] if products else None
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
@@ -226,25 +225,40 @@ def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) ->
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
-    """Build a gated feed-forward network."""
-    parts = [prefix + "gate_proj", prefix + "up_proj"]
-    if prefix + "gate_up_proj.weight" in weights:  # Phi-3
-        parts = [prefix + "gate_up_proj"]
-    return _dense(c, weights, parts, prefix + "down_proj", c.ffn)
+    """Build a feed-forward network."""
+    return _dense(c, weights, [prefix + "gate_proj", prefix + "up_proj"], prefix + "down_proj", c.ffn)
 
 
 def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ffn: int) -> Dense:
-    gate_up = weights.gated(parts, (ffn, c.hidden), c.activation)
-    return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
+    """`parts`: gate and up projection, which may also be one tensor (Phi-3), or the latter be all there is."""
+    fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
+    out = weights.linear({down: c.hidden}, ffn)
+    if act := UNGATED.get(c.activation):
+        up = weights.linear({parts[1]: ffn}, c.hidden)
+        return Dense(lambda x: act(up(x)), out)
+    parts = [fused] if fused + ".weight" in weights else parts
+    return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
 
 
 def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixture | SharedMixture:
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    mixture = Mixture(weights.router(block + e.router, (e.count, c.hidden)), experts, e.used, e.normalised)
+    bias = block + "expert_bias"
+    mixture = Mixture(
+        weights.router(block + e.router, (e.count, c.hidden)),
+        experts,
+        e.used,
+        e.normalised,
+        e.sigmoid,
+        weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+        e.scale,
+    )
     if not e.shared:
         return mixture
-    gate, up, down = (f"{block}shared_expert.{name}" for name in e.names)
-    share = weights.router(block + "shared_expert_gate", (1, c.hidden))
-    return SharedMixture(mixture, _dense(c, weights, (gate, up), down, e.shared), share)
+    shared, share = f"{prefix}{e.shared_block}.", block + "shared_expert_gate"
+    return SharedMixture(
+        mixture,
+        _dense(c, weights, (shared + "gate_proj", shared + "up_proj"), shared + "down_proj", e.shared),
+        weights.router(share, (1, c.hidden)) if share + ".weight" in weights else None,
+    )

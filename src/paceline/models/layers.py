@@ -135,8 +135,8 @@ class Dense:
 
 
 class Mixture:
-    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3): a router sends each row through a few of many
-    feed-forward networks.
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2): a router sends
+    each row through a few of many feed-forward networks.
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
     `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
@@ -144,9 +144,20 @@ class Mixture:
     are compared.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[Dense], used: int, normalised: bool) -> None:
-        self.router, self.experts = router, experts
-        self.used, self.normalised = used, normalised
+    def __init__(
+        self,
+        router: Linear,
+        experts: Sequence[Dense],
+        used: int,
+        normalised: bool,
+        sigmoid: bool = False,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """`sigmoid`: scores are by sigmoid. `bias` [experts]: added to the scores that are compared, not to the
+        weights. `scale`: factor of the weights."""
+        self.router, self.experts, self.used, self.normalised = router, experts, used, normalised
+        self.sigmoid, self._bias, self._scale = sigmoid, bias, scale
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -165,19 +176,25 @@ class Mixture:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
-        scores = self.router.precise(rows).softmax(-1)
-        best, order = scores.sort(dim=-1, descending=True, stable=True)
-        weights, chosen = best[:, : self.used], order[:, : self.used]
-        return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
+        scores = self.router.precise(rows)
+        scores = sigmoid(scores) if self.sigmoid else scores.softmax(-1)
+        compared = scores if self._bias is None else scores + self._bias
+        chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
+        weights = scores.gather(1, chosen)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights if self._scale == 1.0 else weights * self._scale), chosen
 
 
 class SharedMixture:
-    """Experts beside one that every row uses, by a share that is the row's own (Qwen2 MoE, Qwen3-Next)."""
+    """Experts beside one that every row uses (Granite 4), by a share that may be the row's own (Qwen3-Next)."""
 
-    def __init__(self, experts: Mixture, shared: Dense, share: Linear) -> None:
+    def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
         self._experts, self._shared, self._share = experts, shared, share
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._share is None:
+            return self._shared.onto(x, self._experts(x))
         return self._experts(x) + (sigmoid(self._share.precise(x)) * self._shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:

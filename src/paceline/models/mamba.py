@@ -8,17 +8,24 @@ from torch import Tensor
 
 from paceline.cache.state import Tensors
 from paceline.kernels.linear import Linear
-from paceline.models.config import Mamba2Config, ModelConfig
+from paceline.models.config import Mamba2Config, ModelConfig, RecurrentConfig
 from paceline.models.layers import Attention, Part, RMSNorm, sigmoid
-from paceline.models.recurrent import Convolution, MatrixState, RecurrentMixer, between, make_convolution
+from paceline.models.recurrent import (
+    Convolution,
+    MatrixState,
+    RecurrentMixer,
+    between,
+    make_convolution,
+    make_recurrent,
+)
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
 from paceline.protocols import RecurrentPass
 
 
 class Selective(MatrixState):
-    """Mamba-2's state: B is the key, C the query, and the change is the value in proportion to the row's time step, which
-    the gates are. A share of the value, `skip` [heads], passes by the state."""
+    """Mamba-2's state: B is the key, C the query, and the change is the value in proportion to the row's time step,
+    the gate. A share of the value, `skip` [heads], passes by the state."""
 
     def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
         super().__init__(config, convolution)
@@ -42,7 +49,8 @@ class Selective(MatrixState):
         return self.config.heads * self.config.value_dim
 
     def _value(self, mixed: Tensor) -> Tensor:
-        return mixed[:, : self._values].unflatten(-1, (-1, self.config.value_dim))
+        value: Tensor = mixed[:, : self._values].unflatten(-1, (-1, self.config.value_dim))
+        return value
 
 
 class GroupNorm:
@@ -57,7 +65,7 @@ class GroupNorm:
         """Both [..., channels]."""
         if not self._first:
             x = x * gate
-        x = self._norm(x.unflatten(-1, (self._groups, -1))).flatten(-2) * self._weight
+        x = self._norm(x.unflatten(-1, (self._groups, -1))).flatten(-2).mul(self._weight)
         return x * gate if self._first else x
 
 
@@ -72,8 +80,8 @@ class Mamba2(RecurrentMixer):
         steps: tuple[Tensor, Tensor],
         norm: GroupNorm | None,
     ) -> None:
-        """`product`: the output's gate, what passes through the convolution, and time steps. `steps`: the decay's rate A,
-        below 0, and the bias of the time step, both [heads]."""
+        """`product`: the output's gate, what passes through the convolution, and time steps. `steps`: the decay's rate
+        A, below 0, and the bias of the time step, both [heads]."""
         self.config, self._product, self.recurrence, self._norm = config, product, state, norm
         self._rate, self._bias = steps
 
@@ -83,7 +91,7 @@ class Mamba2(RecurrentMixer):
         values = c.heads * c.value_dim
         gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
         # In float64, as elsewhere: torch computes the last elements of a float32 tensor by another function.
-        step = F.softplus((step + self._bias).double()).clamp(*c.steps)
+        step = F.softplus((step + self._bias).double())
         out = attention.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
         return (out * gate if self._norm is None else self._norm(out, gate)).to(x.dtype)
@@ -119,8 +127,11 @@ class Summed(Part):
         return x[..., : self._width].contiguous(), x[..., self._width :].contiguous()
 
 
-def make_mamba(c: ModelConfig, kind: Mamba2Config, weights: Weights, prefix: str) -> tuple[Mamba2, str, int]:
-    """Build the mixer of a layer. Returns it, and the name and width of the output product that follows."""
+def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str) -> tuple[RecurrentMixer, str, int]:
+    """Build the mixer of a layer that has a state. Returns it, and the name and width of the output product that
+    follows."""
+    if not isinstance(kind, Mamba2Config):
+        return make_recurrent(c, kind, weights, prefix)
 
     def each_head(name: str) -> Tensor:
         return weights.get(f"{prefix}mamba.{name}", (kind.heads,), weights.precise)

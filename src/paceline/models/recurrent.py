@@ -77,8 +77,9 @@ class ConvolutionState(Recurrence):
 class MatrixState(Recurrence):
     """A matrix S [heads, K, V] whose rows are keys, after a short convolution.
 
-    For each row S decays, takes a change under the row's key, and is read by the row's query: S' = decay S + k d^T, out =
-    S'^T q. The row's update is (decay, k, d) and the convolution's entry. In float32 (float64 in a float64 model).
+    For each row S decays, takes a change under the row's key, and is read by the row's query: S' = decay S + k d^T,
+    and out = S'^T q. The row's update is (decay, k, d) and the convolution's entry. In float32 (float64 in a
+    float64 model).
     """
 
     def __init__(self, config: MatrixConfig, convolution: Convolution) -> None:
@@ -86,13 +87,13 @@ class MatrixState(Recurrence):
 
     @abstractmethod
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """From the convolution's results [T, channels] and gates [T, heads] to queries and keys [T, key_heads, K], values
-        [T, heads, V], and beta [T, heads]. Without a beta the values are the changes."""
+        """From the convolution's results [T, channels] and gates [T, heads] to queries and keys [T, key_heads, K],
+        values [T, heads, V], and beta [T, heads]. Without a beta the values are the changes."""
 
     @abstractmethod
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
-        """Outputs and changes [heads, T, V] of a chain of T rows, by products of matrices. q, k [heads, T, K], v [heads,
-        T, V], sums of the decays' logarithms and beta [heads, T, 1]."""
+        """Outputs and changes [heads, T, V] of a chain of T rows, by products of matrices. q, k [heads, T, K],
+        v [heads, T, V], sums of the decays' logarithms and beta [heads, T, 1]."""
 
     def finish(self, out: Tensor, mixed: Tensor) -> Tensor:
         """The outputs [T, heads, V], from what the queries read and the convolution's results."""
@@ -176,8 +177,8 @@ class MatrixState(Recurrence):
     def _in_chunks(
         self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [T, heads, V] of a chain of T rows, and the matrix after the last one. q, k [T, heads, K], v [T, heads,
-        V], logarithms of decays and beta [T, heads]."""
+        """Outputs [T, heads, V] of a chain of T rows, and the matrix after the last one. q, k [T, heads, K],
+        v [T, heads, V], logarithms of decays and beta [T, heads]."""
         parts = []
         for start in range(0, len(q), _CHUNK):
             here = slice(start, start + _CHUNK)
@@ -196,8 +197,8 @@ def between(sums: Tensor) -> Tensor:
 
 
 class DeltaRule(MatrixState):
-    """Gated DeltaNet (arXiv 2412.06464): what the decayed state holds under a row's key moves towards the row's value by
-    a share beta, d = beta (v - decay S^T k)."""
+    """Gated DeltaNet (arXiv 2412.06464): what the decayed state holds under a row's key moves towards the row's value
+    by a share beta, d = beta (v - decay S^T k)."""
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys have length 1 (the queries are scaled), and the gates are beta."""
@@ -286,7 +287,7 @@ class DeltaNet(RecurrentMixer):
 
 
 def make_recurrent(
-    c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str
+    c: ModelConfig, kind: DeltaNetConfig | ShortConvConfig, weights: Weights, prefix: str
 ) -> tuple[RecurrentMixer, str, int]:
     """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
     if isinstance(kind, ShortConvConfig):
