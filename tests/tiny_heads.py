@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.models.config import ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
 from paceline.protocols import Target
 from paceline.testing import TINY, random_tensors
@@ -74,6 +74,23 @@ def _map(config: EagleConfig, generator: torch.Generator) -> dict[str, Tensor]:
     known = torch.zeros(vocab, dtype=torch.bool)
     known[ids] = True
     return {"d2t": ids - torch.arange(count), "t2d": known}
+
+
+def mtp_head(target: ModelConfig, seed: int = 0) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """Return a random multi-token-prediction layer for a target whose attention is gated: config and weights, float32,
+    under the names of `models/heads.py`."""
+    layer = replace(target, layers=1, special=(LayerConfig(target.rope),))
+    config = EagleConfig(
+        layer, ("final",), target.hidden, target.vocab_size, version=1, norm_output=True, built_in=True
+    )
+    draw, attn, wide = torch.Generator().manual_seed(seed), "layers.0.self_attn.", 2 * target.heads * target.head_dim
+    tensors = {name.removeprefix("model."): x for name, x in random_tensors(replace(layer, tied=True), seed).items()}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (target.hidden, 2 * target.hidden)}
+    shapes |= {attn + "q_proj.weight": (wide, target.hidden)}
+    shapes |= {f"{attn}{x}_norm.weight": (target.head_dim,) for x in "qk"}
+    shapes |= {f"pre_fc_norm_{part}.weight": (target.hidden,) for part in ("embedding", "hidden")}
+    tensors |= {name: torch.randn(shape, generator=draw) * 0.4 for name, shape in shapes.items()}
+    return config, {name: x for name, x in tensors.items() if name != "embed_tokens.weight"}
 
 
 TINY_BLOCK = BlockConfig(replace(TINY, qk_norm=True), taps=(0, 1), size=5, mask_token=36)

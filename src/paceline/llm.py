@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
 from paceline.drafters.base import Drafter
-from paceline.drafters.factory import FOUND, check_specs, found_drafter, open_drafter, spec_name, to_tree
+from paceline.drafters.factory import check_specs, drafter_for, open_drafter, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
@@ -396,5 +396,5 @@ def _drafters(
     if given is None or isinstance(given, Drafter):
         return given
     specs = [given] if isinstance(given, str) else given
-    named = dict.fromkeys(found_drafter(target) if spec == FOUND else spec for spec in specs)
+    named = dict.fromkeys(drafter_for(spec, target) for spec in specs)
     return {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}

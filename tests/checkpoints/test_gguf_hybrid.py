@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.head_files import open_head
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from tests.models.test_families import expected, feed, text
 from tests.models.test_hybrid import models
+from tests.mtp_reference import Reference
 
 ARCHITECTURES = {
     "qwen35": "qwen3.5",
@@ -45,12 +47,25 @@ NAMES |= {f"self_attn.{x}_proj.weight": f"attn_{x}.weight" for x in "qkv"}
 NAMES |= {"self_attn.o_proj.weight": "attn_output.weight"}
 NAMES |= {f"self_attn.{x}_norm.weight": f"attn_{x}_norm.weight" for x in "qk"}
 NAMES |= {"input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "post_attention_norm.weight"}
+NEXT = {
+    "fc.weight": "eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "norm.weight": "shared_head_norm.weight",
+}
 
 
 def laid_out(c: Any, tensors: dict[str, Tensor], tiled: bool) -> Iterator[tuple[str, Tensor]]:
     values, keys = c.linear_num_value_heads, c.linear_num_key_heads
     kd, vd, each = c.linear_key_head_dim, c.linear_value_head_dim, values // keys
     for name, x in tensors.items():
+        if name.startswith("mtp."):
+            _, part = name.split(".", 1)
+            last = f"blk.{c.num_hidden_layers}."
+            if part in NEXT:
+                yield f"{last}nextn.{NEXT[part]}", x + 1 if "norm" in part else x
+                continue
+            name = name.replace("mtp.layers.0", f"model.layers.{c.num_hidden_layers}")
         if not name.startswith("model.layers."):
             yield (
                 {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}.get(
@@ -90,7 +105,8 @@ def laid_out(c: Any, tensors: dict[str, Tensor], tiled: bool) -> Iterator[tuple[
         yield f"blk.{layer}.{NAMES[own]}", x
 
 
-def write(path: Path, arch: str, theirs: Any) -> None:
+def write(path: Path, arch: str, theirs: Any, mtp: dict[str, Tensor] | None = None) -> None:
+    """`mtp`: the layer that predicts later tokens, by the names of Qwen's files; None: one that is cut off."""
     c, writer = theirs.config, gguf.GGUFWriter(path, arch)
     writer.add_block_count(c.num_hidden_layers + 1)  # and one that predicts later tokens
     writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
@@ -123,9 +139,9 @@ def write(path: Path, arch: str, theirs: Any) -> None:
     else:
         recurrent = [kind == "linear_attention" for kind in c.layer_types]
         writer.add_array(f"{arch}.attention.recurrent_layers", [*recurrent, False])
-    tensors = dict(laid_out(c, theirs.state_dict(), arch != "qwen3next"))
-    for name, tensor in {**tensors, f"blk.{c.num_hidden_layers}.nextn.eh_proj.weight": torch.zeros(4, 4)}.items():
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
+    mtp = mtp or {"mtp.fc.weight": torch.zeros(4, 4)}
+    for name, tensor in laid_out(c, {**theirs.state_dict(), **mtp}, arch != "qwen3next"):
+        writer.add_tensor(name, tensor.detach().float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -146,6 +162,18 @@ def test_logits_equal_transformers(arch: str, tmp_path: Path) -> None:
     logits = feed(ours, cache, cache.acquire(), tokens)
     truth = expected(theirs, tokens)
     assert float((logits - truth).norm() / truth.norm()) < 1e-4, "the file is in float32"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(arch: str, tmp_path: Path) -> None:
+    truth = Reference(ARCHITECTURES[arch])
+    truth.save(tmp_path / "folder")
+    write(tmp_path / "m.gguf", arch, truth.model, truth.tensors(stacked=True))
+    folder, file = open_head(tmp_path / "folder"), open_head(tmp_path / "m.gguf")
+    assert file.config.layer.plan == folder.config.layer.plan
+    assert {*file.tensors} == {*folder.tensors}
+    for name in folder.tensors:
+        torch.testing.assert_close(file.tensors[name].double(), folder.tensors[name].double(), msg=name)
 
 
 def test_short_convolutions(tmp_path: Path) -> None:

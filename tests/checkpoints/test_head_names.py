@@ -122,7 +122,9 @@ def test_early_exit_takes_a_threshold(tmp_path: Path) -> None:
         check_spec("early-exit:3@1.5+ngram")
 
 
-@pytest.mark.parametrize("spec", ["eagle3", "medusa", "early-exit", "early-exit:4+ngram", "head:a", "eagle3:a+b:c@d"])
+@pytest.mark.parametrize(
+    "spec", ["eagle3", "mtp", "mtp:a", "medusa", "early-exit", "early-exit:4+ngram", "head:a", "eagle3:a+b:c@d"]
+)
 def test_names_that_there_are(spec: str) -> None:
     check_spec(spec)
 
@@ -136,7 +138,8 @@ def test_names_that_there_are_not(spec: str) -> None:
 def test_every_kind_has_its_drafter() -> None:
     from paceline.models.heads import kind_of
 
-    assert {kind_of(c) for c in (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
+    mtp = replace(EAGLE, built_in=True)
+    assert {kind_of(c) for c in (EAGLE3, EAGLE, mtp, MEDUSA, BLOCK, EXIT)} == set(make._CLASSES)
 
 
 def test_a_target_that_lends_nothing_is_told(tmp_path: Path) -> None:

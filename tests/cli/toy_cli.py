@@ -79,7 +79,7 @@ def generate(*args: str, stdin: str | bytes | None = None) -> Result:
 def failure(result: Result) -> str:
     """The one line a failed command leaves on stderr."""
     assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("error: "), result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
     return result.stderr
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.checkpoints.head_fit import fingerprint
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters import found
-from paceline.drafters.factory import found_drafter, open_drafter
+from paceline.drafters.factory import drafter_for, open_drafter
 from paceline.drafters.stack import DrafterStack
 from paceline.errors import InvalidOption
 from paceline.files.stores import StoredModel
@@ -41,14 +41,14 @@ def test_nothing_is_found(target: Loaded) -> None:
     write(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
     write(folder / "too-large.gguf", kind=Q.F16)
     head(folder / "head", of="0" * 32 + ":" + "f" * 256)
-    assert found_drafter(target) == "suffix"
+    assert drafter_for("found", target) == "suffix"
 
 
 def test_the_smallest_model_with_the_same_vocabulary(target: Loaded) -> None:
     folder = target.path.parent
     write(folder / "small.gguf", kind=Q.Q8_0)
     write(folder / "smallest.gguf", kind=Q.Q4_0)
-    assert found_drafter(target) == f"suffix+model:{folder / 'smallest.gguf'}"
+    assert drafter_for("found", target) == f"suffix+model:{folder / 'smallest.gguf'}"
 
 
 def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.
     write(path, kind=Q.Q4_0)
     stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
     monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
-    assert found_drafter(target) == f"suffix+model:{path}"
+    assert drafter_for("found", target) == f"suffix+model:{path}"
 
 
 def test_a_head_goes_before_a_model(target: Loaded) -> None:
     folder = target.path.parent
     write(folder / "smallest.gguf", kind=Q.Q4_0)
     head(folder / "my-head", of=fingerprint(target))
-    assert found_drafter(target) == f"suffix+head:{folder / 'my-head'}"
+    assert drafter_for("found", target) == f"suffix+head:{folder / 'my-head'}"
 
 
 def test_found_is_a_drafter_of_load(target: Loaded) -> None:

@@ -27,8 +27,16 @@ from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.cache.test_state import Twice, broken, text
-from tests.hybrids import tiny_hybrid, tiny_mamba
-from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
+from tests.hybrids import HYBRID, tiny_hybrid, tiny_mamba
+from tests.tiny_heads import (
+    TINY_BLOCK,
+    TINY_MEDUSA,
+    block_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    mtp_head,
+)
 
 TARGET, OTHER = tiny_hybrid(), tiny_hybrid(seed=9)
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
@@ -39,6 +47,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "a hybrid": lambda: DraftModel(OTHER, 37),
     "itself": lambda: DraftModel(TARGET, 37),
     "eagle-3": lambda: Eagle(eagle_config(), eagle_tensors(eagle_config()), TARGET),
+    "mtp": lambda: Eagle(*mtp_head(HYBRID), TARGET),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), TARGET),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), TARGET),
     "early exit": lambda: EarlyExit(ExitConfig(32, 2), {}, TARGET, threshold=0.0),

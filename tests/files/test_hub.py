@@ -73,6 +73,15 @@ def test_what_is_here_is_not_asked_for(hub: Hub) -> None:
     assert len(hub.downloads()) == 1
 
 
+def test_a_file_of_the_right_size_with_another_content_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    path = resolve("owner/many", quiet=True)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert hub_model("owner/many", "Q4_K_M", newest=True, quiet=True) == path
+    assert path.read_bytes() == GGUF + b"Q4_K_M"
+    assert len(hub.downloads()) == 2
+    assert leftovers(tmp_path) == [path.name]
+
+
 def test_safetensors_go_before_ggufs_unless_one_is_named(hub: Hub) -> None:
     folder = resolve("owner/both", quiet=True)
     assert (folder / "model.safetensors").exists()

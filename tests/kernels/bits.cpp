@@ -268,7 +268,7 @@ class Text {
         const float* inner = model.norms ? norm_.data() : nullptr;
         layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), model.experts, model.experts > 1 ? 2 : 1, 1,
                   norm_.data(), inner, norm_.data(), inner, inner, inner,
-                  1e-6f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
+                  1e-6f, 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
                   {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
         view_.keys = keys_.data(), view_.values = values_.data();
         view_.layer_stride = int64_t(keys_.size()), view_.capacity = CAPACITY, view_.place_rows = KV * CAPACITY;

@@ -19,7 +19,7 @@ from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
 from paceline.server.listen import Connection
-from paceline.server.models import Models, ModelSource
+from paceline.server.models import Models, ModelSource, Pull
 from paceline.server.worker import Worker, WorkerLimits
 
 
@@ -74,10 +74,10 @@ def serving(
 
 @contextmanager
 def serving_models(
-    sources: Sequence[ModelSource], connections: int | None = None, **settings: Any
+    sources: Sequence[ModelSource], connections: int | None = None, pull: Pull | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """Serves until the block is left. `connections`: how many there may be, less one."""
-    app = create_app(Models(sources), Settings(**settings))
+    app = create_app(Models(sources, pull=pull), Settings(**settings))
     config = uvicorn.Config(
         app,
         http=Connection,

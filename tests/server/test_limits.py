@@ -69,7 +69,19 @@ def test_keys() -> None:
 
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:1", "[::1]:8000", "[::1]"])
 def test_hosts_that_a_server_is_addressed_as(host: str) -> None:
-    check_host(ServerOptions().hosts, host)
+    check_host(ServerOptions().hosts(["127.0.0.1"]), host)
+
+
+@pytest.mark.parametrize("spelling", ["127.0.0.1", "127.1", "2130706433", "127.0.0.2", "LOCALHOST", "::ffff:127.0.0.1"])
+def test_hosts_are_checked_on_the_loopback_however_it_is_spelled(spelling: str) -> None:
+    options = ServerOptions(host=spelling)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    hosts = options.hosts(check_address(spelling, port))
+    for name in (spelling, "localhost"):
+        check_host(hosts, f"[{name}]:{port}" if ":" in name else f"{name}:{port}")
+    with pytest.raises(ApiError):
+        check_host(hosts, f"evil.example:{port}")
 
 
 @pytest.mark.parametrize(
@@ -77,15 +89,18 @@ def test_hosts_that_a_server_is_addressed_as(host: str) -> None:
 )
 def test_a_page_cannot_reach_the_loopback_under_its_own_name(host: str) -> None:
     with pytest.raises(ApiError) as caught:
-        check_host(ServerOptions().hosts, host)
+        check_host(ServerOptions().hosts(["127.0.0.1", "::1"]), host)
     assert caught.value.status == 403
 
 
 def test_hosts_are_anybodys_business_elsewhere() -> None:
-    for options in (ServerOptions(host="0.0.0.0"), ServerOptions(api_key=["k"])):
-        assert not options.hosts
-        check_host(options.hosts, "example.org")
-    check_host(ServerOptions(allowed_host=["Example.org"]).hosts, "example.org:443")
+    """On other interfaces, also for a name that stands for the loopback and another one, and where there are keys."""
+    for addresses in (["0.0.0.0"], ["::"], ["127.0.0.1", "10.0.0.1"]):
+        hosts = ServerOptions(host="localhost").hosts(addresses)
+        assert not hosts
+        check_host(hosts, "example.org")
+    assert not ServerOptions(api_key=["k"]).hosts(["127.0.0.1"])
+    check_host(ServerOptions(allowed_host=["Example.org"]).hosts(["127.0.0.1"]), "example.org:443")
 
 
 def test_only_requests_to_known_hosts_are_answered() -> None:

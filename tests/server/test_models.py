@@ -8,10 +8,12 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, ModelNotFound, OutOfMemory
@@ -229,6 +231,47 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
     run(models, work)
 
 
+def heavy() -> Worker:
+    """With a drafter of 1 GiB, none of which is touched."""
+    drafter = Suffix()
+    vars(drafter)["weights"] = torch.empty(1 << 30, dtype=torch.uint8)
+    return Worker(LLM(toy_model(), {"heavy": drafter}))
+
+
+def test_draft_models_are_counted_once_they_are_loaded() -> None:
+    sources = [ModelSource(("a",), heavy, 1 << 29), *Shelf({"b": 1}).sources]
+    models = Models(sources, max_memory=2 << 30)
+
+    async def work() -> None:
+        (await use(models, "b")).release()
+        (await use(models, "a")).release()
+        assert loaded(models) == ["a"], "both fit by the sizes of their files alone"
+        (await use(models, "b")).release()
+        assert loaded(models) == ["b"]
+
+    run(models, work)
+
+
+def test_a_model_that_cannot_fit_with_its_draft_model_is_refused() -> None:
+    models = Models([ModelSource(("a",), heavy, 1 << 29)], max_memory=1 << 30)
+
+    async def work() -> None:
+        with pytest.raises(OutOfMemory, match=r"a needs 1\.5 GiB, 0\.5 more than there may be"):
+            await models.ready("a")
+
+    run(models, work)
+
+
+def test_the_model_that_stays_is_counted_with_its_draft_model() -> None:
+    models = Models([ModelSource(("stays",), heavy, stays=True), *Shelf({"a": 1}).sources], max_memory=3 << 29)
+
+    async def work() -> None:
+        with pytest.raises(OutOfMemory, match=r"a needs 1\.0 GiB, 0\.5 more"):
+            await models.ready("a")
+
+    run(models, work)
+
+
 def test_an_error_at_loading_is_told_to_all_who_wait_and_the_next_tries_again() -> None:
     tries = []
 
@@ -306,6 +349,15 @@ def test_names() -> None:
         Models([]).source(None)
 
 
+def test_a_file_is_served_once_under_all_its_names(tmp_path: Path) -> None:
+    one, other = (ModelSource((name,), worker, path=tmp_path / "m.gguf") for name in ("a", "b"))
+    taken = ModelSource(("a",), worker, path=tmp_path / "another.gguf")
+    models = Models([one, other, taken])
+    assert models.sources == [one]
+    assert models.names == ["a", "b"]
+    assert models.source("a") is models.source("b") is one
+
+
 def test_each_model_answers_under_its_name() -> None:
     gate = threading.Event()
     shelf = Shelf({"slow": 0}, slow=gate)
@@ -355,3 +407,28 @@ def test_a_client_whose_time_is_up_while_its_model_is_loaded() -> None:
         gate.set()
         assert it.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}).status_code == 200
     assert shelf.loads == ["slow"]
+
+
+def test_those_who_wait_for_a_model_leave_room_for_others() -> None:
+    gate = threading.Event()
+    quick = ModelSource(("quick",), worker, stays=True)
+    with serving_models([quick, *Shelf({"slow": 0}, slow=gate).sources], max_requests=6) as it:
+        body = {"model": "slow", "prompt": "abc", "max_tokens": 2}
+        answers: list[int] = []
+        asking = [
+            threading.Thread(target=lambda: answers.append(it.post("/v1/completions", body).status_code))
+            for _ in range(6)
+        ]
+        for thread in asking:
+            thread.start()
+        end = time.monotonic() + 20
+        while len(answers) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert answers == [429] * 3
+        assert it.post("/v1/completions", {**body, "model": "quick"}).status_code == 200
+        told = it.post("/v1/completions", body).json()["error"]
+        assert told["message"] == "3 requests already wait for a model to be loaded"
+        gate.set()
+        for thread in asking:
+            thread.join(30)
+        assert sorted(answers) == [200] * 3 + [429] * 3

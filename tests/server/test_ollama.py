@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from paceline.errors import ModelNotFound
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.models import ModelSource
+from paceline.server.worker import Worker
 from tests.server.running import Serving, serving
 from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.toys import toy_llm
 
 ollama = pytest.importorskip("ollama")
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
@@ -122,11 +126,15 @@ def test_pull(talker: Serving) -> None:
     with pytest.raises(ollama.ResponseError, match="this server fetches none"):
         client_of(talker).pull("other")
 
-    def pull(name: str, progress: Callable[[str, int, int], None]) -> None:
+    gate = threading.Event()
+
+    def pull(name: str, progress: Callable[[str, int, int], None]) -> ModelSource:
         progress("model.gguf", 3, 10)
         if name == "broken":
             raise ModelNotFound("the hub has no such model", "Check its name")
+        assert name != "slow" or gate.wait(30)
         progress("model.gguf", 10, 10)
+        return ModelSource((name,), lambda: Worker(toy_llm()))
 
     with serving(talker.llm, pull=pull) as it:
         client = client_of(it)
@@ -134,10 +142,18 @@ def test_pull(talker: Serving) -> None:
         assert (first.status, last.status) == ("pulling manifest", "success")
         assert (others[-1].status, others[-1].completed, others[-1].total) == ("pulling model.gguf", 10, 10)
         assert client.pull("new").status == "success"
+        assert [model.model for model in client.list().models] == ["toy", "new"]
+        assert client.generate("new", "abc", options={"num_predict": 3}).done
         with pytest.raises(ollama.ResponseError, match="no such model"):
             list(client.pull("broken", stream=True))
         with pytest.raises(ollama.ResponseError, match="no such model"):
             client.pull("broken")
+        slow = client.pull("slow", stream=True)
+        assert [next(slow).status, next(slow).status] == ["pulling manifest", "pulling model.gguf"]
+        with pytest.raises(ollama.ResponseError, match="another model is being fetched"):
+            client.pull("third")
+        gate.set()
+        assert [step.status for step in slow][-1] == "success"
 
 
 def test_models_are_not_changed_over_the_network(client: Any) -> None:

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
+from paceline.errors import ModelNotFound, UnsupportedModel
 from paceline.llm import LLM
 from paceline.recording.file import Recording
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource
 from paceline.server.worker import Worker
+from tests.files.hub_server import hub_server
 from tests.toys import toy_llm, toy_model
 
 NAME = "--served-model-name"
@@ -32,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Models]:
 
     monkeypatch.setattr("paceline.server.app.create_app", made)
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
-    monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: None)
+    monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: ["127.0.0.1"])
     command = import_module("paceline.cli.serve")
     monkeypatch.setattr(command.LoadOptions, "load", lambda *_, **__: toy_llm())
     monkeypatch.setattr(command, "_set_up_logging", lambda _quiet: None)
@@ -78,16 +81,60 @@ def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path
     (head / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     (head / "model.safetensors").write_bytes(b"x")
     more = ["--models", str(tmp_path), "--max-memory", "2", "--keep-alive", "-1", "--quiet", "--drafter", "none"]
-    done = CliRunner().invoke(app, ["serve", "/srv/my-model", *more])
+    (tmp_path / "here").mkdir()
+    mine = tmp_path / "here/my-model"
+    mine.write_bytes(b"GGUF")
+    done = CliRunner().invoke(app, ["serve", str(mine), *more])
     assert done.exit_code == 0, done.output
     names = [source.names for source in started[0].sources]
     assert names == [("my-model",), ("one",), ("two",)], "MODEL goes before another of its name; heads are no models"
     assert [started[0].get(name) is not None for (name,) in names] == [True, False, False]
     assert [source.size for source in started[0].sources] == [0, 500, 500]
+    assert started[0].pull is None, "what is pulled is not in the folder"
     done = CliRunner().invoke(app, ["serve", *more])
     assert done.exit_code == 0, done.output
     assert [source.names for source in started[1].sources] == [("my-model",), ("one",), ("two",)]
     assert started[1].get(None) is None, "without MODEL nothing is loaded before the first request"
+
+
+def test_a_model_of_a_folder_is_not_served_beside_itself(started: list[Models], tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(b"GGUF" * 100)
+    link = tmp_path / "link.gguf"
+    link.symlink_to(tmp_path / "one.gguf")
+    more = ["--models", str(tmp_path), "--quiet", "--drafter", "none"]
+    done = CliRunner().invoke(app, ["serve", str(link), *more])
+    assert done.exit_code == 0, done.output
+    assert started[0].names == ["link.gguf", "link", "one"]
+    assert len(started[0].sources) == 1
+
+
+def test_what_is_pulled_over_the_network_is_served(
+    started: list[Models], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "client"))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    done = CliRunner().invoke(
+        app, ["serve", "--models", "pulled", "--max-memory", "0.001", "--quiet", "--model", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    models = started[0]
+    assert models.pull
+    small, large = {"small-Q8_0.gguf": b"GGUF" * 1000}, {"large-Q8_0.gguf": b"GGUF" * 300_000}
+    with hub_server({"owner/small": small, "owner/large": large}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        seen: list[tuple[str, int, int]] = []
+        for name in ("owner/small", "owner/small:Q8_0"):
+            models.add(models.pull(name, lambda *step: seen.append(step)))
+        assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
+        assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
+        assert [source.size for source in models.sources[1:]] == [5000]
+        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, and 0.0 are allowed"):
+            models.pull("owner/large", lambda *_: None)
+        with pytest.raises(ModelNotFound, match="there is no model 'none'"):
+            models.pull("none", lambda *_: None)
+        assert not list((tmp_path / "cache").glob("**/large*"))
 
 
 @pytest.mark.usefixtures("started")

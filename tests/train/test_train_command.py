@@ -99,7 +99,7 @@ def test_a_missing_or_broken_file_is_one_line(prompts: Path) -> None:
 @pytest.mark.slow
 def test_other_options_for_a_run_that_has_begun_are_refused(prompts: Path) -> None:
     assert train(prompts).exit_code == 0
-    assert "was made with other options" in failure(train(prompts, "--rate", "0.001"))
+    assert "was made with other options" in failure(train(prompts, "--rate", "0.001", "--quiet"))
     assert train(prompts).exit_code == 0
 
 

@@ -57,16 +57,22 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 
         config, tensors, fields = open_gguf(path)
         return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
-    config = text_config(_config(path))
+    config, weights = open_folder(path, allow_pickle=allow_pickle)
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
+    return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
+
+
+def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Open a folder in Hugging Face's layout: config and tensors, as in `Checkpoint`. Raises as `open_checkpoint`."""
+    config = text_config(_config(path))
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if config.get("model_type") == "gpt_oss":
         weights = ExpertTensors(weights)
     weights = translated(config, weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
-        weights = Renamed(weights, HEAD, EMBEDDING)
-    return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
+        weights = Renamed(weights, {EMBEDDING if name == HEAD else name: name for name in weights})
+    return config, weights
 
 
 def eos_token_ids(

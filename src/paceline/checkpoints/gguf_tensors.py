@@ -70,6 +70,15 @@ _DELTA_NET = {
     **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
+_NEXT = {
+    "eh_proj.weight": "fc.weight",
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "shared_head_norm.weight": "norm.weight",
+    "shared_head_head.weight": "lm_head.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
+}
+"""Parts of a layer that predicts later tokens, after "nextn." -> their names after "mtp."."""
 _DELTA_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 _MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
 
@@ -162,7 +171,7 @@ class GGUFTensors(LazyTensors):
             return lambda rate: (-rate).log()
         if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight")):
             return lambda weight: weight.view(self.shape(name))
-        if self._layout.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        if self._layout.shifted and _is_norm(name) and not name.endswith("linear_attn.norm.weight"):
             return lambda weight: weight - 1
         if self._layout.paired and ".self_attn.q_proj." in name:
             return partial(unpair, heads=self._config["num_attention_heads"])
@@ -171,13 +180,21 @@ class GGUFTensors(LazyTensors):
         return None
 
 
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight") or ".pre_fc_norm_" in name
+
+
 def _named(file: GGUFFile, layout: TensorLayout, layers: int) -> dict[str, GGUFTensor]:
-    """By Hugging Face name, without layers after the model's own, which predict later tokens."""
+    """By Hugging Face name. Layers after the model's own predict later tokens, and have Qwen's names ("mtp.")."""
     found: dict[str, GGUFTensor] = {}
     unknown = []
     for name, tensor in file.tensors.items():
         number = name.removeprefix("blk.").partition(".")[0]
         if number.isdecimal() and len(number) < 6 and int(number) >= layers:
+            for known, part in _hf_names(name, tensor, layout).items():
+                found[known.replace(f"model.layers.{number}.", f"mtp.layers.{int(number) - layers}.")] = part
+            if known := _NEXT.get(name.partition(".nextn.")[2], ""):
+                found["mtp." + known] = tensor
             continue
         names = _hf_names(name, tensor, layout)
         found.update(names)

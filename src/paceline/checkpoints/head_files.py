@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
+from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
@@ -71,21 +72,22 @@ def open_head(
     quiet: bool = True,
     allow_pickle: bool = False,
 ) -> HeadFile:
-    """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`).
+    """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`), or the
+    MTP layer of a model there or in a GGUF file.
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
     runs).
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
-    if path.is_file():
-        raise UnsupportedModel(f"{path} must be a folder, got a file", "Name the folder that holds config.json")
-    raw = read_json(path / "config.json", HEAD_IDENTITY)
-    reader = _reader(path, raw)
+    raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
+    reader = None if path.is_file() else _reader(path, raw)
     if reader is None:
+        if built_in := open_mtp(path, allow_pickle=allow_pickle):
+            return built_in
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
-            "It reads EAGLE, Medusa, DFlash and speculators heads; name a draft model as model:REF",
+            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers; name a draft model as model:REF",
         )
     _check_fields(path / "config.json", raw)
     folder = _Folder(path, raw, _tensors(path, allow_pickle))

@@ -127,9 +127,11 @@ TRAINED = Path(__file__).parents[1] / "trained"
 
 def shipped(kind: str, target: Loaded) -> Path | None:
     """Return the folder of the shipped head of this kind ("eagle3", "medusa", "block", "exit") whose fingerprint is the
-    target's, or None."""
+    target's, or None. Of an "mtp" layer it is the target's own path."""
     if not isinstance(target.target, TargetWithHead):
         return None
+    if kind == "mtp":
+        return target.path if target.has_mtp else None
     ours = ""
     for path in sorted(TRAINED.glob("*/config.json")):
         extra = read_json(path, HEAD).get("paceline") or {}

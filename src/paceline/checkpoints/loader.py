@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
+from paceline.checkpoints.mtp import has_mtp
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
@@ -42,7 +43,8 @@ HeadTokens = Callable[[Tokenizer, int], Tensor | None]
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A loaded model: `eos` are its EOS ids, `generation` its generation_config, `quantize` how its weights are held,
-    `head_tokens` the tokens, ascending, that a draft model's head was cut to (None: all)."""
+    `head_tokens` the tokens, ascending, that a draft model's head was cut to (None: all), `has_mtp` whether its files
+    hold a multi-token-prediction layer too."""
 
     target: Target
     tokenizer: Tokenizer
@@ -51,6 +53,7 @@ class Loaded:
     path: Path
     quantize: Mode | None = None
     head_tokens: Tensor | None = None
+    has_mtp: bool = False
 
 
 def load_model(
@@ -98,7 +101,8 @@ def load_model(
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept)
+    mtp = config is not None and has_mtp(checkpoint.tensors)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
 
 
 def weights_held(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HEADS = {
     "eagle3": ("EAGLE-3", "", ""),
     "eagle": ("EAGLE (1 or 2)", "", ""),
+    "mtp": ("multi-token prediction", "", ""),
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
     "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
@@ -86,6 +87,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
     from paceline.checkpoints.gguf_file import read_gguf
     from paceline.checkpoints.loader import native
+    from paceline.checkpoints.mtp import has_mtp
     from paceline.files.gguf_names import parts_of
 
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
@@ -107,6 +109,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "format": form,
         "parameters": sum(dtypes.values()),
         "dtypes": dtypes,
+        "built_in_drafter": "mtp" if config and has_mtp(checkpoint.tensors) else None,
         "own_codes": _gguf_codes(header) if header else _folder_codes(dtypes),
         "vocab_size": checkpoint.config.get("vocab_size") or tokenizer.vocab_size,
         "tokens": tokenizer.vocab_size,
@@ -178,6 +181,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     native = f["runs"] == "natively"
     sampling = ", ".join(f"{name} {value}" for name, value in recommended(f["generation"]).items())
     unused = f["vocab_size"] - f["tokens"]
+    built_in = f["built_in_drafter"]
     padding = f", and {unused:,} unused rows" if unused > 0 else ""
     return [
         ("model", f"{name}, {amount(f['parameters'])} parameters"),
@@ -185,7 +189,8 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
         ("runs", f["runs"] + (f"; its layers on {f['runner']}" if native else "")),
         *([("--quantize", _quantize_text(f["own_codes"]))] if native else []),
-        ("default drafter", AUTO),
+        *([("built-in drafter", f"{built_in}: a layer for multi-token prediction")] if built_in else []),
+        ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),
         (
             "default sampling",
             f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends nothing)",

@@ -139,6 +139,12 @@ class ModelOptions:
         """Return these options with the model named by the MODEL argument, if given. Raises `InvalidOption`."""
         return replace(self, model=model_name(argument, self.model))
 
+    def located(self) -> Path:
+        """Return the model's file or folder, downloaded if necessary. Raises `PacelineError`."""
+        from paceline.files.locate import resolve
+
+        return resolve(self.model, revision=self.revision, token=self.token, allow_pickle=self.allow_pickle)
+
     def open(self, *, progress: bool, **more: Any) -> LLM:
         """Load the model. `more`: other arguments of `paceline.load`. Raises `PacelineError`."""
         import paceline.llm

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +15,10 @@ import typer
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
 from paceline.cli.show import amount
-from paceline.errors import InvalidOption, PacelineError, install_line
+from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from paceline.files.stores import StoredModel
     from paceline.llm import LLM
@@ -66,13 +67,13 @@ class ServerOptions:
     )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
-    @property
-    def hosts(self) -> list[str]:
-        """Host names that requests may be addressed to; empty: any. See `Settings.hosts`."""
-        local = self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
-        if self.api_key or not local:
+    def hosts(self, addresses: Collection[str]) -> list[str]:
+        """Return the host names that requests may be addressed to, given the IP addresses that --host stands for;
+        empty: any. See `Settings.hosts`."""
+        if self.api_key or not all(map(_is_loopback, addresses)):
             return []
-        return ["localhost", "127.0.0.1", "::1", self.host, *(name.lower() for name in self.allowed_host or ())]
+        named = (self.host, *(self.allowed_host or ()))
+        return ["localhost", "127.0.0.1", "::1", *addresses, *(name.lower() for name in named)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class ModelsOptions:
         default=300.0,
     )
     max_memory: float | None = _several(
-        "GiB that the models of --models may take together.\n\nThose that are idle for longest make room for others. "
-        "MODEL, draft models, keys and values (--cache-memory) are not counted.",
+        "GiB that models may take together.\n\nThose that are idle for longest make room for others. "
+        "MODEL counts too, and draft models once they are loaded; keys and values (--cache-memory) do not.",
         min=0.001,
         show_default="what is free",
     )
@@ -134,6 +135,11 @@ class ModelsOptions:
         for place in self.models or ():
             found += stored_models(place == "all") if place in _STORES else models_in(Path(place).expanduser())
         return [model for model in found if model.path.is_file() or not _is_head(model.path)]
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def _is_head(folder: Path) -> bool:
@@ -179,31 +185,35 @@ def serve(
     from paceline.server.listen import check_address, run
     from paceline.server.models import Models, ModelSource
 
-    check_address(server.host, server.port)
+    addresses = check_address(server.host, server.port)
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
     opened = partial(_open_worker, also=also or [], limits=limits, record=server.record, recorders=recorders)
-    sources = [] if only_named else [_first(model, server, partial(opened, model, progress=progress_wanted(quiet)))]
-    taken = {name for source in sources for name in source.names}
-    for found in several.found():
-        if found.name not in taken:
-            taken.add(found.name)
-            load = partial(opened, replace(model, model=str(found.path), adapter=None, revision=None), progress=False)
-            sources.append(ModelSource((found.name,), load, int(found.size * _IN_MEMORY)))
+
+    def on_request(name: str, path: Path, size: int) -> ModelSource:
+        load = partial(opened, replace(model, model=str(path), adapter=None, revision=None), progress=False)
+        return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
+
+    sources = [on_request(found.name, found.path, found.size) for found in several.found()]
+    if not only_named:
+        path = model.located() if sources and not model.adapter else None
+        sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
     if not sources:
         raise InvalidOption(
             f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or another folder"
         )
+    most = None if several.max_memory is None else int(several.max_memory * 2**30)
     models = Models(
         sources,
         keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
-        max_memory=None if several.max_memory is None else int(several.max_memory * 2**30),
+        max_memory=most,
         free_memory=lambda: int(psutil.virtual_memory().available),
+        pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
     )
     settings = Settings(
         api_keys=tuple(server.api_key or ()),
-        hosts=server.hosts,
+        hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
         max_body=limits.max_body,
         max_prompt=limits.max_prompt,
@@ -217,12 +227,35 @@ def serve(
         recorder.close()
 
 
-def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]) -> ModelSource:
+def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
     """Return the model that is named on the command line."""
     from paceline.server.models import ModelSource
 
     names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
-    return ModelSource(tuple(names), load, stays=True)
+    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve())
+
+
+def _pull(
+    served: Callable[[str, Path, int], ModelSource],
+    most: int | None,
+    name: str,
+    progress: Callable[[str, int, int], None],
+) -> ModelSource:
+    """Fetch a GGUF file from the hub for /api/pull. `most`: bytes of memory that it may need."""
+    import psutil
+
+    from paceline.files.gguf_names import parts_of
+    from paceline.files.hub import hub_gguf
+    from paceline.files.names import hub_name, similar
+
+    if not (hub := hub_name(name.removesuffix(":latest"))):
+        raise ModelNotFound(
+            f"there is no model {name!r:.200}", f"Give {' or '.join(similar(name)) or 'a hub id like owner/name'}"
+        )
+    memory = psutil.virtual_memory().total if most is None else most
+    path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, progress=progress)
+    parts = parts_of(path.name) or [path.name]
+    return served(name, path, sum(path.with_name(part).stat().st_size for part in parts))
 
 
 def _open_worker(

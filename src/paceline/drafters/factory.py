@@ -1,12 +1,13 @@
 """Drafters by name:
 
 none                          no drafter
-auto                          the default, `AUTO`
+auto                          the default, `AUTO`, and before the model's own MTP layer if it has one
 found                         the best of what is on this disk, see `found.py`
 suffix, suffix:remember       repeats of this text, or of earlier replies too
 ngram                         prompt lookup
 model:REF                     a draft model, also with another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
+mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
 early-exit                    the adapter that comes with Paceline, or half of the target's layers
 early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
@@ -59,25 +60,28 @@ _LOOKUPS: dict[str, Callable[[], Drafter]] = {
 """Name -> the drafter, which has no weights."""
 
 AUTO = "suffix"
-"""The drafter that "auto" stands for: it has no weights to fetch, and costs nothing while it has nothing to propose.
+"""The drafter that "auto" begins with: it has no weights to fetch, and costs nothing while it has nothing to propose.
 Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
 
 FOUND = "found"
-"""The name that stands for `found_drafter`."""
+"""The name that stands for the best drafter on this disk, see `drafter_for`."""
 
 _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",
+    "mtp": "paceline.drafters.eagle:Eagle",
     "medusa": "paceline.drafters.medusa:Medusa",
     "block": "paceline.drafters.block:Block",
     "exit": "paceline.drafters.early_exit:EarlyExit",
 }
 """Kind of head (`heads.kind_of`) -> the drafter class, made from (config, tensors, target)."""
 
-_KINDS = {"eagle3": "eagle3", "medusa": "medusa", "block": "block", "early-exit": "exit"}
+_KINDS = {"eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "block": "block", "early-exit": "exit"}
 """Name -> kind of head."""
 
-_REFERENCE = re.compile(r"(?:^|\+)\s*((?:model|eagle3|medusa|block|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)")
+_REFERENCE = re.compile(
+    r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
+)
 """The name before a reference, which goes on to the end of the spec."""
 
 
@@ -92,16 +96,16 @@ def make_drafter(
         return None
     if isinstance(spec, Drafter):
         return spec
-    if spec == FOUND:
-        spec = found_drafter(target)
-    parts = [_make(part, target, load, read) for part in _split(spec)]
+    parts = [_make(part, target, load, read) for part in _split(drafter_for(spec, target))]
     return parts[0] if len(parts) == 1 else DrafterStack(parts)
 
 
-def found_drafter(target: Loaded) -> str:
-    """Return the name of the drafter that "found" stands for: one on this disk, which drafts where `AUTO` has no
-    proposal, or `AUTO` alone."""
-    reference = found_reference(target)
+def drafter_for(spec: str, target: Loaded) -> str:
+    """Return the name of the drafter that `spec` stands for, if it is "found" (one on this disk) or "auto" (the
+    target's own MTP layer): it drafts where `AUTO` has no proposal. Without one they stand for `AUTO` alone."""
+    if spec not in (FOUND, "auto"):
+        return spec
+    reference = "mtp" if shipped("mtp", target) else found_reference(target) if spec == FOUND else None
     return f"{AUTO}+{reference}" if reference else AUTO
 
 
@@ -221,9 +225,10 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
         return _early_exit(reference, target, read, options)
     path = reference or shipped(_KINDS[name], target)
     if path is None:
-        raise InvalidOption(
-            f"no {name} head for {target.path} comes with Paceline", f"Name one that you have: {name}:FOLDER"
+        missing = (
+            "the files of {} hold no MTP layer" if name == "mtp" else f"no {name} head for {{}} comes with Paceline"
         )
+        raise InvalidOption(missing.format(target.path), f"Name one that you have: {name}:FOLDER")
     head = read(path)
     kind = kind_of(head.config)
     if name != "head" and _KINDS[name] != kind:

@@ -9,15 +9,22 @@ import hashlib
 import importlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO
+from math import inf
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.gguf_names import choose, complete
 from paceline.files.progress import progress_bar
 from paceline.files.wheels import cache_folder
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+Progress = Callable[[str, int, int], None]
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
 """Every repository has the last: where nothing matches, the client warns."""
@@ -59,6 +66,23 @@ def hub_model(
             return folder
         if allow_pickle:
             return _snapshot(name, revision, token, quiet, _WANTED + _PICKLES)
+    return hub_gguf(name, quantization, revision=revision, token=token, quiet=quiet)
+
+
+def hub_gguf(
+    name: str,
+    quantization: str | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    quiet: bool = False,
+    most: float = inf,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the GGUF file of a hub model, downloaded unless the same is here. Raises as `hub_model`.
+
+    `most`: bytes that it may have. `progress` is called with (file, bytes so far, bytes in all).
+    """
     with _hub_errors(name, revision):
         files = _listing(name, revision, token)
     if not any(file.name.endswith(".gguf") for file in files):
@@ -66,13 +90,17 @@ def hub_model(
             f"the hub model {name} holds neither safetensors nor GGUF files",
             "Use another model, or set allow_pickle=True",
         )
-    chosen = choose([file.name for file in files], quantization, name)
+    names = choose([file.name for file in files], quantization, name)
+    chosen = [file for file in files if file.name in names]
+    if (size := sum(file.size for file in chosen)) > most:
+        raise UnsupportedModel(
+            f"{names[0]} has {size / 1e9:.1f} GB, and {most / 1e9:.1f} are allowed", "Use a smaller model"
+        )
     folder = _folder(name, revision)
     with _hub_errors(name, revision):
-        for file in files:
-            if file.name in chosen:
-                _download(name, file, folder, token, quiet)
-    return folder / chosen[0]
+        for file in chosen:
+            _download(name, file, folder, token, quiet, progress or (lambda *_: None))
+    return folder / names[0]
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -134,20 +162,37 @@ def _is_safe(name: str) -> bool:
     return bool(parts) and not any(part in ("..", "/") or set(part) & set("\\:\0") for part in parts)
 
 
-def _download(name: str, file: _HubFile, folder: Path, token: str | None, quiet: bool) -> None:
-    """Download a file, going on where an earlier download ended, and check its SHA-256."""
+class _Watched(BufferedWriter):
+    """A file that is appended to. `watch` is called with its size after every write."""
+
+    def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
+        super().__init__(FileIO(path, "ab"))
+        self._watch = watch
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        written = super().write(data)
+        self._watch(self.tell())
+        return written
+
+
+def _download(name: str, file: _HubFile, folder: Path, token: str | None, quiet: bool, progress: Progress) -> None:
+    """Download a file unless the same is here, going on where an earlier download ended, and check its SHA-256."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._fixes import WeakFileLock
     from huggingface_hub.utils._headers import build_hf_headers
 
     target = folder / file.name
-    if target.exists() and target.stat().st_size == file.size:
+    if target.exists() and target.stat().st_size == file.size and _sha256(target, quiet) == file.sha256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
+
+    def watch(done: int) -> None:
+        progress(target.name, done, file.size)
+
     # The hash is in the name: the rest of another version is never appended.
     part = target.with_name(f".{target.name}.{file.sha256[:16]}.incomplete")
-    with WeakFileLock(part.with_suffix(".lock")), part.open("ab") as out:
+    with WeakFileLock(part.with_suffix(".lock")), _Watched(part, watch) as out:
         begun = out.tell()
         missing = file.size - begun
         if shutil.disk_usage(target.parent).free < missing + _SPARE:

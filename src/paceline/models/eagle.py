@@ -30,7 +30,7 @@ _LAYER = "layers.0."
 
 
 class EagleNetwork:
-    """EAGLE-3 (arXiv 2503.01840), or EAGLE-1/2 (2401.15077, 2406.16858) where `config.version` is 1."""
+    """EAGLE-3 (arXiv 2503.01840), EAGLE-1/2 (2401.15077, 2406.16858) or a target's MTP layer, by `config`."""
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
@@ -41,7 +41,8 @@ class EagleNetwork:
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
         self._stack = LayerStack(layer, [make_layer(layer, layer.plan[0], weights, _LAYER, self._entry.width)], host)
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
-        self._norm = make_norm(layer, weights, "norm", layer.hidden) if "norm.weight" in weights else None
+        normed = config.built_in or "norm.weight" in weights
+        self._norm = make_norm(layer, weights, "norm", layer.hidden) if normed else None
         self._feeds_normed = config.norm_output
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
@@ -104,20 +105,30 @@ class _Eagle3Input:
 
 class _Eagle1Input:
     """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The
-    hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final")."""
+    hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final"). An MTP
+    layer norms both, and has an input norm."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c = config.layer
         self.width = c.hidden
         self._fc = weights.linear({"fc": c.hidden}, c.hidden + config.target_hidden)
         name = _LAYER + "input_layernorm"
-        self._norm = make_norm(c, weights, name, c.hidden) if name + ".weight" in weights else None
+        normed = config.built_in or name + ".weight" in weights
+        self._norm = make_norm(c, weights, name, c.hidden) if normed else None
+        self._norms = [
+            make_norm(c, weights, f"pre_fc_norm_{part}", c.hidden)
+            for part in ("embedding", "hidden")
+            if config.built_in
+        ]
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = self._fc(torch.cat([embedded, hidden], -1))
+        both = [embedded, hidden]
+        if self._norms:
+            both = [norm(x) for norm, x in zip(self._norms, both, strict=True)]
+        x = self._fc(torch.cat(both, -1))
         return (x if self._norm is None else self._norm(x)), x
 
 

@@ -10,6 +10,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
+    mtp      (the target's own, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight [H],
+             norm.weight, and the layer of its target; optional lm_head.weight
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
@@ -34,7 +36,8 @@ from paceline.types import Tap
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858).
+    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
+    of version 1, it is the target's multi-token-prediction layer (Qwen3-Next, Qwen3.5; arXiv 2412.19437).
 
     `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is that of the file (2048 in many
     published ones) and not a limit: the target's counts. `taps`: its input taps, in order; () in a file that leaves
@@ -53,6 +56,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    built_in: bool = False
     head_tokens: Tensor | None = field(default=None, compare=False)
 
 
@@ -116,7 +120,9 @@ HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "medusa", "block" or "exit"."""
+    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
+    if isinstance(config, EagleConfig) and config.built_in:
+        return "mtp"
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
     return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
@@ -131,7 +137,7 @@ def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm" or "paceline".
+    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm", "paceline" or "built in".
 
     `target`: the model it was trained for, as its config names it, or None. `target_layers`: its number of layers, if
     the file says so. `extra`: other data in the config (under "paceline"), such as the measured acceptance by category

@@ -76,11 +76,12 @@ def kind_of(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 class Renamed(LazyTensors):
-    """Tensors of which one may have been given another name."""
+    """Tensors under other names, or a part of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], old: str = "", new: str = "") -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
+        """`names`: name here -> name in `tensors`; None: all as they are."""
         self._tensors = tensors
-        self._names: Mapping[str, str] = {new if name == old else name: name for name in tensors}
+        self._names: Mapping[str, str] = {name: name for name in tensors} if names is None else names
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names[name]]
@@ -93,6 +94,9 @@ class Renamed(LazyTensors):
 
     def kind(self, name: str) -> str:
         return kind_of(self._tensors, self._names[name])
+
+    def mostly_codes(self) -> bool:
+        return mostly_codes(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_of(self._tensors, self._names[name])

@@ -7,7 +7,7 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,8 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, retry_later
 from paceline.server.worker import ServerStopping
-
-Pull = Callable[[str, Callable[[str, int, int], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,6 @@ class Settings:
     timeout: default seconds for a request, from its arrival (None: no limit). stall: seconds that a client may leave
     its stream unread before it is disconnected.
     log_prompts: write prompts to the log. trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
-    pull: fetches a model for /api/pull, given its name and what is to be called with (file, bytes so far, bytes in
-    all); None: requests may fetch none.
     """
 
     api_keys: Sequence[str] = ()
@@ -52,7 +48,6 @@ class Settings:
     stall: float = 30.0
     log_prompts: bool = False
     trace_endpoint: str | None = None
-    pull: Pull | None = None
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
@@ -95,15 +90,15 @@ def check_host(hosts: Sequence[str], header: str) -> None:
 
 
 class RequestLimit:
-    """Limit on concurrent requests."""
+    """Limit on concurrent requests. `what` they do, for the error message."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._active = limit, 0
+    def __init__(self, limit: int, what: str = "are already in progress") -> None:
+        self._limit, self._what, self._active = limit, what, 0
 
     def acquire(self) -> None:
         """Count one more request; `release` must follow. Raises `ApiError` 429."""
         if self._active >= self._limit:
-            raise retry_later(429, f"{self._limit} requests are already in progress", "too_many_requests")
+            raise retry_later(429, f"{self._limit} requests {self._what}", "too_many_requests")
         self._active += 1
 
     def release(self) -> None:

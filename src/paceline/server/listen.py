@@ -29,18 +29,22 @@ _HEADER_TIMEOUT = 10.0
 """Seconds within which the head of a request must arrive."""
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise `InvalidOption` if the address cannot be bound, before a model is loaded and not after."""
+def check_address(host: str, port: int) -> list[str]:
+    """Return the IP addresses that `host` stands for. Raises `InvalidOption` if one cannot be bound, before a model is
+    loaded and not after."""
+    found = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
+                found.append(str(address[0]))
     except OSError as error:
         raise InvalidOption(
             f"cannot listen on {host}, port {port}: {error.strerror}",
             "Give another --port, or a --host of this machine",
         ) from error
+    return found
 
 
 def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:

@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
+from paceline.models.held import held_bytes
 from paceline.server.choices import TokenTexts
 from paceline.server.errors import LOG, ApiError
 from paceline.server.metrics import Metrics
@@ -33,26 +35,34 @@ _LISTED = 20
 class ModelSource:
     """A model to serve. Requests may give any of `names`; replies have the first.
 
-    `load` returns its worker, not started. `size`: bytes of memory that it is expected to need. `stays`: it is loaded
-    before the server starts, and never unloaded.
+    `load` returns its worker, not started. `size`: bytes of memory that the model is expected to need, without its
+    drafters. `stays`: it is loaded before the server starts, and never unloaded. `path`: its file or folder.
     """
 
     names: tuple[str, ...]
     load: Callable[[], Worker]
     size: int = 0
     stays: bool = False
+    path: Path | None = None
 
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise InvalidOption("the model's name must not be empty", "Give --served-model-name a name")
 
 
-class LoadedModel:
-    """A model in memory, with what its requests share. `users`: requests that use it."""
+Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
+"""Fetches a model of this name; is to be called with (file, bytes so far, bytes in all)."""
 
-    def __init__(self, name: str, worker: Worker, metrics: Metrics) -> None:
-        """Runs the self-check, which must not run beside the engine."""
+
+class LoadedModel:
+    """A model in memory, with what its requests share. `users`: requests that use it. `size`: bytes that it needs."""
+
+    def __init__(self, name: str, worker: Worker, metrics: Metrics, size: int = 0) -> None:
+        """Runs the self-check, which must not run beside the engine. `size`: see `ModelSource`."""
         self.name, self.worker, self.llm = name, worker, worker.llm
+        target, drafters = self.llm.model.target, [policy.drafter for policy in self.llm.engine.policies]
+        own = held_bytes(target)
+        self.size = max(size, own) + held_bytes(target, drafters) - own
         _ = self.llm.guarantee
         self.token_texts, self.grammar_trials = TokenTexts(self.llm.tokenizer), GrammarTrials(self.llm)
         self.metrics = metrics.of(name)
@@ -80,26 +90,49 @@ class Models:
         keep_alive: float | None = None,
         max_memory: int | None = None,
         free_memory: Callable[[], int] | None = None,
+        pull: Pull | None = None,
     ) -> None:
         """Load the models that stay, and raise what that raises.
 
         `keep_alive`: seconds that an idle model stays loaded (None: for ever). `max_memory`: bytes that all loaded
         models may need together (None: what is free). `free_memory` returns the bytes that are free now.
+        `pull` fetches further models for requests; None: they may fetch none.
         """
-        self.sources = tuple(sources)
+        self.pull = pull
+        self.sources: list[ModelSource] = []
         self.metrics = Metrics(self._load_of)
-        self._named = {name: source for source in self.sources for name in source.names}
+        self._named: dict[str, ModelSource] = {}
         self._keep_alive, self._max_memory, self._free_memory = keep_alive, max_memory, free_memory
         self._loaded: dict[ModelSource, LoadedModel] = {}
+        self._sizes: dict[ModelSource, int] = {}
+        """What each needs: as expected until it has been loaded, then with its drafters."""
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
         self._turn = asyncio.Lock()  # what fits is known only while no other model comes or goes
         self._freed = asyncio.Event()
         self._stopping = False
-        for source in self.sources:
+        for source in sources:
+            self.add(source)
             if source.stays:
-                self._loaded[source] = in_own_thread(partial(self._open, source)).result()
+                self._loaded[source] = model = in_own_thread(partial(self._open, source)).result()
+                self._sizes[source] = model.size
+
+    def add(self, source: ModelSource) -> None:
+        """Serve one more model. One whose file is served already gives that its names; names that are taken stay."""
+        served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
+        if served is source:
+            if source.names[0] in self._named:
+                return
+            self.sources.append(source)
+            self._sizes[source] = source.size
+        for name in source.names:
+            self._named.setdefault(name, served)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that requests may give."""
+        return list(self._named)
 
     def start(self) -> None:
         """Start the workers of the models that are loaded. Replies are delivered on the running event loop."""
@@ -193,11 +226,16 @@ class Models:
                     model = await asyncio.wrap_future(in_own_thread(partial(self._open, source)))
                     if self._stopping:
                         raise ServerStopping
-                    self._loaded[source] = model
-                    model.worker.start()
-                    self._watch(source, model)
-                    LOG.info("loaded %s in %.1f s", model.name, time.monotonic() - began)
-                    return
+                    self._sizes[source] = model.size
+                    if await self._keep_within(source):
+                        self._loaded[source] = model
+                        model.worker.start()
+                        self._watch(source, model)
+                        LOG.info("loaded %s in %.1f s", model.name, time.monotonic() - began)
+                        return
+                    del model
+                    trim_memory()
+                    self._freed.set()  # what it needs is known now: look again at once
             try:
                 await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
             except asyncio.TimeoutError:
@@ -205,7 +243,7 @@ class Models:
 
     def _open(self, source: ModelSource) -> LoadedModel:
         try:
-            return LoadedModel(source.names[0], source.load(), self.metrics)
+            return LoadedModel(source.names[0], source.load(), self.metrics, source.size)
         except InvalidOption as error:  # of the server, not of the request
             if source.stays:
                 raise
@@ -216,10 +254,11 @@ class Models:
 
         Raises `OutOfMemory` for one that can never fit.
         """
-        others = sorted((one for one in self._loaded if not one.stays), key=lambda one: self._loaded[one].used)
+        others = self._unloadable()
         if (beyond := self._beyond(source, others)) > 0:
             raise OutOfMemory(
-                f"{source.names[0]} needs {source.size / 2**30:.1f} GiB, {beyond / 2**30:.1f} more than there may be",
+                f"{source.names[0]} needs {self._sizes[source] / 2**30:.1f} GiB, {beyond / 2**30:.1f} more than there "
+                "may be",
                 "Start the server with a larger --max-memory",
             )
         idle = [one for one in others if not self._loaded[one].users]
@@ -233,14 +272,26 @@ class Models:
         # What is free is an estimate: with nothing more to unload, try it.
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
-    def _beyond(self, source: ModelSource, gone: Sequence[ModelSource]) -> int:
+    async def _keep_within(self, source: ModelSource) -> bool:
+        """Unload idle models until one that has just been read, and with its drafters may need more than was expected,
+        is within `max_memory` too. False if models in use prevent it."""
+        for one in self._unloadable():
+            if self._beyond(source) > 0 and not self._loaded[one].users:
+                await self._unload(one)
+        return self._beyond(source) <= 0
+
+    def _unloadable(self) -> list[ModelSource]:
+        """The models that do not stay, the least recently used first."""
+        return sorted((one for one in self._loaded if not one.stays), key=lambda one: self._loaded[one].used)
+
+    def _beyond(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> int:
         """Bytes beyond `max_memory` that all models would need with `source` and without those that are `gone`."""
-        needed = source.size + sum(one.size for one in self._loaded if one not in gone)
+        needed = self._sizes[source] + sum(self._sizes[one] for one in self._loaded if one not in gone)
         return 0 if self._max_memory is None else needed - self._max_memory
 
     def _fits(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> bool:
-        freed = sum(one.size for one in gone)
-        is_free = self._free_memory is None or source.size <= self._free_memory() + freed
+        freed = sum(self._sizes[one] for one in gone)
+        is_free = self._free_memory is None or self._sizes[source] <= self._free_memory() + freed
         return is_free and self._beyond(source, gone) <= 0
 
     async def _unload(self, source: ModelSource) -> None:

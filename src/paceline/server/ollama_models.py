@@ -18,7 +18,6 @@ from starlette.responses import Response, StreamingResponse
 from paceline.server import thinking
 from paceline.server.errors import ApiError, api_error
 from paceline.server.infill import InfillTokens
-from paceline.server.limits import Pull
 from paceline.server.models import LoadedModel, Models, ModelSource
 from paceline.server.schema_ollama import NamedModelRequest, PullRequest
 from paceline.server.writers import dumps
@@ -35,11 +34,10 @@ _NEVER = 1e10
 class OllamaModels:
     """The models of a server as Ollama lists them."""
 
-    def __init__(self, models: Models, pull: Pull | None) -> None:
-        """`pull`: fetches models that are not served; None if requests may not do that."""
-        self._models, self._pull = models, pull
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._began = datetime.now(timezone.utc)
-        self._pulling: asyncio.Future[Exception | None] | None = None
+        self._pulling: asyncio.Future[ModelSource | Exception] | None = None
 
     async def version(self) -> dict[str, str]:
         """Return the version of Ollama whose API this is."""
@@ -103,7 +101,7 @@ class OllamaModels:
         }
 
     async def pull(self, body: PullRequest) -> Response:
-        """Fetch a model, which may be served already. One at a time; a client that leaves does not stop it."""
+        """Fetch a model unless it is served, and serve it. One at a time; a client that leaves does not stop it."""
         lines = self._pull_lines(body.named)
         if body.stream is not False:
             return StreamingResponse((dumps(line) + b"\n" async for line in lines), media_type="application/x-ndjson")
@@ -115,7 +113,7 @@ class OllamaModels:
 
     def check_pull(self, body: NamedModelRequest) -> None:
         """Raise `ApiError` 403 for a model that is not served and may not be fetched."""
-        if self._pull is None and not self._serves(body.named):
+        if self._models.pull is None and not self._serves(body.named):
             raise ApiError(
                 403,
                 f"the model {body.named!r:.200} is not served, and this server fetches none. Run paceline pull on its "
@@ -133,8 +131,9 @@ class OllamaModels:
     async def _pull_lines(self, name: str) -> AsyncIterator[dict[str, Any]]:
         yield {"status": "pulling manifest"}
         if not self._serves(name):
-            while self._pulling and not self._pulling.done():
-                await asyncio.wait([self._pulling])
+            if self._pulling and not self._pulling.done():
+                yield {"error": "another model is being fetched. Try again when that is done"}
+                return
             async for line in self._fetch(name):
                 yield line
                 if "error" in line:
@@ -145,6 +144,7 @@ class OllamaModels:
         """Run the download in a thread, and yield its progress: the latest, however fast it goes."""
         loop, changed, latest = asyncio.get_running_loop(), asyncio.Event(), dict[str, Any]()
         done = self._pulling = loop.create_future()
+        done.add_done_callback(self._serve)
         done.add_done_callback(lambda _: changed.set())
 
         def show(line: dict[str, Any]) -> None:
@@ -157,14 +157,14 @@ class OllamaModels:
             loop.call_soon_threadsafe(show, line)
 
         def run() -> None:
-            failed: Exception | None = None
+            fetched: ModelSource | Exception
             try:
-                assert self._pull is not None
-                self._pull(name, progress)
+                assert self._models.pull is not None
+                fetched = self._models.pull(name, progress)
             except Exception as error:
-                failed = error
+                fetched = error
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(done.set_result, failed)
+                loop.call_soon_threadsafe(done.set_result, fetched)
 
         threading.Thread(target=run, name="paceline-pull", daemon=True).start()
         while not done.done() or latest:
@@ -173,8 +173,12 @@ class OllamaModels:
             if line := dict(latest):
                 latest.clear()
                 yield line
-        if error := done.result():
-            yield {"error": api_error(error).message}
+        if isinstance(failed := done.result(), Exception):
+            yield {"error": api_error(failed).message}
+
+    def _serve(self, done: asyncio.Future[ModelSource | Exception]) -> None:
+        if isinstance(source := done.result(), ModelSource):
+            self._models.add(source)
 
 
 def _details(model: LoadedModel | None) -> dict[str, Any]:

@@ -63,9 +63,11 @@ class Service:
         self._started = int(time.time())
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
+        # Half of all requests at most, so that models that are loaded go on answering.
+        self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.ollama = OllamaModels(models, settings.pull)
+        self.ollama = OllamaModels(models)
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
 
     def close(self) -> None:
@@ -177,7 +179,7 @@ class Service:
 
     async def models(self) -> dict[str, Any]:
         """List every model under each of its names. OpenAI's and Anthropic's clients both read the list."""
-        data = [await self.model(name) for source in self.loader.sources for name in source.names]
+        data = [await self.model(name) for name in self.loader.names]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": False}
 
@@ -204,10 +206,14 @@ class Service:
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, loaded first unless it is, with one user more: `release` must follow.
 
-        Raises `ApiError` 404, `ClientDisconnect` and `TimedOut`, and what loading raises.
+        Raises `ApiError` 404, and 429 if too many wait, `ClientDisconnect` and `TimedOut`, and what loading raises.
         """
         while (model := self.loader.take(name)) is None:
-            await self._unless_ended(request, self.loader.ready(name), timeout)
+            self.waiting.acquire()
+            try:
+                await self._unless_ended(request, self.loader.ready(name), timeout)
+            finally:
+                self.waiting.release()
         return model
 
     async def _compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:

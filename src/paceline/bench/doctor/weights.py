@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from types import CellType, FunctionType
-
-from torch import Tensor
 
 from paceline.checkpoints.gguf_codes import BITS
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
 from paceline.checkpoints.loader import Loaded
 from paceline.models.decoder import Decoder
+from paceline.models.held import tensors_of
 from paceline.protocols import Target
 
 _SCALE = 2 / 32
@@ -33,25 +30,7 @@ def weight_bytes(target: Target) -> int | None:
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None
     parts = {name: part for name, part in vars(target).items() if name != "_embed"}
-    return sum(t.numel() * t.element_size() for t in _tensors(parts, target))
-
-
-def _tensors(root: object, beside: object) -> list[Tensor]:
-    """Every tensor that an object of Paceline holds, once, without what it reaches through `beside` alone."""
-    tensors: dict[int, Tensor] = {}
-    seen, pending = {id(beside)}, [root]
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            tensors[id(item) if item.is_mkldnn else item.data_ptr()] = item
-        elif isinstance(item, FunctionType):
-            pending += item.__closure__ or ()
-        elif isinstance(item, (dict, list, tuple, CellType)) or type(item).__module__.startswith("paceline"):
-            pending += gc.get_referents(item)
-    return list(tensors.values())
+    return sum(t.numel() * t.element_size() for t in tensors_of(parts, target))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,154 @@
+"""Multi-token-prediction layers: their numbers against transformers' layers, and that an off-by-one undoes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+
+from paceline.checkpoints.head_files import open_head
+from paceline.drafters.base import Ask
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.growth import Growth
+from paceline.engine.engine import Engine
+from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
+from paceline.llm import load
+from paceline.models.heads import EagleConfig, kind_of
+from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Ranked
+from paceline.testing import run, run_together
+from paceline.types import DraftBudget, Tap
+from tests.cli.toy_cli import run as run_command
+from tests.mtp_reference import Reference
+
+PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+WARM = Sampling(max_new_tokens=16, temperature=0.8, seed=5)
+CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+reference = cache(Reference)
+
+
+def opened(case: str, folder: Path) -> tuple[EagleConfig, Mapping[str, Tensor]]:
+    head = open_head(reference(case).save(folder))
+    assert isinstance(head.config, EagleConfig)
+    assert kind_of(head.config) == "mtp"
+    return head.config, head.tensors
+
+
+class Spy(Eagle):
+    """Notes every row that it ranks: the text, the drafted path, the logits [V]."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[tuple[list[int], list[int], Tensor]] = []
+
+    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        for path, row in zip(paths, logits, strict=True):
+            self.seen.append((list(growth.ask.token_ids), list(path), row.clone()))
+        return super().rank(growth, logits, paths, count)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_path: Path) -> None:
+    """In trees of a ragged batch, over rounds in which true states take the place of drafted ones."""
+    truth = reference(case)
+    spy = Spy(*opened(case, tmp_path), truth.target)
+    samplings = [Sampling(max_new_tokens=6, temperature=t, seed=3) for t in (0.0, 3.0, 1.0)]
+    prompts = [PROMPT, [3, 4], [i * i % 101 for i in range(40)]]
+    run_together(Engine(truth.target, spy, DraftBudget(9, 4, 3)), prompts, samplings)
+    assert {len(path) for _, path, _ in spy.seen} == {0, 1, 2, 3}
+    assert len({len(text) for text, _, _ in spy.seen}) > 8
+    for text, path, row in spy.seen[::7]:
+        torch.testing.assert_close(row, truth.after_path(text, path)[0], rtol=1e-5, atol=1e-5)
+
+
+class LateStates(Eagle):
+    """Hears of each position what the target felt at the one before."""
+
+    def _receive(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
+        kept = slice(None) if path is None else [0, *path]
+        super()._receive(state, {tap: states[kept].roll(1, 0) for tap, states in taps.items()})
+
+
+class Shifted(Eagle):
+    """Commits a row too few of its cache, so that all later ones lie a position early."""
+
+    def _read(self, states: Any, counts: Any, prefill: bool = False) -> None:
+        super()._read(states, counts, prefill)
+        for state in states:
+            self._cache.truncate(state.cache_slot, self._cache.lengths[state.cache_slot] - 1)
+
+    def limit(self, ask: Ask) -> DraftBudget:
+        return ask.budget
+
+
+def test_a_layer_that_knows_the_text_is_always_right_and_an_off_by_one_undoes_it(tmp_path: Path) -> None:
+    """Its head is solved for (ridge regression), to say the next token wherever a draft of one short text begins."""
+    truth, (config, tensors) = reference("qwen3.5"), opened("qwen3.5", tmp_path)
+    text = PROMPT + run(truth.target, PROMPT, WARM)[0]
+    ends = [(end, k) for end in range(len(PROMPT), len(text)) for k in range(min(3, len(text) - end))]
+    assert len(ends) < 48, "or no head could know all of them"
+    states = torch.stack([truth.after_path(text[:end], text[end : end + k])[1] for end, k in ends])
+    wanted = torch.nn.functional.one_hot(torch.tensor([text[end + k] for end, k in ends]), 101).double()
+    gram = states.T @ states + 1e-6 * torch.eye(states.shape[1], dtype=torch.float64)
+    solved = 60 * torch.linalg.solve(gram, states.T @ wanted).T
+    rounds = {}
+    for kind in (Eagle, LateStates, Shifted):
+        drafter = kind(config, {**tensors, "lm_head.weight": solved}, truth.target)
+        reply, _, stats = run(truth.target, PROMPT, WARM, drafter, DraftBudget.chain(3))
+        assert reply == text[len(PROMPT) :]
+        rounds[kind] = stats.acceptance
+    assert rounds.pop(Eagle) == 1.0
+    assert max(rounds.values()) < 0.5, rounds
+
+
+def words(folder: Path, count: int = 101) -> None:
+    """A tokenizer of one token per word."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_a_model_that_has_one_drafts_with_it(tmp_path: Path) -> None:
+    """By its name, by "auto" and by "found", from the folder and named as another model's."""
+    folder = reference("qwen3.5").save(tmp_path / "model")
+    words(folder)
+    plain = load(folder, drafter=None, dtype="float32")
+    sampling: Any = {"max_new_tokens": 12, "temperature": 0.7, "seed": 2}
+    expected = plain.generate(PROMPT, **sampling).token_ids
+    for name, used in {"mtp": "mtp", "auto": "suffix+mtp", "found": "suffix+mtp", f"mtp:{folder}": "mtp:model"}.items():
+        llm = load(folder, drafter=name, dtype="float32", draft=3)
+        assert [policy.name for policy in llm.engine.policies] == [used]
+        reply = llm.generate(PROMPT, **sampling)
+        assert reply.token_ids == expected
+        assert reply.stats.drafted > 0
+    assert "mtp: a layer for multi-token prediction" in run_command("info", str(folder)).stdout
+    assert json.loads(run_command("info", str(folder), "--json").stdout)["built_in_drafter"] == "mtp"
+
+
+def test_a_model_without_one(tmp_path: Path) -> None:
+    truth = reference("qwen3.5")
+    truth.model.save_pretrained(tmp_path)
+    words(tmp_path)
+    llm = load(tmp_path, dtype="float32")
+    assert [policy.name for policy in llm.engine.policies] == ["suffix"]
+    with pytest.raises(InvalidOption, match="hold no MTP layer"):
+        load(tmp_path, drafter="mtp")
+    with pytest.raises(UnsupportedModel, match="no learned drafter"):
+        open_head(tmp_path)
+    assert "built-in" not in run_command("info", str(tmp_path)).stdout
+
+
+def test_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    config, tensors = opened("qwen3.5", tmp_path)
+    for name in tensors:
+        with pytest.raises(CorruptModel, match=name.replace(".", r"\.")):
+            Eagle(config, {key: x for key, x in tensors.items() if key != name}, reference("qwen3.5").target)

@@ -1,0 +1,97 @@
+"""A multi-token-prediction layer written once more, around transformers' own decoder layer: whole texts, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.models.decoder import Decoder
+from paceline.types import Want
+from paceline.verify.tree import pack_prefix
+from tests.models.test_hybrid import models
+
+
+class Reference:
+    """A random layer of the kind of a model's attention layers, beside that model, in float64."""
+
+    def __init__(self, case: str) -> None:
+        self.model, self.target = models(case)
+        config, norm = self.model.config, type(self.model.model.norm)
+        width = config.hidden_size
+        at = config.layer_types.index("full_attention")
+        torch.manual_seed(1)
+        self.layer = type(self.model.model.layers[at])(config, at)
+        self.fc = torch.nn.Linear(2 * width, width, bias=False)
+        self.before = torch.nn.ModuleList([norm(width), norm(width)])
+        self.after = norm(width)
+        for part in (self.layer, self.fc, self.before, self.after):
+            for parameter in part.parameters():
+                torch.nn.init.normal_(parameter, 0.0, 0.2)
+            part.double().eval()
+        for module in self.layer.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation = "eager"
+
+    def tensors(self, stacked: bool = False) -> dict[str, Tensor]:
+        """By the names of Qwen's files. `stacked`: experts too, as transformers holds them."""
+        named = {
+            "mtp.fc.weight": self.fc.weight,
+            "mtp.pre_fc_norm_embedding.weight": self.before[0].weight,
+            "mtp.pre_fc_norm_hidden.weight": self.before[1].weight,
+            "mtp.norm.weight": self.after.weight,
+        }
+        for name, x in self.layer.state_dict().items():
+            block, _, part = name.rpartition("experts.")
+            single = self.model.config.model_type == "qwen3_next" and not stacked
+            if part not in ("gate_up_proj", "down_proj") or not single:
+                named[f"mtp.layers.0.{name}"] = x
+                continue
+            for number, expert in enumerate(x):
+                halves = expert.chunk(2) if part == "gate_up_proj" else [expert]
+                for each, half in zip(("gate_proj", "up_proj") if len(halves) > 1 else (part,), halves, strict=True):
+                    named[f"mtp.layers.0.{block}experts.{number}.{each}.weight"] = half
+        return named
+
+    def save(self, folder: Path) -> Path:
+        """Write model and layer as one checkpoint."""
+        self.model.save_pretrained(folder)
+        both = load_file(folder / "model.safetensors") | self.tensors()
+        save_file({name: x.detach().clone() for name, x in both.items()}, folder / "model.safetensors")
+        return folder
+
+    @torch.no_grad()
+    def after_path(self, text: Sequence[int], path: Sequence[int], head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits [V], what they are made of [H]) after a text and the drafted tokens that follow it. `head`: in the
+        place of the model's own."""
+        hidden = final_states(self.target, text[:-1])
+        tokens, out = list(text[1:]), self.step(text[1:], hidden)
+        for token in path:
+            tokens.append(token)
+            hidden = torch.cat([hidden, out[-1:]])
+            out = self.step(tokens, hidden)
+        return (self.model.lm_head.weight if head is None else head) @ out[-1], out[-1]
+
+    def step(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """What the layer makes of rows 0, 1, ... of a text [n, H]."""
+        n = len(tokens)
+        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        x = self.fc(torch.cat([self.before[0](embedded), self.before[1](hidden)], -1))[None]
+        positions = torch.arange(n)[None]
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        mask = torch.zeros(n, n, dtype=x.dtype).masked_fill(later, -torch.inf)[None, None]
+        turned: Any = self.model.model.rotary_emb(x, positions)
+        out = self.layer(x, position_embeddings=turned, attention_mask=mask, position_ids=positions)
+        normed: Tensor = self.after(out[0] if isinstance(out, tuple) else out)
+        return normed[0]
+
+
+def final_states(target: Decoder, text: Sequence[int]) -> Tensor:
+    """What enters the target's head at every position of a text [n, H]."""
+    cache = target.new_cache()
+    rows = pack_prefix(text, cache.acquire(), 0, target.device)
+    return target.forward(rows, cache, Want("none", ("final",))).taps["final"][0, : len(text)]
