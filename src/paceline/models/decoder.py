@@ -15,7 +15,7 @@ from paceline.kernels.activations import UNGATED
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.models.config import Experts, LayerConfig, ModelConfig
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixer, Mixture, Part, RMSNorm, SharedMixture
+from paceline.models.layers import Addend, Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
 from paceline.models.mamba import Parallel, Summed, make_state
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -183,7 +183,7 @@ def make_layer(c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str,
 
 def _make_mixer(
     c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
-) -> tuple[Mixer | None, Part | None]:
+) -> tuple[Mixer | None, Addend | None]:
     """The mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:

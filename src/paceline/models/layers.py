@@ -61,7 +61,7 @@ class HeadNorm:
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
-class Part(Protocol):
+class Addend(Protocol):
     """What adds to the stream: a feed-forward part, or the product that follows a mixer."""
 
     @abstractmethod
@@ -214,7 +214,7 @@ class Layer:
         self,
         attn_norm: RMSNorm | None,
         attention: Mixer | None,
-        out: Part | None,
+        out: Addend | None,
         mlp_norm: RMSNorm | None,
         mlp: Dense | Mixture | SharedMixture | None,
         post: tuple[RMSNorm, RMSNorm] | None = None,
@@ -234,7 +234,7 @@ class Layer:
             x = self._plus(x, self.mlp, self.mlp_norm(x), second)
         return x
 
-    def _plus(self, x: Tensor, part: Part, y: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: RMSNorm | None) -> Tensor:
         """The stream x and what a part makes of y."""
         if norm is None and self.residual_scale == 1.0:
             return part.onto(y, x)

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.cache.state import Tensors
 from paceline.kernels.linear import Linear
 from paceline.models.config import Mamba2Config, ModelConfig, RecurrentConfig
-from paceline.models.layers import Attention, Part, RMSNorm, sigmoid
+from paceline.models.layers import Addend, Attention, RMSNorm, sigmoid
 from paceline.models.recurrent import (
     Convolution,
     MatrixState,
@@ -108,7 +108,7 @@ class Parallel(RecurrentMixer):
         return torch.cat([one.mix(x, layer, rope, attention) for one in (self.attention, self._other)], -1)
 
 
-class Summed(Part):
+class Summed(Addend):
     """The sum of the products of a row's two parts, of which the first has `width` elements."""
 
     def __init__(self, first: Linear, second: Linear, width: int) -> None:
@@ -119,7 +119,7 @@ class Summed(Part):
         return self._parts[1].onto(second, self._parts[0](first))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `layers.Part.onto`."""
+        """See `layers.Addend.onto`."""
         first, second = self._split(x)
         return self._parts[1].onto(second, self._parts[0].onto(first, residual))
 
